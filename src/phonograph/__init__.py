@@ -1,0 +1,28 @@
+"""Record your PyTorch program once; play it back at GPU speed.
+
+See https://pypi.org/project/phonograph for the documentation; start with `record`.
+"""
+
+from __future__ import annotations
+
+from .api import explain, live, record, reset, stats
+from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
+from .observe import Stats
+from .recorded import Recorded
+
+__all__ = [
+    "Mismatch",
+    "PhonographError",
+    "Recorded",
+    "RunsLive",
+    "StaleOutput",
+    "Stats",
+    "Unrecordable",
+    "explain",
+    "live",
+    "record",
+    "reset",
+    "stats",
+]
+
+__version__ = "0.1.0"

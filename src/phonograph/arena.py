@@ -1,0 +1,81 @@
+"""A small allocator over real memory: the CPU device's counterpart of CUDA's caching allocator in a graph pool.
+
+Addresses are given out and taken back in the order in which a captured call's tensors are born and die, first fit, so
+that memory is reused exactly as a CUDA capture would reuse it: a wrong belief about liveness shows as wrong numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import torch
+
+from .spans import Spans
+
+__all__ = ["Arena"]
+
+_ALIGN = 64  # bytes: a cache line, and what vectorised kernels like
+_SEGMENT = 1 << 20  # bytes: the least that is taken from the system at once
+
+
+class Arena:
+    """Segments of memory, and which bytes of them are free at the moment."""
+
+    def __init__(self) -> None:
+        self.segments: list[torch.Tensor] = []
+        self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
+        self._taken: dict[int, int] = {}
+        self.used: list[tuple[int, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.segments)
+
+    def open(self, protected: Spans) -> None:
+        """Begin a capture: everything is free but what is protected."""
+        self._taken.clear()
+        self.used = []
+        self._free = []
+        for s in self.segments:
+            at, end = s.data_ptr(), s.data_ptr() + s.nbytes
+            for start, length in protected:
+                if start < end and start + length > at:
+                    self._give(at, start - at)
+                    at = max(at, start + length)
+            self._give(at, end - at)
+
+    def take(self, nbytes: int) -> int:
+        """The address of `nbytes` free bytes; a new segment where none are left. Zero bytes take a place too."""
+        want = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        for i, (address, length) in enumerate(self._free):
+            start = -(-address // _ALIGN) * _ALIGN
+            if address + length >= start + want:
+                self._free[i : i + 1] = [p for p in ((address, start - address),
+                                                     (start + want, address + length - start - want)) if p[1] > 0]  # fmt: skip
+                self._taken[start] = want
+                self.used.append((start, want))
+                return start
+        with torch.inference_mode(False):
+            self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8))
+        self._give(self.segments[-1].data_ptr(), self.segments[-1].nbytes)
+        return self.take(nbytes)
+
+    def give(self, address: int) -> None:
+        """Take back what `take` gave."""
+        self._give(address, self._taken.pop(address))
+
+    def _give(self, address: int, length: int) -> None:
+        if length <= 0:
+            return
+        insort(self._free, (address, length))
+        merged: list[tuple[int, int]] = []
+        for start, size in self._free:
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._free = merged
+
+    def trim(self, needed: Spans) -> None:
+        """Return to the system every segment in which nothing is needed any more."""
+        self.segments = [s for s in self.segments if needed.meets(s.data_ptr(), s.nbytes)]

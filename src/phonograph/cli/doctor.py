@@ -1,0 +1,199 @@
+"""Say what is here and what it means for recording, and record something tiny on every device to be sure.
+
+Exit status 0 if recording works on each device present, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+import phonograph as pg
+from phonograph.cli import machine
+from phonograph.cli.console import table
+from phonograph.options import switched_off
+
+HELP = "say what is here and whether recording works"
+
+Status = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    status: Status
+    value: str
+    meaning: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    trials = [trial(device) for device in machine.devices()]
+    findings = [*_software(os.environ), *_cuda(), *_allocator(os.environ), *_switches(os.environ), *_nccl(os.environ)]
+    works = all(finding.status == "ok" for finding in trials)
+    if arguments.json:
+        rows = [asdict(finding) for finding in (*findings, *trials)]
+        print(json.dumps({"works": works, "versions": machine.versions(), "findings": rows}))
+    else:
+        _print(findings + trials, works)
+    return 0 if works else 1
+
+
+def _print(findings: list[Finding], works: bool) -> None:
+    rows = [(finding.what, finding.status, _said(finding)) for finding in findings]
+    table("phonograph doctor", ("what", "", "here, and what it means for recording"), rows)
+    print("recording works on every device here" if works else "recording does NOT work on every device here")
+
+
+def _said(finding: Finding) -> str:
+    return f"{finding.value}: {finding.meaning}" if finding.meaning else finding.value
+
+
+def trial(device: torch.device) -> Finding:
+    """Record and replay a function with two inputs, an output and a side effect on this device."""
+    try:
+        return _trial(device)
+    except Exception as error:  # whatever goes wrong here is the finding
+        return Finding(f"recording on {device}", "problem", f"{type(error).__name__}: {error}", "recording fails here")
+
+
+def _trial(device: torch.device) -> Finding:
+    total = torch.zeros(4, device=device)
+
+    @pg.record
+    def add(x: torch.Tensor) -> torch.Tensor:
+        total.add_(x)
+        return total * 2
+
+    inputs = [torch.full((4,), float(number), device=device) for number in range(5)]
+    outputs = [add(x) for x in inputs]
+    expected = [2.0 * sum(range(number + 1)) for number in range(5)]
+    stats = pg.stats(add)
+    what = f"recording on {device}"
+    if [output[0].item() for output in outputs] != expected:
+        return Finding(what, "problem", "wrong result", "please report this, with the output of this command")
+    if not stats.replayed:
+        reasons = "; ".join(stats.refusals) or "no reason given"
+        return Finding(what, "problem", "ran live", f"nothing was recorded: {reasons}")
+    return Finding(what, "ok", f"{stats.recorded} recorded, {stats.replayed} replayed", machine.hardware(device))
+
+
+def _software(environment: Mapping[str, str]) -> Iterator[Finding]:
+    yield Finding("python", "ok", platform.python_version())
+    yield Finding("phonograph", "ok", machine.installed("phonograph") or "run from source")
+    switch = environment.get("PHONOGRAPH")
+    if switch is not None:
+        off = switched_off()
+        yield Finding("PHONOGRAPH", "problem" if off else "ok", switch, "nothing is recorded at all" if off else "")
+    yield Finding("torch", "ok", str(torch.__version__))
+
+
+def _cuda() -> Iterator[Finding]:
+    driver = machine.driver()
+    if torch.version.cuda is None:
+        here = f"none; the driver is {driver}" if driver else "none"
+        yield Finding("CUDA in torch", "problem" if driver else "note", here, _no_cuda_meaning(driver))
+        return
+    yield Finding("CUDA in torch", "ok", torch.version.cuda)
+    yield Finding("driver", "ok" if driver else "note", driver or "not found", "" if driver else "no NVIDIA GPU to use")
+    if driver and not torch.cuda.is_available():
+        yield Finding("GPU", "problem", "not usable", "a driver is here, but torch finds no device it can use")
+    for index in range(torch.cuda.device_count()):
+        yield _gpu(index)
+    yield _bindings()
+
+
+def _no_cuda_meaning(driver: str | None) -> str:
+    if driver:
+        return "this torch cannot use the GPU: install a CUDA build of it"
+    return "functions of CPU tensors are recorded on the CPU device"
+
+
+def _gpu(index: int) -> Finding:
+    properties = torch.cuda.get_device_properties(index)
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return Finding(f"GPU {index}", "ok", f"{properties.name}, sm_{properties.major}{properties.minor}, {memory}")
+
+
+def _bindings() -> Finding:
+    found = machine.installed("cuda-bindings")
+    if found:
+        return Finding("cuda-bindings", "ok", found, "a replay is launched through the driver directly")
+    meaning = "replays go through torch's own call, a little slower: pip install cuda-bindings"
+    return Finding("cuda-bindings", "note", "missing", meaning)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings as torch reads them: ``PYTORCH_ALLOC_CONF``, or the older name."""
+    text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    pairs = (item.partition(":") for item in text.split(",") if item.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+_ALLOCATOR_MEANING: dict[tuple[str, str], tuple[Status, str]] = {
+    ("backend", "cudaMallocAsync"): (
+        "problem",
+        "recordings need torch's own allocator, which can hand out the same addresses again: unset it",
+    ),
+    ("expandable_segments", "True"): (
+        "note",
+        "fine by itself; with NCCL inside a recording also set NCCL_GRAPH_REGISTER=0",
+    ),
+}
+
+
+def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, value in allocator_settings(environment).items():
+        status, meaning = _ALLOCATOR_MEANING.get((name, value), ("ok", ""))
+        yield Finding(f"allocator: {name}", status, value, meaning)
+    if environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        meaning = "no memory can be had while a graph is captured: unset it"
+        yield Finding("PYTORCH_NO_CUDA_MEMORY_CACHING", "problem", "set", meaning)
+
+
+_SWITCHES = {
+    "CUDA_LAUNCH_BLOCKING": "a debugging aid: every launch waits, so what is measured is not what recording gives",
+    "CUBLAS_WORKSPACE_CONFIG": "",
+    "TORCH_LOGS": "TORCH_LOGS=+phonograph shows every recording and refusal",
+}
+
+
+def _switches(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, meaning in _SWITCHES.items():
+        value = environment.get(name)
+        if value:
+            noted = name == "CUDA_LAUNCH_BLOCKING" and value != "0"
+            yield Finding(name, "note" if noted else "ok", value, meaning)
+
+
+def _nccl(environment: Mapping[str, str]) -> Iterator[Finding]:
+    if not (torch.cuda.is_available() and torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return
+    yield Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    for name in sorted(environment):
+        if name.startswith("TORCH_NCCL_"):
+            yield Finding(name, "ok", environment[name])
+    yield _nccl_registration(environment)
+
+
+def _nccl_registration(environment: Mapping[str, str]) -> Finding:
+    """NCCL registers the buffers of captured collectives, assuming one allocation each (pytorch issue 158029)."""
+    registers = environment.get("NCCL_GRAPH_REGISTER", "1") != "0"
+    expandable = allocator_settings(environment).get("expandable_segments", "").lower() == "true"
+    value = environment.get("NCCL_GRAPH_REGISTER", "not set (NCCL's default is 1)")
+    if registers and expandable:
+        meaning = "with expandable_segments, collectives in a recording can hang or corrupt data: set it to 0"
+        return Finding("NCCL_GRAPH_REGISTER", "problem", value, meaning)
+    return Finding("NCCL_GRAPH_REGISTER", "ok", value)

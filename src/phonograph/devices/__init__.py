@@ -1,0 +1,45 @@
+"""The devices, one object each for the life of the process."""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import Any
+
+import torch
+
+from .cpu import CpuDevice
+
+__all__ = ["all_devices", "device_for", "lock"]
+
+_devices: dict[torch.device, Any] = {}
+lock = RLock()  # recordings are made and played under it: they share memory
+
+
+def device_for(device: torch.device) -> Any:
+    """The `Device` for a torch.device; made at first use.
+
+    Raises:
+        Refusal: no recordings can be made on it.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in _devices:
+        _devices[device] = _make(device)
+    return _devices[device]
+
+
+def all_devices() -> list[Any]:
+    """Every device that has been used so far."""
+    return list(_devices.values())
+
+
+def _make(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        from .cuda import CudaDevice
+
+        return CudaDevice(device)
+    from ..errors import Refusal
+
+    raise Refusal(f"there is no recording on {device.type} devices", "use CPU or CUDA tensors")

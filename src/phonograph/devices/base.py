@@ -1,0 +1,86 @@
+"""What a device must be able to do for the engine. There are two, and they behave alike (tests run on both)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..pool import Pool
+from ..reach import Reach
+from ..recording import Program
+from ..spans import Spans
+from ..watch import OperatorWatch
+
+__all__ = ["Captured", "Device", "Made"]
+
+
+class Made(NamedTuple):
+    """Where a tensor that the call created will lie when the program has run: bytes of the pool."""
+
+    address: int
+    nbytes: int
+
+
+class Captured(NamedTuple):
+    """A dry run of a call. Nothing has been executed as far as the outside can tell.
+
+    `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
+    are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
+    """
+
+    result: Any
+    program: Program
+    made: dict[int, Made]
+    watch: OperatorWatch
+    used: list[torch.Tensor]
+    slots: list[torch.Tensor]
+
+
+class Device(Protocol):
+    """One torch.device, its pool, and how to capture on it."""
+
+    torch_device: torch.device
+    pool: Pool
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""
+
+    def anchor(self) -> Any:
+        """What owns the pool's memory: it stays for as long as this is referred to."""
+
+    def capture(
+        self,
+        arguments: list[torch.Tensor],
+        borrowed: list[bool],
+        reach: Reach,
+        call: Callable[[list[torch.Tensor]], Any],
+        outputs_of: Callable[[Any], list[torch.Tensor]],
+        protected: Spans,
+    ) -> Captured:
+        """Dry-run ``call(slots)`` and keep what it did as a program.
+
+        `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
+
+        Raises whatever the call raised, or `Refusal`; everything is then as before.
+        """
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """One fused copy."""
+
+    def copied_out(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of `t` in memory of its own."""
+
+    def tidy(self) -> None:
+        """Return memory that nothing needs any more, if recordings have gone."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of device memory that the pool holds."""
+
+    def frames_refused(self) -> Callable[[Any], Any]:
+        """A check for the start of Python functions that this device cannot capture."""
+
+

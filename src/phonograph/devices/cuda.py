@@ -1,0 +1,308 @@
+"""The CUDA device: CUDA graphs in one private memory pool, captured on one stream.
+
+Nothing executes during a capture; the kernels of the call are written down with their addresses. So what a capture may
+disturb is host state only, and each piece of it is set and put back here, on every path:
+
+* the current stream (a capture needs one of its own; always the same one, because the allocator never reuses a block of
+  one stream on another);
+* where the allocator takes memory from;
+* Python's garbage collector, which must not run a destructor with CUDA calls in the middle;
+* the allocator's history, which is how a recording learns its footprint.
+
+`thread_local` capture mode leaves other threads alone: a data loader may pin memory meanwhile. There is no synchronize
+and no empty_cache. torch's own context manager does both each time, hides the real exception behind "operation failed
+due to a previous error during capture", and leaves the thread on the capture stream then.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..errors import Refusal
+from ..operators import Meaning, tensors_in
+from ..pool import Pool, unowned
+from ..reach import Reach
+from ..recording import Program
+from ..spans import Spans
+from ..watch import OperatorWatch, storage_id
+from ..where import users_line
+from . import cuda_memory, torch_private
+from .base import Captured, Made
+from .driver import DriverError, end_broken_capture, launcher
+
+__all__ = ["CudaDevice"]
+
+
+class _Anchor:
+    """Keeps a graph pool's memory: an empty graph captured in it.
+
+    The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
+    """
+
+    def __init__(self, device: int, stream: torch.cuda.Stream) -> None:
+        self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            _quietly(self._graph.capture_end)
+
+
+def _quietly(end: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
+        end()
+
+
+class CudaWatch(OperatorWatch):
+    """Also refuses host tensors: what runs on the host during a capture would not run again at a replay."""
+
+    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any]) -> None:
+        super().__init__(device, reach, slots)
+        self._registered = generators
+
+    def _see(self, m: Meaning, args: Any, kwargs: Any) -> None:
+        super()._see(m, args, kwargs)
+        tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
+        hosts = [t for t in tensors if t.device.type == "cpu"]
+        if len(hosts) < len(tensors) and m.name in ("aten::_to_copy", "aten::copy_"):
+            target = kwargs.get("device")
+            to_host = (target is not None and torch.device(target).type == "cpu") or (
+                m.name == "aten::copy_" and args[0].device.type == "cpu"
+            )
+            if to_host:
+                raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
+        if not hosts:
+            return
+        if m.name in ("aten::_to_copy", "aten::copy_") and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
+            raise Refusal(f"{m.name} copies a host tensor to the device",
+                          "copy it before the call and pass it as an argument")  # fmt: skip
+        for t in hosts:
+            name = self.known.get(storage_id(t))
+            if name:
+                raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
+                              "move it to the device; a replay could not see it change")  # fmt: skip
+
+    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.random and _on_host(args, kwargs):
+            raise self._located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
+        return super().perform(func, m, args, kwargs)
+
+    def stranger(self, m: Meaning, t: torch.Tensor) -> None:
+        # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
+        # address. Host constants need no watching: they are baked in.
+        if t.device.type == "cuda":
+            self.strangers.append((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), m.name, users_line()))
+        else:
+            super().stranger(m, t)
+
+    def meet(self, generator: torch.Generator) -> None:
+        super().meet(generator)
+        if generator.device.type == "cuda" and all(generator is not g for g in self._registered):
+            self._registered.append(generator)
+            raise Refusal("uses a random generator that was not known before the capture", final=False)
+
+
+def _on_host(args: Any, kwargs: Any) -> bool:
+    tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
+    if tensors:
+        return all(t.device.type == "cpu" for t in tensors)
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+
+
+class GraphProgram:
+    """An instantiated CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, keep: Any, device: int) -> None:
+        self.footprint = footprint
+        self.operators = watch.operators
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._keep = keep
+        self._device = device
+        graph.instantiate()
+        self._launch = launcher(graph.raw_cuda_graph_exec())
+        self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
+        self._random: bool | None = None  # known after the first launch
+
+    def launch(self) -> None:
+        if self._random is False:
+            code = self._launch(torch_private.raw_stream(self._device))
+            if code:
+                raise DriverError(f"cuGraphLaunch failed with CUresult {code}")
+        else:
+            self._launch_random()
+
+    def _launch_random(self) -> None:
+        """Through torch, which moves the generators on. The first launch shows whether there is anything to move."""
+        assert self._graph is not None
+        before = [g.get_offset() for g in self._generators]
+        self._graph.replay()
+        if self._random is None:
+            self._random = before != [g.get_offset() for g in self._generators]
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+        self._keep = None
+
+
+class CudaDevice:
+    """One GPU: its pool, its capture stream, its recordings' memory."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        gone = torch_private.missing()
+        if gone:
+            raise Refusal(f"this torch release lacks {', '.join(gone)}", "use a release that phonograph supports")
+        self.torch_device = torch_device
+        self.index: int = torch_device.index
+        self.pool = Pool(torch_device)
+        self._stream = torch.cuda.Stream(torch_device)
+        self._anchor = _Anchor(self.index, self._stream)
+        self._generators: list[torch.Generator] = []
+        self._routed = False
+
+    # -- live calls
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
+        accumulation nodes for that stream, and the capture finds its memory already there."""
+        with self._on_stream(), self._undisturbed(self.pool.protected()), torch_private.route_to_pool(self.index, self._anchor.handle):
+            yield
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.index):
+            outer = torch.cuda.current_stream()
+            self._stream.wait_stream(outer)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                outer.wait_stream(self._stream)
+
+    @contextmanager
+    def _undisturbed(self, protected: Spans) -> Iterator[None]:
+        """These addresses, live leases at least, are out of the allocator's reach inside the block."""
+        if not len(protected):
+            yield
+            return
+        with torch_private.route_to_pool(self.index, self._anchor.handle):
+            held = cuda_memory.hold(self._anchor.handle, protected, self._stream.cuda_stream)
+        if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
+            self._anchor = _Anchor(self.index, self._stream)
+            yield
+            return
+        try:
+            yield
+        finally:
+            held.release()
+
+    # -- captures
+
+    def capture(
+        self,
+        arguments: list[torch.Tensor],
+        borrowed: list[bool],
+        reach: Reach,
+        call: Callable[[list[torch.Tensor]], Any],
+        outputs_of: Callable[[Any], list[torch.Tensor]],
+        protected: Spans,
+    ) -> Captured:
+        for g in reach.generators:
+            if g.device == self.torch_device and all(g is not known for known in self._generators):
+                self._generators.append(g)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for g in self._generators:
+            graph.register_generator_state(g)
+        with self._on_stream(), self._undisturbed(protected):
+            handle = self._anchor.handle
+            owned = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not b.free)
+            with torch_private.allocations_since(self.index) as allocated:
+                torch_private.clear_cublas_workspaces()
+                with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
+                    slots = [t if b else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+                             for t, b in zip(arguments, borrowed, strict=True)]  # fmt: skip
+                watch = CudaWatch(self.torch_device, reach, slots, self._generators)
+                with self._capturing(graph, handle), watch:
+                    result = call(slots)
+                torch_private.clear_cublas_workspaces()
+            if watch.refusal is not None:
+                raise watch.refusal
+            footprint = self._footprint(handle, allocated, owned)
+        self._no_strangers(watch, footprint)
+        made = {}
+        for t in outputs_of(result):
+            storage = t.untyped_storage()
+            if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:
+                made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
+        program: Program = GraphProgram(graph, footprint, watch, self._anchor, self.index)
+        return Captured(result, program, made, watch, slots, [unowned(s) for s in slots])
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, handle: tuple[int, int]) -> Iterator[None]:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                end_broken_capture(self._stream.cuda_stream)
+                _quietly(graph.capture_end)
+                graph.reset()
+                raise
+            end_broken_capture(self._stream.cuda_stream)
+            _quietly(graph.capture_end)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]] | None, owned: Spans) -> Spans:
+        """The bytes of the pool that a launch may write: whatever was allocated in it since the capture began."""
+        inside = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
+        if allocated is not None:
+            return Spans((a, n) for a, n in allocated if inside.meets(a, n))
+        return Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
+
+    def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:
+        for address, nbytes, operator, line in watch.strangers:
+            if nbytes and not footprint.covers(address, nbytes):
+                raise Refusal(
+                    f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
+                    "variables", "pass it as an argument, or keep it as an attribute, closure variable or global", line)  # fmt: skip
+
+    # -- around replays
+
+    def anchor(self) -> Any:
+        """What owns the pool's memory."""
+        return self._anchor
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(targets, sources)
+
+    def copied_out(self, t: torch.Tensor) -> torch.Tensor:
+        return t.clone()
+
+    def tidy(self) -> None:
+        """When most of the pool is not needed any more, later recordings begin a new one; the old one goes with its last
+        recording and its last held output."""
+        if self.pool.untidy:
+            self.pool.untidy = False
+            if 2 * self.pool.footprints().nbytes < self.pool_bytes:
+                self._anchor = _Anchor(self.index, self._stream)
+            torch.cuda.empty_cache()
+
+    @property
+    def pool_bytes(self) -> int:
+        return cuda_memory.pool_bytes(self._anchor.handle)
+
+    def frames_refused(self) -> Callable[[FrameType], Refusal | None]:
+        return lambda frame: None

@@ -1,0 +1,144 @@
+"""Keeping the caching allocator's hands off memory that it believes to be free.
+
+An output that a *replay* handed out lies in a block that the allocator has long taken back. While a new call is captured
+(or warmed up) in the same pool, that block must count as taken. There is no function to take a given address; but the
+allocator is deterministic, so one can get there by taking everything:
+
+1. hold every free block of the pool, whole (ascending sizes: best fit then hands out exactly that block);
+2. open up only the blocks in which protected bytes lie, and take them again piece by piece, which splits them from the
+   front: gap, protected, gap, ...;
+3. free all but the protected pieces.
+
+Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
+told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
+Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kMinBlockSize` (512).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..spans import Spans
+from . import torch_private
+from .torch_private import Handle
+
+__all__ = ["Hold", "hold", "pool_bytes", "segments"]
+
+_SMALL = 1 << 20
+_ROUND = 512
+
+
+class Block(NamedTuple):
+    address: int
+    nbytes: int
+    small: bool
+    free: bool
+
+
+def segments(pool: Handle) -> list[dict[str, object]]:
+    """The allocator's segments in a pool (torch.cuda.memory_snapshot's records)."""
+    return list(torch.cuda.memory_snapshot(pool))
+
+
+def pool_bytes(pool: Handle) -> int:
+    """Bytes that the pool holds of device memory."""
+    return sum(int(s["total_size"]) for s in segments(pool))  # type: ignore[call-overload]
+
+
+def blocks(pool: Handle) -> list[Block]:
+    """Every block of the pool, in address order."""
+    found = []
+    for s in segments(pool):
+        for b in s["blocks"]:  # type: ignore[attr-defined]
+            found.append(Block(b["address"], b["size"], s["segment_type"] == "small", b["state"] == "inactive"))
+    return sorted(found)
+
+
+class Hold:
+    """Blocks that are held, until `release()`."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+
+    def take(self, nbytes: int, stream: int) -> int:
+        address = torch_private.raw_alloc(nbytes, stream)
+        self._held[address] = nbytes
+        return address
+
+    def drop(self, address: int) -> None:
+        del self._held[address]
+        torch_private.raw_free(address)
+
+    def spans(self) -> Spans:
+        return Spans(self._held.items())
+
+    def keep_only(self, wanted: Spans) -> None:
+        for address, nbytes in list(self._held.items()):
+            if not wanted.meets(address, nbytes):
+                self.drop(address)
+
+    def release(self) -> None:
+        for address in list(self._held):
+            self.drop(address)
+
+
+def hold(pool: Handle, wanted: Spans, stream: int) -> Hold | None:
+    """Hold all `wanted` bytes of the pool that are free now. The current stream must be routed to the pool.
+
+    Returns None if that did not succeed; nothing is then held.
+    """
+    held = Hold()
+    wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
+    for _ in range(4):
+        free = sorted((b for b in blocks(pool) if b.free), key=lambda b: b.nbytes)
+        if not free:
+            break
+        for b in free:
+            for piece in _pieces(b.nbytes, b.small):
+                held.take(piece, stream)
+    at_stake = [b for b in blocks(pool) if b.address in held._held and wanted.meets(b.address, b.nbytes)]
+    for b in at_stake:
+        _carve(held, b, wanted, stream)
+    held.keep_only(wanted)
+    taken = held.spans() | Spans((b.address, b.nbytes) for b in blocks(pool) if not b.free)
+    if all(taken.covers(a, n) for a, n in _inside(wanted, pool)):
+        return held
+    held.release()
+    return None
+
+
+def _inside(wanted: Spans, pool: Handle) -> list[tuple[int, int]]:
+    """The wanted bytes that are this pool's (a retired pool's are not in danger)."""
+    all_of_it = Spans((int(s["address"]), int(s["total_size"])) for s in segments(pool))  # type: ignore[call-overload]
+    return [(a, n) for a, n in wanted if all_of_it.meets(a, n)]
+
+
+def _pieces(nbytes: int, small: bool) -> list[int]:
+    """How to ask for a free block so that the request goes to its kind of segment."""
+    if not small:
+        return [nbytes]
+    return [_SMALL] * (nbytes // _SMALL) + [nbytes % _SMALL] * (nbytes % _SMALL > 0)
+
+
+def _carve(held: Hold, block: Block, wanted: Spans, stream: int) -> None:
+    """Hold the block again in pieces, so that what lies between the wanted bytes can be given back."""
+    end = block.address + block.nbytes
+    cuts: list[tuple[int, int]] = []
+    at = block.address
+    for start, length in wanted:
+        if start >= end or start + length <= at:
+            continue
+        start, stop = max(start, at), min(start + length, end)
+        if start - at > (0 if block.small else _SMALL):
+            cuts.append((at, start))
+            at = start
+        cuts.append((at, stop))
+        at = stop
+    held.drop(block.address)
+    for start, stop in cuts:
+        for piece in _pieces(stop - start, block.small):
+            if held.take(piece, stream) != start:
+                return  # not split where expected: `hold` notices that bytes are missing
+            start += piece

@@ -1,0 +1,60 @@
+"""What can go wrong, and what to do about it. Each docstring is the error's page in the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Mismatch", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
+
+
+class PhonographError(Exception):
+    """Base of every error that phonograph itself raises."""
+
+
+class Unrecordable(PhonographError):
+    """The function cannot be recorded, and ``fallback="error"`` asked to be told so.
+
+    Cause: something in the call needs the host while it runs (``.item()``), has a shape that depends on data
+    (``nonzero``), or has an effect that a replay could not repeat (``print``). The message names the operator, your
+    source line and the remedy. With the default ``fallback="live"`` the same call runs for real instead and
+    :class:`RunsLive` is warned once.
+    """
+
+
+class StaleOutput(PhonographError):
+    """An output of ``outputs="borrow"`` was read after a later replay had overwritten its memory.
+
+    Cause: ``outputs="borrow"`` hands out the recording's own memory without protecting it. Remedy: ``.clone()`` what
+    must outlive the next call, or use the default ``outputs="keep"``.
+    """
+
+
+class Mismatch(PhonographError):
+    """``verify=N`` compared a replay with a live run, and they differ.
+
+    Cause: the function reads something that cannot be noticed cheaply (docs/limits.md) and that changed. Remedy: pass
+    it as an argument, or ``pg.reset(f)`` after changing it.
+    """
+
+
+class RunsLive(UserWarning):
+    """A recorded function runs live; said once for each function and reason."""
+
+
+@dataclass(eq=False)
+class Refusal(Exception):  # noqa: N818 - control flow inside the library; never reaches a user
+    """Why a call cannot be recorded.
+
+    ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
+    that trying again would give the same answer.
+    """
+
+    reason: str
+    remedy: str = ""
+    where: str = ""
+    final: bool = True
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        advice = f" ({self.remedy})" if self.remedy else ""
+        return f"{self.reason}{place}{advice}"

@@ -1,0 +1,59 @@
+"""What a recorded function did, counted: `Stats` for programs, `explain` for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["Counters", "Stats", "logger", "totals"]
+
+logger = logging.getLogger("phonograph")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a recorded function did so far. ``calls == live + replayed``, but for calls that raised.
+
+    `recorded` counts recordings made (not those kept), `replayed` calls answered by a recording, the one that was just
+    captured included; `refusals` maps reasons to the number of calls they made run live; `bytes_copied` are bytes of
+    arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's devices share.
+    """
+
+    calls: int = 0
+    live: int = 0
+    recorded: int = 0
+    replayed: int = 0
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    bytes_copied: int = 0
+    pool_bytes: int = 0
+
+
+@dataclass
+class Counters:
+    """The counts behind `Stats`, while they are counted."""
+
+    calls: int = 0
+    live: int = 0
+    recorded: int = 0
+    replayed: int = 0
+    bytes_copied: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, reason: str) -> bool:
+        """Count a call that ran live for this reason; True if it is the first."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        return self.refusals[reason] == 1
+
+    def stats(self, pool_bytes: int) -> Stats:
+        return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
+                     self.bytes_copied, pool_bytes)  # fmt: skip
+
+
+_all = Counters()
+
+
+def totals() -> Counters:
+    """Counts over all recorded functions of the process (`recorded` only)."""
+    return _all

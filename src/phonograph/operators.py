@@ -1,0 +1,129 @@
+"""What each aten operator means for a recording: what it writes, and whether it may be captured at all.
+
+The facts come from the operators' own schemas (which argument is written, which output is a view) and tags (which
+need a value on the host, which have a shape that depends on data); the few that the schemas get wrong are listed
+here, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import Refusal
+
+__all__ = ["Meaning", "check", "is_constant", "meaning", "tensors_in", "written_by"]
+
+aten = torch.ops.aten
+
+
+class Meaning(NamedTuple):
+    """What is known of one operator overload before it runs.
+
+    `writes` are the positions, `writes_named` the names, of arguments that it may write. `reads_host` and
+    `shape_from_data` refuse a recording.
+    """
+
+    name: str
+    writes: tuple[int, ...]
+    writes_named: frozenset[str]
+    reads_host: bool
+    shape_from_data: bool
+    random: bool
+
+
+# Batch norm writes its running statistics (arguments 3 and 4); these older overloads do not say so.
+_UNDECLARED_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+# `repeat_interleave` needs the host only to learn its output's size; `index` only for boolean masks.
+_SHAPE_KNOWN_IF = {
+    "aten::repeat_interleave": lambda args, kwargs: kwargs.get("output_size") is not None,
+    "aten::index": lambda args, kwargs: not _has_mask(args[1]),
+}
+_MASKED_WRITES = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
+# They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
+_RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
+_REMEDIES = {
+    "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
+    "float(), bool() or `if`; or return the tensor and read it outside",
+    "aten::equal": "torch.equal answers on the host; use (a == b).all()",
+    "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or "
+    "torch.nonzero_static",
+    "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",
+    "aten::masked_select": "use torch.where or multiply by the mask",
+    "aten::repeat_interleave": "pass output_size=",
+    "aten::bincount": "use torch.zeros(n).scatter_add_",
+}
+
+
+@lru_cache(maxsize=None)
+def meaning(func: torch._ops.OpOverload) -> Meaning:
+    """What `func` means; worked out once an overload."""
+    schema, tags = func._schema, func.tags
+    writes = tuple(
+        i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write
+    )
+    named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    return Meaning(
+        schema.name,
+        writes + _UNDECLARED_WRITES.get(schema.name, ()),
+        named,
+        torch.Tag.data_dependent_output in tags,
+        torch.Tag.dynamic_output_shape in tags,
+        torch.Tag.nondeterministic_seeded in tags,
+    )
+
+
+def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Append to `into` the tensors among an operator's arguments or results, in order."""
+    if isinstance(value, torch.Tensor):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            tensors_in(v, into)
+    return into
+
+
+def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that this call of the operator may write."""
+    found: list[torch.Tensor] = []
+    for i in m.writes:
+        if i < len(args):
+            tensors_in(args[i], found)
+    for name in m.writes_named & kwargs.keys():
+        tensors_in(kwargs[name], found)
+    return found
+
+
+def is_constant(m: Meaning) -> bool:
+    """Whether the operator hands in a tensor that Python code just made from numbers (`torch.tensor(2.0)`)."""
+    return m.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift")
+
+
+def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what no device can capture.
+
+    Raises:
+        Refusal: naming the operator and the remedy; the caller adds the user's line.
+    """
+    if m.reads_host:
+        raise Refusal(f"{m.name} reads a tensor's value on the host", _REMEDIES.get(m.name, "keep it on the device"))
+    if m.shape_from_data:
+        known = _SHAPE_KNOWN_IF.get(m.name)
+        if known is None or not known(args, kwargs):
+            remedy = _REMEDIES.get(m.name, "use an operator whose output has a fixed shape")
+            raise Refusal(f"{m.name} has a shape that depends on data", remedy)
+    if m.name in _MASKED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
+        raise Refusal(f"{m.name} with a boolean mask counts its matches on the host", "use torch.where(mask, new, old)")
+    if m.name in _RESHAPES_STORAGE:
+        raise Refusal(f"{m.name} replaces or resizes a tensor's storage", "make a new tensor instead")
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

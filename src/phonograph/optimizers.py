@@ -1,0 +1,55 @@
+"""Optimizers inside a recorded function.
+
+Most of torch's optimizers keep their step count on the host and read it in each step, which nothing can record. Their
+`capturable` mode keeps it on the device instead. It is switched on while a recorded function warms up or is captured
+(so that all its steps do the same arithmetic), and put back afterwards; what stays is the step count, on the device,
+which the other mode reads as well. Fused implementations need no switch, but torch asks for the flag all the same.
+
+torch allows the mode on accelerators only, though its arithmetic works anywhere; for the CPU device the list of devices
+is extended for the same span of time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["prepare", "recordable"]
+
+_LISTED_BY = "_get_capturable_supported_devices"
+
+
+def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Move step counts that are on the host to their parameters' device. Values do not change."""
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            step = state.get("step") if isinstance(state, dict) else None
+            if isinstance(step, torch.Tensor) and step.device != p.device:
+                state["step"] = step.to(p.device)
+
+
+@contextmanager
+def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """`capturable` on in every group that knows it, for the length of the block."""
+    groups = [g for o in optimizers for g in o.param_groups if g.get("capturable") is False]
+    lists = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim") and hasattr(m, _LISTED_BY)]
+    old = [getattr(m, _LISTED_BY) for m in lists]
+    for group in groups:
+        group["capturable"] = True
+    for m, listed in zip(lists, old, strict=True):
+        setattr(m, _LISTED_BY, _with_cpu(listed))
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["capturable"] = False
+        for m, listed in zip(lists, old, strict=True):
+            setattr(m, _LISTED_BY, listed)
+
+
+def _with_cpu(listed: Any) -> Any:
+    return lambda *args, **kwargs: [*listed(*args, **kwargs), "cpu"]

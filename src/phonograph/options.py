@@ -1,0 +1,45 @@
+"""The options of `pg.record`, checked once, where the user wrote them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Options", "switched_off"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """See :func:`phonograph.record` for what each one does."""
+
+    warmup: int = 1
+    fallback: Literal["live", "error"] = "live"
+    outputs: Literal["keep", "borrow"] = "keep"
+    verify: int = 0
+    max_recordings: int = 16
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("warmup", self.warmup, 0)
+        _at_least("verify", self.verify, 0)
+        _at_least("max_recordings", self.max_recordings, 1)
+        _one_of("fallback", self.fallback, ("live", "error"))
+        _one_of("outputs", self.outputs, ("keep", "borrow"))
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def switched_off() -> bool:
+    """Whether ``PHONOGRAPH=off`` asks for a pass-through."""
+    return os.environ.get("PHONOGRAPH", "").lower() in ("off", "0", "false")

@@ -1,0 +1,136 @@
+"""How a recorded call's result is handed out again by each replay.
+
+Every leaf of the result is one of a few kinds (`recording.Output`), decided once, from where its memory is. What no
+replay could hand out faithfully is refused here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .devices.base import Captured
+from .errors import Refusal
+from .pool import Lease
+from .reach import Reach
+from .recording import Output
+from .reliance import Grads
+from .signature import Call, NoSignature, plain_key
+from .trees import flatten, unflatten
+from .watch import storage_id
+
+__all__ = ["plan", "skeleton"]
+
+
+def plan(
+    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
+) -> tuple[Output, ...]:
+    """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out.
+
+    Raises:
+        Refusal: a leaf that a replay could not hand out.
+    """
+    leaves: list[Any] = []
+    flatten(captured.result, leaves)
+    seen: dict[int, int] = {}
+    found = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+            found.append(Output("same", index=seen[id(leaf)]))
+            continue
+        seen[id(leaf)] = i
+        if isinstance(leaf, torch.Tensor):
+            found.append(_tensor(leaf, captured, call, reach, grads, leases, device))
+        else:
+            found.append(_value(leaf, reach))
+    return tuple(found)
+
+
+def skeleton(result: Any) -> Any:
+    """The result's containers with no tensors in them, for what a container has besides its children."""
+    leaves: list[Any] = []
+    shape = flatten(result, leaves)
+    return unflatten(shape, _nones(), copy.copy(result)) if shape is not None else None
+
+
+def _nones() -> Iterator[None]:
+    while True:
+        yield None
+
+
+def _value(leaf: Any, reach: Reach) -> Output:
+    try:
+        plain_key(leaf)
+    except NoSignature:
+        if not any(leaf is x for x in reach._keep):
+            kind = type(leaf)
+            raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
+                          "return tensors, numbers, containers or dataclasses") from None  # fmt: skip
+    return Output("value", leaf)
+
+
+def _tensor(
+    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
+) -> Output:
+    _faithful(t, captured)
+    key = storage_id(t)
+    for i, slot in enumerate(captured.used):
+        if t is slot:
+            return Output("argument", index=i)
+    for i, slot in enumerate(captured.used):
+        if key == storage_id(slot):
+            # A view of an argument becomes a view of the caller's tensor.
+            return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
+                          offset=t.storage_offset() - slot.storage_offset())  # fmt: skip
+    outside = [x for _, x in reach.tensors.values()] + [g for g in grads.after if g is not None]
+    for x in outside:
+        if t is x:
+            return Output("outside", x)
+    for x in outside:
+        if key == storage_id(x):
+            return Output("outside view", x.detach(), size=tuple(t.shape), stride=t.stride(), offset=t.storage_offset(),
+                          dtype=t.dtype)  # fmt: skip
+    if t.device != device.torch_device:
+        raise Refusal(f"returns a tensor on {t.device}", f"return it on {device.torch_device}")
+    if t.untyped_storage().nbytes() == 0:
+        return Output("empty", size=tuple(t.shape), stride=t.stride(), dtype=t.dtype, consumed=t.grad_fn is not None)
+    if key not in captured.made:
+        raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
+    if key not in leases:
+        made = captured.made[key]
+        leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor())
+    template = leases[key].template(t.dtype, t.size(), t.stride(), t.storage_offset())
+    return Output("lease", template=template, consumed=t.requires_grad)
+
+
+def _faithful(t: torch.Tensor, captured: Captured) -> None:
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
+        raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
+    if t.is_conj() or t.is_neg():
+        raise Refusal("returns a lazily conjugated tensor", "call .resolve_conj() or .resolve_neg() on it")
+    if t.grad_fn is not None and not _consumed(t.grad_fn):
+        raise Refusal("returns a tensor whose backward would run outside",
+                      "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
+    if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:
+        raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on it outside")
+
+
+def _consumed(node: Any) -> bool:
+    """Whether backward through this node would raise because it already ran: some node's saved tensors are gone."""
+    work, seen = [node], {node}
+    while work and len(seen) < 10_000:
+        n = work.pop()
+        for name in dir(n):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    getattr(n, name)
+                except RuntimeError:
+                    return True
+        for nxt, _ in n.next_functions:
+            if nxt is not None and nxt not in seen:
+                seen.add(nxt)
+                work.append(nxt)
+    return False

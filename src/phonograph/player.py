@@ -1,0 +1,176 @@
+"""Playing a recording: put the inputs in, launch, hand the outputs out.
+
+`play` is the whole of it. Everything that does not change between replays was worked out when the recording was made,
+so that a call with one input and one output is a fused copy, a launch and an alias.
+
+The order matters in three places. Arguments are copied *before* the launch and written ones back *after* it, on the
+same stream, so that a function which writes its argument is seen to do so. The version counters of tensors that the
+recording writes behind autograd's back are moved on, so that autograd still notices a saved tensor that changed.
+And a replay on another stream than the last one waits for it, because recordings share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .pool import once
+from .recording import Output, Recording
+from .signature import Call
+from .trees import unflatten
+
+__all__ = ["Player"]
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+_data: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+
+
+class _Consumed(torch.autograd.Function):
+    """Gives an output the autograd history that eager's has after its backward ran: one that cannot be used again."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=template.dtype, device=template.device).set_(
+            template.untyped_storage(), template.storage_offset(), template.size(), template.stride()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: this tensor's backward already ran inside the recorded "
+            "function that returned it."
+        )
+
+
+class Player:
+    """Plays one recording."""
+
+    def __init__(self, recording: Recording, device: Any) -> None:
+        self.recording = recording
+        self._device = device
+        copied = [i for i, s in enumerate(recording.slots) if not isinstance(s.tensor, torch.nn.Parameter)]
+        self._all = [(i, recording.slots[i].tensor, recording.slots[i].borrowed) for i in copied]
+        self._targets = [once(recording.slots[i].tensor) for i in copied]
+        self._always = all(not borrowed for _, _, borrowed in self._all)
+        self._dense = all(t is recording.slots[i].tensor for t, i in zip(self._targets, copied, strict=True))
+        self._positions = copied
+        self._plain = len(copied) == len(recording.slots)
+        self._nbytes = sum(t.nbytes for t in self._targets)
+        self._written = [i for i in copied if recording.slots[i].written]
+        self._bump = [t for t in recording.written_outside if not t.is_inference()]
+        self._launch = recording.program.launch
+        self._single = self._one_output()
+        self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
+        self.played = 0
+
+    def _one_output(self) -> torch.Tensor | None:
+        """The template, where the result is one plain tensor."""
+        outs = self.recording.outputs
+        if self.recording.shape is None and len(outs) == 1 and outs[0].kind == "lease" and not outs[0].consumed:
+            return None if self.recording.copies_out else outs[0].template
+        return None
+
+    @property
+    def pool(self) -> Any:
+        return self._device.pool
+
+    def broken(self) -> str | None:
+        """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
+        broken = self.recording.reliances.broken()
+        if broken is None and self._grads is not None and not self._grads.fit():
+            return "a .grad attribute"
+        return broken
+
+    def blocked(self, call: Call) -> bool:
+        """Whether a replay would overwrite a tensor that somebody holds. About 0.1 us a rival."""
+        for cdata, own in self.recording.rivals:
+            if _use_count(cdata) > own:
+                return True
+        return not self._always and any(self._in_use(slot, call.tensors[i]) for i, slot, borrowed in self._all if borrowed)
+
+    def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
+        """Whether an argument that is not in place cannot be copied to its place, which another recording's output has."""
+        start = slot.untyped_storage().data_ptr()
+        if argument.data_ptr() == slot.data_ptr():
+            return False
+        return self.pool.protected().meets(start, slot.untyped_storage().nbytes())
+
+    def close(self) -> None:
+        """Drop the recording. Outputs that are held stay valid."""
+        self._device.pool.remove(self.recording)
+        self.recording.program.close()
+
+    def play(self, call: Call) -> tuple[Any, int]:
+        """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
+        self.played += 1
+        copied = self._fill(call.tensors)
+        self._launch()
+        if self._written:
+            self._write_back(call.tensors)
+        if self._bump:
+            torch._C._increment_version(self._bump)
+        if self._grads is not None:
+            self._grads.leave()
+        if self._single is not None:
+            return _data(self._single), copied
+        return self._hand_out(call), copied
+
+    def _fill(self, tensors: list[torch.Tensor]) -> int:
+        if not self._targets:
+            return 0
+        if self._always and self._dense:
+            with torch.no_grad():
+                self._device.copy(self._targets, tensors if self._plain else [tensors[i] for i in self._positions])
+            return self._nbytes
+        targets, sources = [], []
+        for (i, slot, _), target in zip(self._all, self._targets, strict=True):
+            if tensors[i].data_ptr() != slot.data_ptr():
+                targets.append(target)
+                sources.append(once(tensors[i]))
+        if targets:
+            with torch.no_grad():
+                self._device.copy(targets, sources)
+        return sum(t.nbytes for t in targets)
+
+    def _write_back(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for i in self._written:
+                slot = self.recording.slots[i].tensor
+                if tensors[i].data_ptr() != slot.data_ptr():
+                    once(tensors[i]).copy_(once(slot))
+
+    def _hand_out(self, call: Call) -> Any:
+        made: list[Any] = []
+        for o in self.recording.outputs:
+            made.append(self._make(o, call, made))
+        return unflatten(self.recording.shape, iter(made), self.recording.like)
+
+    def _make(self, o: Output, call: Call, made: list[Any]) -> Any:
+        if o.kind == "lease":
+            assert o.template is not None
+            t = self._device.copied_out(o.template) if self.recording.copies_out else _data(o.template)
+            return _with_history(t) if o.consumed else t
+        if o.kind in ("value", "outside"):
+            return o.value
+        if o.kind == "same":
+            return made[o.index]
+        if o.kind == "argument":
+            return call.tensors[o.index]
+        if o.kind == "empty":
+            t = torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
+            return _with_history(t) if o.consumed else t
+        base = call.tensors[o.index] if o.kind == "argument view" else o.value
+        offset = o.offset + (base.storage_offset() if o.kind == "argument view" else 0)
+        if base.dtype is not o.dtype:
+            base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
+        return base.as_strided(o.size, o.stride, offset)
+
+
+def _with_history(t: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        out: torch.Tensor = _Consumed.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
+    return out
+

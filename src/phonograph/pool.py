@@ -1,0 +1,154 @@
+"""The memory that all recordings of one device share.
+
+A recording's kernels have addresses baked in, so its memory can be given to others only by agreement. Two facts make
+that agreement simple:
+
+* **footprint**: every recording knows the bytes that playing it may overwrite (its slots, intermediates and outputs).
+* **lease**: every output that is handed out lies in memory that is still the recording's. As long as anybody holds a
+  tensor on that storage, the lease is *alive*.
+
+The one rule: *a recording may be played when its footprint meets no live lease.* Nothing else is ordered: there are no
+paths, no generations, no stack of calls. Two recordings whose footprints overlap may be played in any order, as long as
+nobody still holds what one of them would overwrite. (CUDAGraph Trees decides by path instead, and has to record again
+or raise where the path differs.)
+
+The same rule makes memory small: while a new recording is captured, only live leases count as taken, so that it may
+reuse everything else, and the pool grows to the largest set of tensors alive at one time, not to their sum.
+
+Replays never ask the allocator for anything, and the allocator does not know of leases. Only during a capture must its
+view be true; `protected()` gives the addresses that the device's allocator has to keep its hands off.
+
+Not handled: two replays at the same time. Recordings of one pool share memory, so the player orders replays on
+different streams one after the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .spans import Spans
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+__all__ = ["Lease", "Pool", "once", "unowned"]
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def unowned(t: torch.Tensor) -> torch.Tensor:
+    """The same memory and metadata without owning it, and without sharing `t`'s storage object."""
+    storage = torch._C._construct_storage_from_data_pointer(
+        t.untyped_storage().data_ptr(), t.device, t.untyped_storage().nbytes()
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.size(), t.stride())
+
+
+def once(t: torch.Tensor) -> torch.Tensor:
+    """A view that has each element of an expanded tensor once: `copy_` refuses to write one element twice."""
+    for dim, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if s == 0 and n > 1:
+            t = t.narrow(dim, 0, 1)
+    return t
+
+
+class Lease:
+    """The memory of one output of one recording, and whether somebody outside holds a tensor on it.
+
+    `storage` does not own its memory: the pool does, and a finalizer keeps the pool's memory (`anchor`) until the last
+    tensor on it is gone, even if the recording is dropped before. `templates` are the recording's own tensors on it,
+    one for each output; what is handed out are aliases of them.
+    """
+
+    __slots__ = ("__weakref__", "address", "cdata", "nbytes", "own", "storage", "templates")
+
+    def __init__(self, address: int, nbytes: int, device: torch.device, anchor: Any) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        self.cdata = self.storage._cdata
+        self.templates: list[torch.Tensor] = []
+        self.own = _use_count(self.cdata)
+        weakref.finalize(self.storage, _let_go, anchor).atexit = False
+
+    def template(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
+        """A tensor of the recording's own on this memory; it does not count as use from outside."""
+        empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+        self.templates.append(empty.set_(self.storage, offset, size, stride))
+        self.own = _use_count(self.cdata)
+        return self.templates[-1]
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody outside holds a tensor on this memory."""
+        return _use_count(self.cdata) > self.own
+
+    def __repr__(self) -> str:
+        return f"Lease({self.address:#x}, {self.nbytes} bytes, {'alive' if self.alive else 'free'})"
+
+
+def _let_go(anchor: Any) -> None:
+    """Nothing to do: dropping the reference to the anchor is the point."""
+
+
+class Pool:
+    """Which recordings share the memory, and which leases are in whose way.
+
+    Recordings are known weakly: one that nobody can play any more is gone, and its memory with it, except for what is
+    still held of its outputs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leases: list[Lease] = []
+        self.untidy = False  # recordings have gone since the device last returned memory
+        self._recordings: list[weakref.ref[Recording]] = []
+
+    @property
+    def recordings(self) -> list[Recording]:
+        return [r for ref in self._recordings if (r := ref()) is not None]
+
+    def add(self, recording: Recording) -> None:
+        """Let a new recording take part."""
+        self._recordings.append(weakref.ref(recording, self._gone))
+        self.leases.extend(recording.leases)
+        self._meet()
+
+    def remove(self, recording: Recording) -> None:
+        """Take a recording out. What it handed out stays protected until it is dropped."""
+        self._recordings = [ref for ref in self._recordings if ref() is not recording]
+        self.untidy = True
+        self._meet()
+
+    def _gone(self, _: object) -> None:
+        self.untidy = True  # no more than that: this runs whenever the garbage collector likes
+
+    def _meet(self) -> None:
+        """Tell every recording its rivals: the leases that its footprint meets."""
+        self._recordings = [ref for ref in self._recordings if ref() is not None]
+        owned = {id(lease) for r in self.recordings for lease in r.leases}
+        self.leases = [x for x in self.leases if id(x) in owned or x.alive]
+        for r in self.recordings:
+            r.rivals[:] = [(x.cdata, x.own) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+
+    def protected(self) -> Spans:
+        """The addresses of all live leases."""
+        return Spans((x.address, x.nbytes) for x in self.leases if x.alive)
+
+    def leased(self) -> Spans:
+        """The addresses of all leases, live or not: where recordings hand out their outputs."""
+        return Spans((x.address, x.nbytes) for x in self.leases)
+
+    def footprints(self) -> Spans:
+        """The addresses that any recording may overwrite."""
+        return Spans(piece for r in self.recordings for piece in r.footprint)
+
+    def lease_of(self, t: torch.Tensor) -> Lease | None:
+        """The lease that a tensor lies on, if it is an output of a recording of this pool."""
+        key = t.untyped_storage()._cdata
+        return next((x for x in self.leases if x.cdata == key), None)

@@ -1,0 +1,363 @@
+"""What a function can get at besides its arguments: found by walking, never by running it.
+
+From the function outwards: closure cells, globals that its code names, default arguments, the object whose method it
+is, and from there attributes, containers, modules, optimizers, other functions of the user's. Each place that holds
+values becomes a `Holder`, which can be read again at C speed; tensors, optimizers, generators and the like are
+collected on the way.
+
+What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are),
+Python modules that are not the user's, and C objects. A tensor that a recorded call reads and that was not found here
+has an unknown origin, and the recorder refuses it: it could be replaced without notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .where import is_users
+
+__all__ = ["MISSING", "Holder", "Reach"]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = _Missing()
+
+
+class Holder(NamedTuple):
+    """One place outside the arguments that holds values.
+
+    `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
+    changes, so that it need not be read before each replay. `names` (from `label`) tell a person which value is which.
+    """
+
+    path: str
+    read: Callable[[], tuple[Any, ...]]
+    restore: Callable[[tuple[Any, ...]], None]
+    watched: bool = False
+    keyed: bool = False
+
+    def label(self, i: int, values: tuple[Any, ...]) -> str:
+        """A name for the i-th of the values read."""
+        if self.keyed and len(values) % 2 == 0:
+            return f"{self.path}.{values[i % (len(values) // 2)]}"
+        return f"{self.path}[{i}]"
+
+
+_LIMIT = 50_000  # places; a function that reaches more is not recorded
+_TORCH_OBJECTS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_ITERATORS = (GeneratorType, *(type(iter(x)) for x in ((), [], {}, set(), range(0), {}.items(), {}.values())), zip, map,
+              filter, enumerate)  # fmt: skip
+_LEAVES = (int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type, ModuleType,
+           BuiltinFunctionType)  # fmt: skip
+
+
+class Reach:
+    """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once."""
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self.holders: list[Holder] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.generators: list[torch.Generator] = []
+        self.host_rngs: list[Any] = []
+        self.iterators: list[str] = []
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []  # ids in _seen stay valid
+        self._names: set[str] = set()  # every name that the user's code mentions
+        self._methods: list[tuple[str, type]] = []
+        self._work: deque[tuple[str, Any]] = deque(roots)
+        self._drain()
+
+    # -- walking
+
+    def _drain(self) -> None:
+        before = -1
+        while before != len(self._seen):  # methods are entered once some code names them, which may come later
+            before = len(self._seen)
+            while self._work and len(self.holders) < _LIMIT:
+                self._visit(*self._work.popleft())
+            for path, kind in self._methods:
+                self._enter_methods(path, kind)
+
+    def _visit(self, path: str, thing: Any) -> None:
+        if type(thing) in _LEAVES or id(thing) in self._seen:
+            if isinstance(thing, type) and is_users_class(thing):
+                self._methods.append((path, thing))
+            return
+        self._seen.add(id(thing))
+        self._keep.append(thing)
+        for kinds, enter in _ENTER:
+            if isinstance(thing, kinds):
+                enter(self, path, thing)
+                return
+        if hasattr(type(thing), "__next__"):
+            self.iterators.append(path)
+        elif type(thing).__module__.partition(".")[0] == "numpy" and type(thing).__name__ in ("Generator", "RandomState"):
+            self.host_rngs.append(thing)
+        elif _is_plain_object(thing):
+            self._object(path, thing)
+
+    def _hold(self, path: str, read: Any, restore: Any, *, watched: bool = False, keyed: bool = False) -> None:
+        self.holders.append(Holder(path, read, restore, watched, keyed))
+
+    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
+        def restore(values: tuple[Any, ...]) -> None:
+            half = len(values) // 2
+            d.clear()
+            d.update(zip(values[:half], values[half:], strict=True))
+
+        self._hold(path, lambda: (*d, *d.values()), restore, watched=watched, keyed=True)
+        for k, v in list(d.items()):
+            self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{k!r:.40}]", v))
+            if not isinstance(k, (str, torch.Tensor)):
+                self._work.append((path, k))
+
+    def _list(self, path: str, values: list[Any]) -> None:
+        self._hold(path, lambda: tuple(values), lambda saved: values.__setitem__(slice(None), saved))
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+
+    def _deque(self, path: str, values: deque[Any]) -> None:
+        def restore(saved: tuple[Any, ...]) -> None:
+            values.clear()
+            values.extend(saved)
+
+        self._hold(path, lambda: tuple(values), restore)
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+
+    def _set(self, path: str, values: set[Any]) -> None:
+        def restore(saved: tuple[Any, ...]) -> None:
+            values.clear()
+            values.update(saved)
+
+        self._hold(path, lambda: tuple(values), restore)
+        self._work.extend((path, v) for v in values)
+
+    def _fixed(self, path: str, values: Iterable[Any]) -> None:
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+
+    def _object(self, path: str, thing: Any) -> None:
+        if isinstance(getattr(thing, "__dict__", None), dict):
+            self._dict(path, thing.__dict__)
+        slots = [s for c in type(thing).__mro__ for s in _slots(c)]
+        if slots:
+            def read() -> tuple[Any, ...]:
+                return tuple(getattr(thing, s, MISSING) for s in slots)
+
+            def restore(values: tuple[Any, ...]) -> None:
+                for s, v in zip(slots, values, strict=True):
+                    if v is not MISSING:
+                        object.__setattr__(thing, s, v)
+
+            self._hold(path, read, restore)
+            self._fixed(path, read())
+        if isinstance(thing, (dict, list)):  # a subclass with contents of its own
+            (self._dict if isinstance(thing, dict) else self._list)(path, thing)  # type: ignore[operator]
+        self._methods.append((path, type(thing)))
+
+    def _module(self, path: str, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        self._dict(path, module.__dict__, watched=True)
+        for name, part in module.__dict__.items():
+            if name.startswith("_") and isinstance(part, dict) and id(part) not in self._seen:
+                self._seen.add(id(part))
+                self._keep.append(part)
+                self._dict(path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}", part, watched=True)
+        self._methods.append((path, type(module)))
+
+    def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        self._dict(path, optimizer.__dict__)
+        for state in optimizer.state.values():
+            # One dict a parameter: many, and changed only through the optimizer itself.
+            if isinstance(state, dict) and id(state) not in self._seen:
+                self._seen.add(id(state))
+                self._keep.append(state)
+                self._dict(f"{path}.state", state, watched=True)
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        self.tensors[id(tensor)] = (path, tensor)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and getattr(tensor, "__dict__", None):
+            self._dict(path, tensor.__dict__)
+
+    def _method(self, path: str, method: MethodType) -> None:
+        self._work.append((path, method.__func__))
+        self._work.append(("self", method.__self__))
+
+    def _partial(self, path: str, p: functools.partial[Any]) -> None:
+        self._work.append((path, p.func))
+        self._fixed(path, p.args)
+        self._dict(path, p.keywords)
+
+    def _function(self, path: str, f: FunctionType) -> None:
+        names = f.__code__.co_freevars
+        cells = f.__closure__ or ()
+        if cells:
+            self._cells(f.__qualname__, names, cells)
+        for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
+            if inner in f.__dict__:
+                self._work.append((path, f.__dict__[inner]))
+        if not is_users(f.__code__.co_filename):
+            return
+        if f.__defaults__ or f.__kwdefaults__:
+            def read() -> tuple[Any, ...]:
+                return (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
+
+            self._hold(f"{f.__qualname__}'s defaults", read, lambda _: None)
+            self._fixed(f"{f.__qualname__}'s default", read())
+        named = set(_names(f.__code__))
+        self._names |= named
+        self._globals(f.__globals__, sorted(named & f.__globals__.keys()))
+        missing = sorted(n for n in named - f.__globals__.keys() if not hasattr(__builtins__, n))
+        if missing:  # a global that appears later may shadow a builtin or end a NameError
+            g = f.__globals__
+            self._hold("globals", lambda: tuple([n in g for n in missing]), lambda _: None)
+
+    def _cells(self, owner: str, names: tuple[str, ...], cells: tuple[CellType, ...]) -> None:
+        def read() -> tuple[Any, ...]:
+            return tuple(map(_contents, cells))
+
+        def restore(values: tuple[Any, ...]) -> None:
+            for cell, value in zip(cells, values, strict=True):
+                if value is not MISSING:
+                    cell.cell_contents = value
+
+        self._hold(f"{owner}'s closure", read, restore)
+        self._work.extend(zip(names, read(), strict=True))
+
+    def _globals(self, space: dict[str, Any], names: list[str]) -> None:
+        if not names:
+            return
+        def read() -> tuple[Any, ...]:
+            return tuple([space.get(n, MISSING) for n in names])
+
+        def restore(values: tuple[Any, ...]) -> None:
+            space.update((n, v) for n, v in zip(names, values, strict=True) if v is not MISSING)
+
+        self._hold("globals", read, restore)
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, ModuleType):
+                self._python_module(name, value)
+            else:
+                self._work.append((name, value))
+
+    def _python_module(self, path: str, module: ModuleType) -> None:
+        if is_users(getattr(module, "__file__", None) or "<frozen>") and id(module) not in self._seen:
+            self._seen.add(id(module))
+            self._keep.append(module)
+            self._globals(module.__dict__, sorted(self._names & module.__dict__.keys()))
+
+    def _enter_methods(self, path: str, kind: type) -> None:
+        for base in kind.__mro__:
+            if not is_users_class(base):
+                continue
+            if id(base) not in self._seen:
+                self._seen.add(id(base))
+                self._keep.append(base)
+                self._class(f"{base.__qualname__}", base)
+            for name, member in list(vars(base).items()):
+                if name in self._names or name in ("forward", "__call__"):
+                    for f in _functions(member):
+                        self._visit(f"{base.__qualname__}.{name}", f)
+
+    def _class(self, path: str, kind: type) -> None:
+        names = [n for n, v in vars(kind).items() if not n.startswith("__") and not _functions(v)]
+        if names:
+            space = vars(kind)
+
+            def restore(values: tuple[Any, ...]) -> None:
+                for n, v in zip(names, values, strict=True):
+                    if v is not MISSING and vars(kind).get(n, MISSING) is not v:
+                        setattr(kind, n, v)
+
+            self._hold(path, lambda: tuple([space.get(n, MISSING) for n in names]), restore)
+            self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
+
+
+def _functions(member: Any) -> list[FunctionType]:
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    if isinstance(member, property):
+        return [f for f in (member.fget, member.fset) if isinstance(f, FunctionType)]
+    return [member] if isinstance(member, FunctionType) else []
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    slots = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(s for s in slots if s not in ("__dict__", "__weakref__"))
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is defined in the user's own code."""
+    import sys
+
+    module = sys.modules.get(kind.__module__)
+    return module is not None and is_users(getattr(module, "__file__", None) or "<string>") and kind.__module__ != "builtins"
+
+
+_OPAQUE = {"torch", "builtins", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
+           "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
+           "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
+
+
+def _is_plain_object(thing: Any) -> bool:
+    if isinstance(thing, _TORCH_OBJECTS):
+        return True
+    return type(thing).__module__.partition(".")[0] not in _OPAQUE
+
+
+def _recorded(reach: Reach, path: str, thing: Any) -> None:
+    reach._work.append((path, thing.__wrapped__))
+
+
+_ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
+    (torch.Tensor, Reach._tensor),
+    (torch.nn.Module, Reach._module),
+    (torch.optim.Optimizer, Reach._optimizer),
+    (torch.Generator, lambda reach, path, g: reach.generators.append(g)),
+    (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
+    (FunctionType, Reach._function),
+    (MethodType, Reach._method),
+    (functools.partial, Reach._partial),
+    (_ITERATORS, lambda reach, path, it: reach.iterators.append(path)),
+]
+
+
+def _exactly(kind: type, enter: Callable[[Reach, str, Any], None]) -> tuple[Any, Callable[[Reach, str, Any], None]]:
+    return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
+
+
+_ENTER += [
+    _exactly(dict, Reach._dict),
+    _exactly(list, Reach._list),
+    (deque, Reach._deque),
+    (set, Reach._set),
+    ((tuple, frozenset), Reach._fixed),
+]

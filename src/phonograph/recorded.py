@@ -1,0 +1,288 @@
+"""A recorded function: what `pg.record` returns, and the corridor that each of its calls goes through.
+
+    describe the call ─► a recording fits? play it
+                      ─► not warmed up?    run live, beside
+                      ─► otherwise         record, then play that recording for this very call
+                      ─► refused?          run live, and say why once
+
+Warm-up calls are the user's own first calls, one signature at a time. While one function warms up or is captured, other
+recorded functions that it calls simply run as part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from . import optimizers
+from .devices import device_for, lock
+from .errors import Refusal, RunsLive, Unrecordable
+from .observe import Counters, Stats, logger, totals
+from .options import Options, switched_off
+from .player import Player
+from .reach import Reach
+from .recorder import record, recording_now
+from .shelf import Found, Shelf
+from .signature import Call, NoSignature, describe
+from .where import users_line
+
+__all__ = ["Recorded", "live"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
+_CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing
+_BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
+_SIGNATURES = 4096  # signatures that are remembered
+
+_thread = threading.local()
+
+
+def _inside() -> bool:
+    """Whether this thread is warming up or capturing some recorded function."""
+    return getattr(_thread, "depth", 0) > 0
+
+
+class _Within:
+    """While entered, recorded functions that are called run as part of the one that called them."""
+
+    def __enter__(self) -> None:
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _thread.depth -= 1
+
+
+class _History:
+    """What is known of one signature besides its recordings."""
+
+    __slots__ = ("attempts", "changes", "refusal", "warm")
+
+    def __init__(self) -> None:
+        self.warm = 0
+        self.attempts = 0
+        self.changes = 0
+        self.refusal: Refusal | None = None
+
+
+class Recorded(Generic[P, R]):
+    """A function that is recorded, one recording a signature, and played back.
+
+    Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
+    """
+
+    def __init__(self, function: Callable[P, R], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
+        self._function = function
+        self.options = options
+        self.name = options.name or getattr(function, "__qualname__", type(function).__qualname__)
+        self._shelf = Shelf(options.max_recordings)
+        self._histories: OrderedDict[Any, _History] = OrderedDict()
+        self._counters = Counters()
+        self._devices: set[Any] = set()
+        self._reasons: dict[str, Refusal] = {}
+        self._unplayed = 0
+        self._lives: threading.local = threading.local()
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.name}: {len(self._shelf)} recordings>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return (_rebuild, (self._function, self.options))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Recorded(self._function, self.options)
+
+    # -- the corridor
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _inside() or switched_off() or torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
+        with lock:
+            self._counters.calls += 1
+            try:
+                call = describe(args, kwargs)
+                self._eligible()
+                found = self._shelf.find(call)
+                if found.player is not None:
+                    return self._play(found.player, call)
+                history = self._history(call.key)
+                if history.refusal is not None:
+                    raise history.refusal
+                if history.warm < self.options.warmup:
+                    history.warm += 1
+                    return self._warm_up(call, args, kwargs)
+                return self._play(self._made(call, found, history), call)
+            except NoSignature as e:
+                refusal = Refusal(str(e))
+            except Refusal as e:
+                refusal = e
+        return self._refused(refusal, args, kwargs)
+
+    def _eligible(self) -> None:
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            raise NoSignature("under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NoSignature("inside a functorch transform (grad, vmap, jvp)")
+
+    def _play(self, player: Player, call: Call) -> R:
+        counters = self._counters
+        result, copied = player.play(call)
+        counters.replayed += 1
+        counters.bytes_copied += copied
+        self._shelf.touch(call.key)
+        return result  # type: ignore[no-any-return]
+
+    def _made(self, call: Call, found: Found, history: _History) -> Player:
+        """A new recording of this call, because none fits."""
+        history.changes += found.broken is not None
+        if history.changes > _CHANGES:
+            history.refusal = Refusal(f"{found.broken} changes from call to call", "pass it as an argument, or keep it out "
+                                      "of the recorded function")  # fmt: skip
+            raise history.refusal
+        if found.blocked > _BLOCKED:
+            raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
+        try:
+            return self._record(call, found.blocked)
+        except Refusal as refusal:
+            history.attempts += 1
+            if refusal.final or history.attempts >= _ATTEMPTS:
+                history.refusal = refusal
+            raise
+
+    def _history(self, key: Any) -> _History:
+        history = self._histories.setdefault(key, _History())
+        self._histories.move_to_end(key)
+        if len(self._histories) > _SIGNATURES:
+            self._histories.popitem(last=False)
+        return history
+
+    # -- live
+
+    def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
+        self._counters.live += 1
+        try:
+            reach = self._reach(call)
+            device = self._device(call, reach)
+        except Refusal:
+            with _Within():
+                return self._function(*args, **kwargs)
+        optimizers.prepare(reach.optimizers)
+        with _Within(), optimizers.recordable(reach.optimizers), device.beside():
+            return self._function(*args, **kwargs)
+
+    def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
+        if self._counters.refuse(refusal.reason):
+            self._reasons[refusal.reason] = refusal
+            self._say(refusal)
+        if self.options.fallback == "error":
+            raise Unrecordable(f"{self.name} cannot be recorded: {refusal}")
+        self._counters.live += 1
+        return self._function(*args, **kwargs)
+
+    def _say(self, refusal: Refusal) -> None:
+        logger.info("%s runs live: %s", self.name, refusal)
+        if self.options.fallback == "live":
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=4)
+
+    # -- recording
+
+    def _reach(self, call: Call) -> Reach:
+        objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
+        parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
+        return Reach([(self.name, self._function), *objects, *parameters])
+
+    def _device(self, call: Call, reach: Reach) -> Any:
+        kinds = {t.device for t in call.tensors}
+        if any(d.type == "cuda" for d in kinds) and len(kinds) > 1:
+            raise Refusal(f"takes tensors on {' and '.join(sorted(map(str, kinds)))}", "move all arguments to one device")
+        outside = [t.device for _, t in reach.tensors.values() if t.device.type == "cuda"]
+        if outside and not any(d.type == "cuda" for d in kinds):
+            if kinds:
+                raise Refusal("takes tensors on the CPU and works on CUDA", "move the arguments to the device before the call")
+            kinds = {outside[0]}
+        return device_for(next(iter(kinds), torch.device("cpu")))
+
+    def _record(self, call: Call, blocked: int) -> Player:
+        if self._unplayed >= 4 * self.options.max_recordings:
+            raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
+        reach = self._reach(call)
+        device = self._device(call, reach)
+        optimizers.prepare(reach.optimizers)
+        device.tidy()
+        with _Within():
+            recording = record(self.name, self._function, call, reach, device, blocked=blocked,
+                               borrow=self.options.outputs == "borrow")  # fmt: skip
+        device.pool.add(recording)
+        self._devices.add(device)
+        player = Player(recording, device)
+        self._counters.recorded += 1
+        totals().recorded += 1
+        self._unplayed += 1
+        self._drop(self._shelf.add(call.key, player))
+        logger.debug("%s", recording)
+        return player
+
+    def _drop(self, players: list[Player]) -> None:
+        for player in players:
+            player.close()
+            if player.played > 1:
+                self._unplayed = 0
+
+    # -- for the observers
+
+    def stats(self) -> Stats:
+        self._tidy()
+        return self._counters.stats(sum(d.pool_bytes for d in self._devices))
+
+    def reset(self) -> None:
+        """Drop all recordings and what was learned; free their memory."""
+        with lock:
+            self._drop(self._shelf.clear())
+            self._histories.clear()
+            self._reasons.clear()
+            self._unplayed = 0
+            self._tidy()
+
+    def _tidy(self) -> None:
+        with lock:
+            for device in self._devices:
+                device.tidy()
+
+    def explain(self) -> str:
+        s = self.stats()
+        lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
+        lines += [str(p.recording) for p in self._shelf]
+        lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
+        return "\n".join(lines)
+
+
+def _rebuild(function: Any, options: Options) -> Any:
+    return Recorded(function, options)
+
+
+def live(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function as one that must really run every time. A recorded function that calls it runs live as a whole,
+    with that reason."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if recording_now() is not None:
+            name = getattr(function, "__qualname__", repr(function))
+            raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
+                          where=users_line())  # fmt: skip
+        return function(*args, **kwargs)
+
+    return run

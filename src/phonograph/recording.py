@@ -1,0 +1,96 @@
+"""A recording: one captured call, frozen, with all that is needed to decide whether it may be played and to play it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .pool import Lease
+from .reliance import Reliances
+from .spans import Spans
+from .trees import Node
+
+__all__ = ["Output", "Program", "Recording", "Slot"]
+
+
+class Program(Protocol):
+    """What a device made of the call: a CUDA graph, a tape."""
+
+    footprint: Spans
+    operators: int
+
+    def launch(self) -> None:
+        """Run it on the current stream, with the slots filled. Does not wait."""
+
+    def close(self) -> None:
+        """Free what it owns."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An argument's fixed place.
+
+    `borrowed` slots lie where another recording leaves its output, so that a chain `g(f(x))` needs no copy. `written`
+    slots are copied back to the caller's tensor after a replay.
+    """
+
+    tensor: torch.Tensor
+    borrowed: bool = False
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """How one leaf of the result is made.
+
+    `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on a lease), ``"argument"`` (the
+    caller's own tensor number `index`), ``"argument view"``, ``"outside"`` (the very tensor `value`), ``"outside view"``
+    (a view of `value`), ``"same"`` (the object that output `index` became).
+    """
+
+    kind: str
+    value: Any = None
+    index: int = -1
+    template: torch.Tensor | None = None
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype | None = None
+    consumed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One captured call. `rivals` (storage identities and their own uses) is kept current by the pool."""
+
+    name: str
+    key: tuple[Any, ...]
+    device: torch.device
+    program: Program
+    slots: tuple[Slot, ...]
+    shape: Node | None
+    outputs: tuple[Output, ...]
+    leases: tuple[Lease, ...]
+    footprint: Spans
+    reliances: Reliances
+    written_outside: tuple[torch.Tensor, ...]
+    like: Any = None
+    copies_out: bool = False
+    rivals: list[tuple[int, int]] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        slots = ", ".join(_brief(s) for s in self.slots) or "none"
+        outs = ", ".join(o.kind for o in self.outputs) or "none"
+        return (
+            f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
+            f"  slots: {slots}\n  outputs: {outs}\n"
+            f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
+        )
+
+
+def _brief(slot: Slot) -> str:
+    t = slot.tensor
+    marks = "".join([" borrowed" if slot.borrowed else "", " written" if slot.written else ""])
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{marks}"

@@ -1,0 +1,76 @@
+"""One function's recordings: found by signature, bounded, the least recently played goes first.
+
+A signature may have several recordings. They differ in what they rely on (train and eval, two sets of weights), in the
+memory that they overwrite (two that take turns serve a loop which keeps its last output), or in handing out copies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from .player import Player
+from .signature import Call
+
+__all__ = ["Found", "Shelf"]
+
+class Found:
+    """The answer of a look-up: a player, or why there is none."""
+
+    __slots__ = ("blocked", "broken", "player")
+
+    def __init__(self, player: Player | None, blocked: int, broken: str | None) -> None:
+        self.player = player
+        self.blocked = blocked  # how many would fit but for held outputs in their way
+        self.broken = broken  # what no longer holds, of a recording of this signature
+
+
+class Shelf:
+    """At most `limit` players, by signature."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_key: OrderedDict[Any, list[Player]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Any:
+        return (p for players in self._by_key.values() for p in players)
+
+    def find(self, call: Call) -> Found:
+        """A recording of this call's signature that may be played now."""
+        players = self._by_key.get(call.key, ())
+        blocked, broken = 0, None
+        for player in players:
+            now = player.broken()
+            if now is not None:
+                broken = now
+            elif player.blocked(call):
+                blocked += 1
+            else:
+                return Found(player, blocked, None)
+        return Found(None, blocked, broken)
+
+    def touch(self, key: Any) -> None:
+        """The signature was played: the others are older now."""
+        self._by_key.move_to_end(key)
+
+    def add(self, key: Any, player: Player) -> list[Player]:
+        """Put a recording on the shelf; returns those that had to go."""
+        self._by_key.setdefault(key, []).insert(0, player)
+        self._by_key.move_to_end(key)
+        gone: list[Player] = []
+        while len(self) > self.limit:
+            oldest = next(iter(self._by_key))
+            gone.append(self._by_key[oldest].pop())
+            if not self._by_key[oldest]:
+                del self._by_key[oldest]
+        return gone
+
+    def clear(self) -> list[Player]:
+        gone = list(self)
+        self._by_key.clear()
+        return gone
+
+

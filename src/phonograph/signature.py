@@ -1,0 +1,148 @@
+"""What call is this? The hashable description that decides whether a recording fits.
+
+Two calls have the same signature when a recording of one is right for the other, whatever the *values* in their
+tensors: same nesting, same metadata of every tensor, equal Python values, same modes. Nothing is ever cast or
+broadcast to make a call fit (a `copy_` into a slot would do both silently, so the comparison has to be complete).
+
+Values compare by type *and* value: ``1``, ``1.0`` and ``True`` are equal to Python and different programs to PyTorch;
+so are ``0.0`` and ``-0.0``. An argument that has no value to compare (a generator, an open file, an object of some
+class) has no signature at all: `NoSignature` says why, and the call runs live.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from .trees import Node, flatten
+
+__all__ = ["Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+
+
+class NoSignature(Exception):  # noqa: N818 - a finding, not an error of the user's
+    """The call has an argument that cannot be described; the message says which kind."""
+
+
+class Call(NamedTuple):
+    """One use of a recorded function, taken apart.
+
+    `tensors` are the argument tensors in order, `leaves` all leaves, `places` the index in `leaves` of each tensor, `like`
+    the arguments as they came.
+    """
+
+    key: tuple[Any, ...]
+    shape: Node | None
+    leaves: list[Any]
+    tensors: list[torch.Tensor]
+    places: tuple[int, ...]
+    like: Any = None
+
+
+_SCALARS = (bool, int, str, bytes, type(None), complex, range, torch.dtype, torch.device, torch.Size,
+            torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
+_BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The signature of a call, and its tensors.
+
+    Raises:
+        NoSignature: an argument cannot be described (the call can still run live).
+    """
+    leaves: list[Any] = []
+    shape = flatten((args, dict(kwargs)), leaves)
+    tensors: list[torch.Tensor] = []
+    places: list[int] = []
+    keys: list[Any] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            keys.append(tensor_key(leaf))
+            tensors.append(leaf)
+            places.append(i)
+        else:
+            keys.append(plain_key(leaf))
+    key = (shape, tuple(keys), _aliases(tensors), modes())
+    try:
+        hash(key)
+    except TypeError as e:
+        raise NoSignature(f"an argument that cannot be hashed ({e})") from None
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)))
+
+
+def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """All metadata of one tensor that a recording is specialised on."""
+    if type(t) not in _TENSORS:
+        raise NoSignature(f"a tensor of class {type(t).__qualname__}")
+    if t.layout is not torch.strided:
+        raise NoSignature(f"a {str(t.layout).removeprefix('torch.')} tensor")
+    if t.requires_grad and torch.is_grad_enabled() and not isinstance(t, torch.nn.Parameter):
+        raise NoSignature("an argument that requires grad (record the part that runs its backward too, or detach it)")
+    identity = id(t) if isinstance(t, torch.nn.Parameter) else None
+    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg(), t.is_inference(), identity)
+
+
+def plain_key(value: Any) -> Any:
+    """What identifies a Python value: equal keys, same program."""
+    kind = type(value)
+    if kind is float:
+        return (float, value.hex())
+    if kind in _SCALARS or isinstance(value, enum.Enum):
+        return (kind, value)
+    if kind is slice:
+        return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
+    if kind in (frozenset, set):
+        return (kind, frozenset(map(plain_key, value)))
+    if isinstance(value, _BY_IDENTITY) or kind in (FunctionType, BuiltinFunctionType, type):
+        return (kind, id(value))
+    raise NoSignature(f"an argument of class {kind.__module__}.{kind.__qualname__}")
+
+
+def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the index of the first one that shares its storage, and where in it it begins.
+
+    A function that writes one of two overlapping arguments is another program than one with separate arguments.
+    """
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    groups = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
+    if groups == list(range(len(tensors))):
+        return ()
+    return tuple(v for t, g in zip(tensors, groups, strict=True) for v in (g, t.storage_offset()))
+
+
+def _getters() -> list[Callable[[], Any]]:
+    """The process-wide settings that change what a call computes, as functions without arguments."""
+    c = torch._C
+    found: list[Callable[[], Any]] = [
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
+        torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+        torch.is_anomaly_enabled,
+    ]  # fmt: skip
+    names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+             "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
+             "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
+             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled")  # fmt: skip
+    found += [getattr(c, n) for n in names if hasattr(c, n)]
+    return found
+
+
+_GETTERS = _getters()
+_autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+def _autocast() -> tuple[Any, ...]:
+    if not _autocast_on():
+        return ()
+    kinds = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
+def modes() -> tuple[Any, ...]:
+    """The process- and thread-wide settings that a recording is specialised on."""
+    return (*[get() for get in _GETTERS], _autocast(), torch._C._len_torch_function_stack())

@@ -1,0 +1,106 @@
+"""Nested arguments and results, taken apart and put together again.
+
+A *tree* is any nesting of tuples, lists, dicts, named tuples and dataclasses; everything else is a leaf. Exact
+types are kept (an OrderedDict comes back as one), and so is the order of dictionary keys, which a function may see.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree
+
+__all__ = ["Node", "flatten", "unflatten"]
+
+
+class Node(NamedTuple):
+    """One container of a tree: its type, what its children are called, and the children's own nodes (None: a leaf)."""
+
+    kind: type
+    names: tuple[Any, ...]
+    children: tuple[Node | None, ...]
+
+
+def flatten(tree: Any, leaves: list[Any]) -> Node | None:
+    """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf).
+
+    The shape is hashable when all dictionary keys are.
+    """
+    parts = _parts(tree)
+    if parts is None:
+        leaves.append(tree)
+        return None
+    names, values = parts
+    return Node(type(tree), names, tuple(flatten(v, leaves) for v in values))
+
+
+def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any:
+    """Rebuild the tree of shape `node` from `leaves`. `like` is the original, for what is not a field (a dataclass's
+    other attributes, a defaultdict's factory)."""
+    if node is None:
+        return next(leaves)
+    old = _parts(like)
+    olds = old[1] if old is not None and len(old[1]) == len(node.children) else [None] * len(node.children)
+    values = [unflatten(child, leaves, o) for child, o in zip(node.children, olds, strict=True)]
+    return _build(node, values, like)
+
+
+def _is_namedtuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _is_structseq(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "n_fields")
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    kind = type(tree)
+    if kind in (tuple, list) or _is_namedtuple(kind) or _is_structseq(kind):
+        return (), list(tree)
+    if kind in _DICTS:
+        return tuple(tree), list(tree.values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and kind not in _pytree.SUPPORTED_NODES:
+        names = tuple(f.name for f in dataclasses.fields(tree))
+        return names, [getattr(tree, n) for n in names]
+    if kind in _pytree.SUPPORTED_NODES:
+        values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
+        return (_Context(context),), list(values)
+    return None
+
+
+class _Context:
+    """pytree's context of a registered type, compared by its text (contexts need not be hashable)."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def _build(node: Node, values: list[Any], like: Any) -> Any:
+    kind: Callable[..., Any] = node.kind
+    if kind in (tuple, list) or _is_structseq(node.kind):
+        return kind(values)
+    if _is_namedtuple(node.kind):
+        return kind(*values)
+    if kind is defaultdict:
+        return defaultdict(like.default_factory if like is not None else None, zip(node.names, values, strict=True))
+    if kind in _DICTS:
+        return kind(zip(node.names, values, strict=True))
+    if node.kind in _pytree.SUPPORTED_NODES:
+        return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
+    made = copy.copy(like)
+    for name, value in zip(node.names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made

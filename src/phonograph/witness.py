@@ -1,0 +1,70 @@
+"""Who tells us that a module or a parameter changed, so that a replay need not look at each of them.
+
+A model has hundreds of modules and parameters; looking at all of them before each replay would cost more than the
+replay. Nearly every way to change one goes through a Python method, so those methods are made to leave a note:
+`epoch()` moves on whenever something *watched* may have changed, and only then everything is compared in full.
+(Ways around the methods, such as writing into `module._parameters` by hand, are found by a rotating part of the full
+comparison: see `reliance.py`.)
+
+The methods are wrapped once, at the first recording, and do nothing but the note; modules and parameters that no
+recording relies on pay one set look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["epoch", "watch"]
+
+_watched: set[int] = set()
+_epoch = 0
+_installed = False
+
+_MODULE_METHODS = ("__setattr__", "__delattr__", "_apply", "register_parameter", "register_buffer", "add_module",
+                   "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+                   "register_full_backward_pre_hook", "load_state_dict", "requires_grad_")  # fmt: skip
+
+
+def epoch() -> int:
+    """A number that changes whenever something watched may have changed."""
+    return _epoch
+
+
+def watch(things: Iterable[object]) -> None:
+    """Let changes to these modules and parameters move the epoch on. (An id that is reused later only costs a
+    comparison too many.)"""
+    _install()
+    _watched.update(map(id, things))
+
+
+def _note(thing: object) -> None:
+    global _epoch
+    if id(thing) in _watched:
+        _epoch += 1
+
+
+def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note(self)
+        return method(self, *args, **kwargs)
+
+    return noted
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name in _MODULE_METHODS:
+        setattr(torch.nn.Module, name, _noting(getattr(torch.nn.Module, name)))
+    for name in ("data", "requires_grad"):
+        inherited = getattr(torch._C.TensorBase, name)
+        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(inherited.__set__), None, inherited.__doc__))
+    for name in ("requires_grad_", "set_"):
+        setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))
