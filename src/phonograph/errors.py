@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Mismatch", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
 
@@ -42,17 +43,21 @@ class RunsLive(UserWarning):
 
 
 @dataclass(eq=False)
-class Refusal(Exception):  # noqa: N818 - control flow inside the library; never reaches a user
+class Refusal(Exception):
     """Why a call cannot be recorded.
 
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
-    that trying again would give the same answer.
+    that trying again would give the same answer, `this_call` that it concerns no other call. `cause` is the exception
+    that ended a capture: if the live run raises as well, that is the answer to the call.
     """
 
     reason: str
     remedy: str = ""
     where: str = ""
     final: bool = True
+    this_call: bool = False
+    cause: BaseException | None = None
+    history: Any = None
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""

@@ -24,7 +24,8 @@ class Meaning(NamedTuple):
     """What is known of one operator overload before it runs.
 
     `writes` are the positions, `writes_named` the names, of arguments that it may write. `reads_host` and
-    `shape_from_data` refuse a recording.
+    `shape_from_data` refuse a recording; `metadata_only` operators (`t_`, `squeeze_`) change what a tensor object shows,
+    and no memory.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Meaning(NamedTuple):
     reads_host: bool
     shape_from_data: bool
     random: bool
+    metadata_only: bool
 
 
 # Batch norm writes its running statistics (arguments 3 and 4); these older overloads do not say so.
@@ -77,6 +79,7 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
         torch.Tag.data_dependent_output in tags,
         torch.Tag.dynamic_output_shape in tags,
         torch.Tag.nondeterministic_seeded in tags,
+        torch.Tag.inplace_view in tags,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .reach import Reach
 from .recording import Output
 from .reliance import Grads
 from .signature import Call, NoSignature, plain_key
-from .trees import flatten, unflatten
+from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
 __all__ = ["plan", "skeleton"]
@@ -35,6 +36,8 @@ def plan(
     """
     leaves: list[Any] = []
     flatten(captured.result, leaves)
+    if any(id(c) in captured.containers for c in containers(captured.result)):
+        raise Refusal("returns a container that is an argument", "return a new container")
     seen: dict[int, int] = {}
     found = []
     for i, leaf in enumerate(leaves):
@@ -75,6 +78,15 @@ def _value(leaf: Any, reach: Reach) -> Output:
 def _tensor(
     t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
 ) -> Output:
+    made = _place(t, captured, call, reach, grads, leases, device)
+    if (t.is_conj() or t.is_neg()) and made.kind not in ("argument", "outside"):
+        return replace(made, lazy=(torch.Tensor.conj if t.is_conj() else torch._neg_view))
+    return made
+
+
+def _place(
+    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
+) -> Output:
     _faithful(t, captured)
     key = storage_id(t)
     for i, slot in enumerate(captured.used):
@@ -103,14 +115,12 @@ def _tensor(
         made = captured.made[key]
         leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor())
     template = leases[key].template(t.dtype, t.size(), t.stride(), t.storage_offset())
-    return Output("lease", template=template, consumed=t.requires_grad)
+    return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad)
 
 
 def _faithful(t: torch.Tensor, captured: Captured) -> None:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
         raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
-    if t.is_conj() or t.is_neg():
-        raise Refusal("returns a lazily conjugated tensor", "call .resolve_conj() or .resolve_neg() on it")
     if t.grad_fn is not None and not _consumed(t.grad_fn):
         raise Refusal("returns a tensor whose backward would run outside",
                       "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip

@@ -69,7 +69,7 @@ class Player:
     def _one_output(self) -> torch.Tensor | None:
         """The template, where the result is one plain tensor."""
         outs = self.recording.outputs
-        if self.recording.shape is None and len(outs) == 1 and outs[0].kind == "lease" and not outs[0].consumed:
+        if self.recording.shape is None and len(outs) == 1 and outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy:
             return None if self.recording.copies_out else outs[0].template
         return None
 
@@ -144,15 +144,16 @@ class Player:
 
     def _hand_out(self, call: Call) -> Any:
         made: list[Any] = []
+        copies: dict[int, torch.UntypedStorage] = {}
         for o in self.recording.outputs:
-            made.append(self._make(o, call, made))
+            t = self._make(o, call, made, copies)
+            t = _with_history(t) if o.consumed else t
+            made.append(o.lazy(t) if o.lazy is not None else t)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
-    def _make(self, o: Output, call: Call, made: list[Any]) -> Any:
+    def _make(self, o: Output, call: Call, made: list[Any], copies: dict[int, torch.UntypedStorage]) -> Any:
         if o.kind == "lease":
-            assert o.template is not None
-            t = self._device.copied_out(o.template) if self.recording.copies_out else _data(o.template)
-            return _with_history(t) if o.consumed else t
+            return self._copy_of(o, copies) if self.recording.copies_out else _data(o.template)
         if o.kind in ("value", "outside"):
             return o.value
         if o.kind == "same":
@@ -160,13 +161,20 @@ class Player:
         if o.kind == "argument":
             return call.tensors[o.index]
         if o.kind == "empty":
-            t = torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-            return _with_history(t) if o.consumed else t
+            return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
         base = call.tensors[o.index] if o.kind == "argument view" else o.value
         offset = o.offset + (base.storage_offset() if o.kind == "argument view" else 0)
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
         return base.as_strided(o.size, o.stride, offset)
+
+    def _copy_of(self, o: Output, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """The output in memory of its own, which outputs that share memory go on sharing."""
+        assert o.lease is not None and o.template is not None
+        if o.lease.cdata not in copies:
+            copies[o.lease.cdata] = o.lease.bytes().clone().untyped_storage()
+        t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
+        return t.set_(copies[o.lease.cdata], o.template.storage_offset(), o.template.size(), o.template.stride())
 
 
 def _with_history(t: torch.Tensor) -> torch.Tensor:

@@ -60,32 +60,39 @@ def once(t: torch.Tensor) -> torch.Tensor:
 class Lease:
     """The memory of one output of one recording, and whether somebody outside holds a tensor on it.
 
-    `storage` does not own its memory: the pool does, and a finalizer keeps the pool's memory (`anchor`) until the last
-    tensor on it is gone, even if the recording is dropped before. `templates` are the recording's own tensors on it,
+    The storage does not own its memory: the pool does, and a finalizer keeps the pool's memory (`anchor`) until the last
+    tensor on it is gone, even if the recording is dropped before. The recording has its own tensors on it (`template`),
     one for each output; what is handed out are aliases of them.
     """
 
-    __slots__ = ("__weakref__", "address", "cdata", "nbytes", "own", "storage", "templates")
+    __slots__ = ("__weakref__", "_all", "address", "cdata", "nbytes", "own")
 
     def __init__(self, address: int, nbytes: int, device: torch.device, anchor: Any) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-        self.cdata = self.storage._cdata
-        self.templates: list[torch.Tensor] = []
+        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        weakref.finalize(storage, _let_go, anchor).atexit = False
+        self.cdata = storage._cdata
+        # No Python object for the storage is kept: a user's would be the very same one, and its use invisible.
+        with torch.inference_mode(False), torch.no_grad():
+            self._all = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))]
+        del storage
         self.own = _use_count(self.cdata)
-        weakref.finalize(self.storage, _let_go, anchor).atexit = False
 
     def template(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
         """A tensor of the recording's own on this memory; it does not count as use from outside."""
-        empty = torch.empty(0, dtype=dtype, device=self.storage.device)
-        self.templates.append(empty.set_(self.storage, offset, size, stride))
+        made = torch.empty(0, dtype=dtype, device=self._all[0].device)
+        self._all.append(made.set_(self._all[0].untyped_storage(), offset, size, stride))
         self.own = _use_count(self.cdata)
-        return self.templates[-1]
+        return self._all[-1]
+
+    def bytes(self) -> torch.Tensor:
+        """All of the memory, as bytes."""
+        return self._all[0]
 
     @property
     def alive(self) -> bool:
-        """Whether anybody outside holds a tensor on this memory."""
+        """Whether anybody outside holds a tensor on this memory, or the storage itself."""
         return _use_count(self.cdata) > self.own
 
     def __repr__(self) -> str:

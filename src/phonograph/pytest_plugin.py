@@ -21,14 +21,19 @@ def both_devices(request: pytest.FixtureRequest) -> torch.device:
     Without a GPU the CUDA run is skipped, or fails where `PHONOGRAPH_REQUIRE_CUDA=1` says that there
     must be one.
     """
+    return device_or_skip(request.param)
+
+
+def device_or_skip(kind: str) -> torch.device:
+    """The machine's device of this kind (`"cpu"`, `"cuda"`); without one, skips or fails the running test."""
     from phonograph.testing import cuda_required, devices
 
-    found = {device.type: device for device in devices()}
-    if request.param in found:
-        return found[request.param]
+    for device in devices():
+        if device.type == kind:
+            return device
     if cuda_required():
-        pytest.fail("PHONOGRAPH_REQUIRE_CUDA is set and torch sees no CUDA device")
-    pytest.skip("torch sees no CUDA device")
+        pytest.fail(f"PHONOGRAPH_REQUIRE_CUDA is set and torch sees no {kind} device")
+    pytest.skip(f"torch sees no {kind} device")
 
 
 def pytest_configure(config: pytest.Config) -> None:

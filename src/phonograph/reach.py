@@ -12,8 +12,10 @@ has an unknown origin, and the recorder refuses it: it could be replaced without
 
 from __future__ import annotations
 
+import builtins
 import functools
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -54,6 +56,7 @@ class Holder(NamedTuple):
         return f"{self.path}[{i}]"
 
 
+_ARRAY = 4096  # bytes of a NumPy array that are compared before each replay; larger ones are refused
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _TORCH_OBJECTS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _ITERATORS = (GeneratorType, *(type(iter(x)) for x in ((), [], {}, set(), range(0), {}.items(), {}.values())), zip, map,
@@ -73,12 +76,27 @@ class Reach:
         self.generators: list[torch.Generator] = []
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
+        self.arrays: list[str] = []
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self._names: set[str] = set()  # every name that the user's code mentions
         self._methods: list[tuple[str, type]] = []
         self._work: deque[tuple[str, Any]] = deque(roots)
+        self._functions: list[FunctionType] = []
+        self._objects: list[Any] = []
         self._drain()
+        self._whole()
+
+    def _whole(self) -> None:
+        """What all functions, objects and modules have in common, each as one place."""
+        functions, objects, modules = self._functions, self._objects, self.modules
+        self._hold("code", lambda: tuple([f.__code__ for f in functions]), _leave)
+        self._hold("defaults", lambda: tuple([x for f in functions for x in (f.__defaults__, f.__kwdefaults__)]), _leave)
+        if objects:
+            self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
+        if modules:
+            self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
+            self._hold("global hooks", _global_hooks, _leave)
 
     # -- walking
 
@@ -106,6 +124,8 @@ class Reach:
             self.iterators.append(path)
         elif type(thing).__module__.partition(".")[0] == "numpy" and type(thing).__name__ in ("Generator", "RandomState"):
             self.host_rngs.append(thing)
+        elif type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
+            self._array(path, thing)
         elif _is_plain_object(thing):
             self._object(path, thing)
 
@@ -150,6 +170,7 @@ class Reach:
     def _object(self, path: str, thing: Any) -> None:
         if isinstance(getattr(thing, "__dict__", None), dict):
             self._dict(path, thing.__dict__)
+            self._objects.append(thing)
         slots = [s for c in type(thing).__mro__ for s in _slots(c)]
         if slots:
             def read() -> tuple[Any, ...]:
@@ -179,12 +200,20 @@ class Reach:
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
         self._dict(path, optimizer.__dict__)
+        self._seen.add(id(optimizer.state))
+        self._dict(f"{path}.state", optimizer.state, watched=True)
         for state in optimizer.state.values():
             # One dict a parameter: many, and changed only through the optimizer itself.
             if isinstance(state, dict) and id(state) not in self._seen:
                 self._seen.add(id(state))
                 self._keep.append(state)
                 self._dict(f"{path}.state", state, watched=True)
+
+    def _array(self, path: str, array: Any) -> None:
+        if array.nbytes > _ARRAY:
+            self.arrays.append(path)
+        else:
+            self._hold(path, lambda: (array.shape, array.dtype.str, array.tobytes()), _leave)
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.tensors[id(tensor)] = (path, tensor)
@@ -210,19 +239,17 @@ class Reach:
                 self._work.append((path, f.__dict__[inner]))
         if not is_users(f.__code__.co_filename):
             return
-        if f.__defaults__ or f.__kwdefaults__:
-            def read() -> tuple[Any, ...]:
-                return (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())
-
-            self._hold(f"{f.__qualname__}'s defaults", read, lambda _: None)
-            self._fixed(f"{f.__qualname__}'s default", read())
+        self._functions.append(f)
+        self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
+        if "__wrapped__" not in f.__dict__ and f.__qualname__.partition(".")[0] != "live":
+            self._dict(f.__qualname__, f.__dict__)
         named = set(_names(f.__code__))
         self._names |= named
         self._globals(f.__globals__, sorted(named & f.__globals__.keys()))
-        missing = sorted(n for n in named - f.__globals__.keys() if not hasattr(__builtins__, n))
-        if missing:  # a global that appears later may shadow a builtin or end a NameError
+        missing = sorted(n for n in named & vars(builtins).keys() if n not in f.__globals__)
+        if missing:  # a global that appears later may shadow a builtin
             g = f.__globals__
-            self._hold("globals", lambda: tuple([n in g for n in missing]), lambda _: None)
+            self._hold("globals", lambda: tuple([n in g for n in missing]), _leave)
 
     def _cells(self, owner: str, names: tuple[str, ...], cells: tuple[CellType, ...]) -> None:
         def read() -> tuple[Any, ...]:
@@ -286,6 +313,17 @@ class Reach:
             self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
+def _leave(_: tuple[Any, ...]) -> None:
+    """For places whose change a capture does not undo: code, classes, hooks of all modules."""
+
+
+_hook_dicts = [v for n, v in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(v, dict)]
+
+
+def _global_hooks() -> tuple[Any, ...]:
+    return tuple([hook for d in _hook_dicts for hook in d.values()])
+
+
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
@@ -316,8 +354,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def is_users_class(kind: type) -> bool:
     """Whether a class is defined in the user's own code."""
-    import sys
-
     module = sys.modules.get(kind.__module__)
     return module is not None and is_users(getattr(module, "__file__", None) or "<string>") and kind.__module__ != "builtins"
 

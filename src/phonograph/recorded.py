@@ -12,10 +12,12 @@ recorded functions that it calls simply run as part of it.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -31,6 +33,7 @@ from .reach import Reach
 from .recorder import record, recording_now
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
+from .watch import storage_id
 from .where import users_line
 
 __all__ = ["Recorded", "live"]
@@ -91,7 +94,8 @@ class Recorded(Generic[P, R]):
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
-        self._lives: threading.local = threading.local()
+        self._entangling: frozenset[int] = frozenset()
+        self._never = _never(function)
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
@@ -113,8 +117,12 @@ class Recorded(Generic[P, R]):
         with lock:
             self._counters.calls += 1
             try:
+                if self._never is not None:
+                    raise self._never
                 call = describe(args, kwargs)
                 self._eligible()
+                if self._entangling and any(storage_id(t) in self._entangling for t in call.tensors):
+                    raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
                     return self._play(found.player, call)
@@ -133,9 +141,9 @@ class Recorded(Generic[P, R]):
 
     def _eligible(self) -> None:
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-            raise NoSignature("under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
+            raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise NoSignature("inside a functorch transform (grad, vmap, jvp)")
+            raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
@@ -157,6 +165,9 @@ class Recorded(Generic[P, R]):
         try:
             return self._record(call, found.blocked)
         except Refusal as refusal:
+            refusal.history = history
+            if refusal.this_call or refusal.cause is not None:
+                raise
             history.attempts += 1
             if refusal.final or history.attempts >= _ATTEMPTS:
                 history.refusal = refusal
@@ -184,13 +195,30 @@ class Recorded(Generic[P, R]):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
+        """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
+        if refusal.cause is None:
+            self._count(refusal)
+            self._counters.live += 1
+            return self._function(*args, **kwargs)
+        self._counters.live += 1
+        result = self._function(*args, **kwargs)
+        self._failed(refusal)
+        self._count(refusal)
+        return result
+
+    def _failed(self, refusal: Refusal) -> None:
+        """A capture failed and the live run did not: after a few times the signature stays live."""
+        if refusal.history is not None:
+            refusal.history.attempts += 1
+            if refusal.history.attempts >= _ATTEMPTS:
+                refusal.history.refusal = replace(refusal, cause=None)
+
+    def _count(self, refusal: Refusal) -> None:
         if self._counters.refuse(refusal.reason):
             self._reasons[refusal.reason] = refusal
             self._say(refusal)
         if self.options.fallback == "error":
             raise Unrecordable(f"{self.name} cannot be recorded: {refusal}")
-        self._counters.live += 1
-        return self._function(*args, **kwargs)
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
@@ -226,6 +254,7 @@ class Recorded(Generic[P, R]):
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,
                                borrow=self.options.outputs == "borrow")  # fmt: skip
         device.pool.add(recording)
+        self._entangling |= recording.entangling
         self._devices.add(device)
         player = Player(recording, device)
         self._counters.recorded += 1
@@ -267,6 +296,14 @@ class Recorded(Generic[P, R]):
         lines += [str(p.recording) for p in self._shelf]
         lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
         return "\n".join(lines)
+
+
+def _never(function: Any) -> Refusal | None:
+    """Why a function can never be recorded, whatever its arguments."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls")
+    return None
 
 
 def _rebuild(function: Any, options: Options) -> Any:

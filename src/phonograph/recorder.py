@@ -17,26 +17,27 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 
 from . import outputs
+from .devices.base import Captured
 from .errors import Refusal
 from .optimizers import recordable
-from .pool import Lease, Pool, unowned
+from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Recording, Slot
-from .reliance import Grads, Reliances, Snapshot
+from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
 from .signature import Call
 from .spans import Spans
-from .trees import flatten, unflatten
+from .trees import containers, flatten, unflatten
 from .watch import storage_id, watching_python
 
 __all__ = ["record", "recording_now"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
-_ROOMY = 256 << 20  # bytes: up to here, recordings in each other's way get memory of their own
 
 _recording: list[str] = []
 
@@ -51,31 +52,34 @@ def record(
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
-    `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then this
-    one keeps clear of every other recording in the pool, so that two can take turns; or, where that would cost too much
-    memory or two were not enough, it hands out copies of its outputs and is in nobody's way again.
+    `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
+    second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
 
     Raises:
         Refusal: it cannot be recorded; everything is as before.
     """
     if reach.iterators:
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
+    if reach.arrays:
+        raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
     grads = Grads([t for _, t in reach.tensors.values()])
-    protected, copies_out = _clearance(device.pool, blocked)
-    with _transaction(reach, grads) as snapshot:
+    protected, copies_out = _clearance(device, blocked)
+    tensors = TensorSnapshot(reach)
+    with _transaction(reach, grads, tensors) as snapshot:
         borrowed = [device.pool.lease_of(t) is not None for t in call.tensors]
         arguments = [unowned(t) if b else t for t, b in zip(call.tensors, borrowed, strict=True)]
         parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
         arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
         fixed = [b or i in parameters for i, b in enumerate(borrowed)]
         captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected)
-        changes = snapshot.changes()
+        changes = [*snapshot.changes(), *tensors.changes()]
         if changes:
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                           "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
         grads.settle(lambda g: storage_id(g) in captured.watch.touched)
         leases: dict[int, Lease] = {}
         plan = outputs.plan(captured, call, reach, grads, leases, device)
+    _separate(call, captured, reach)
     written = captured.watch.written
     slots = tuple(
         Slot(final, borrowed=b, written=storage_id(used) in written)
@@ -96,16 +100,23 @@ def record(
         reliances=Reliances(reach, grads),
         written_outside=tuple(t for key, t in written.items() if key in captured.watch.outside and not t.is_inference()),
         like=outputs.skeleton(captured.result),
+        entangling=entangling(captured.watch, reach),
         copies_out=copies_out,
     )
 
 
-def _clearance(pool: Pool, blocked: int) -> tuple[Spans, bool]:
-    """Which addresses the new recording keeps clear of, and whether it hands out copies."""
+def _clearance(device: Any, blocked: int) -> tuple[Spans, bool]:
+    """Which addresses the new recording keeps clear of, and whether it hands out copies.
+
+    Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
+    room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
+    to recordings in each other's way, the new one keeps clear of every output and never holds one itself.
+    """
+    pool = device.pool
+    if pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS:
+        return pool.footprints() | pool.protected(), False
     if not blocked:
         return pool.protected(), False
-    if blocked < _TAKING_TURNS and pool.footprints().nbytes <= _ROOMY:
-        return pool.footprints() | pool.protected(), False
     return pool.leased(), True
 
 
@@ -114,16 +125,20 @@ def _capture(
     arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
+    given: set[int] = set()
 
     def run(slots: list[torch.Tensor]) -> Any:
         leaves = list(call.leaves)
-        for place, slot in zip(call.places, slots, strict=True):
-            leaves[place] = slot
+        for place, slot, theirs, mine in zip(call.places, slots, call.tensors, fixed, strict=True):
+            leaves[place] = slot if mine or not theirs.requires_grad else slot.requires_grad_()
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
+        given.update(id(c) for c in containers((args, kwargs)))
+        shapes = [_metadata(s) for s in slots]
         with watching_python(outer, device.frames_refused()) as refused:
             result = function(*args, **kwargs)
         if refused:
             raise refused[0]
+        _arguments_are_as_before(call, (args, kwargs), leaves, slots, shapes, fixed)
         return result
 
     def leaving(result: Any) -> list[torch.Tensor]:
@@ -134,14 +149,32 @@ def _capture(
 
     _recording.append(name)
     try:
-        return device.capture(arguments, fixed, reach, run, leaving, protected)
+        return device.capture(arguments, fixed, reach, run, leaving, protected)._replace(containers=frozenset(given))
     except Refusal:
         raise
     except Exception as e:
         first = str(e).strip().split("\n", 1)[0]
-        raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False) from e
+        raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False, cause=e) from e
     finally:
         _recording.pop()
+
+
+def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype)
+
+
+def _arguments_are_as_before(
+    call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], shapes: list[Any], fixed: list[bool]
+) -> None:
+    """A function may write into its arguments; what else it does to them cannot be repeated for the caller."""
+    now: list[Any] = []
+    if flatten(args, now) != call.shape or len(now) != len(leaves) or not all(map(is_, now, leaves)):
+        raise Refusal("changes a container that is an argument", "return the new value")
+    for slot, before, mine in zip(slots, shapes, fixed, strict=True):
+        if _metadata(slot) != before:
+            raise Refusal("changes an argument's shape or storage in place", "use a new tensor instead")
+        if not mine and slot.requires_grad and (slot.grad is not None or slot.grad_fn is not None):
+            raise Refusal("accumulates a gradient in an argument", "use torch.autograd.grad and return the gradient")
 
 
 def _ordinary(t: torch.Tensor) -> bool:
@@ -167,8 +200,23 @@ def _no_overlap(call: Call, slots: tuple[Slot, ...]) -> None:
             raise Refusal("writes an argument that shares memory with another argument", "pass separate tensors")
 
 
+def _separate(call: Call, captured: Captured, reach: Reach) -> None:
+    """A slot cannot stand for an argument that shares memory with a tensor outside, if either is written."""
+    ids = entangling(captured.watch, reach)
+    for t in call.tensors:
+        if storage_id(t) in ids and not isinstance(t, torch.nn.Parameter):
+            raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone", this_call=True)
+
+
+def entangling(watch: Any, reach: Reach) -> frozenset[int]:
+    """Storages outside that no argument may share: those written; all, if an argument is written."""
+    if any(key in watch.slot_ids for key in watch.written):
+        return frozenset(watch.outside)
+    return frozenset(key for key in watch.written if key in watch.outside)
+
+
 @contextmanager
-def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
+def _transaction(reach: Reach, grads: Grads, tensors: TensorSnapshot) -> Iterator[Snapshot]:
     host = _HostRandom(reach)
     torch.clear_autocast_cache()
     try:
@@ -181,6 +229,7 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
                 raise
         host.restore(changed="draws random numbers on the host (random or numpy.random)")
     except BaseException:
+        tensors.restore()
         grads.restore()
         host.restore()
         raise

@@ -47,23 +47,26 @@ class Output:
 
     `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on a lease), ``"argument"`` (the
     caller's own tensor number `index`), ``"argument view"``, ``"outside"`` (the very tensor `value`), ``"outside view"``
-    (a view of `value`), ``"same"`` (the object that output `index` became).
+    (a view of `value`), ``"same"`` (the object that output `index` became). `consumed` outputs get the history of one
+    whose backward already ran; `lazy` (conjugation, negation) is applied last.
     """
 
     kind: str
     value: Any = None
     index: int = -1
     template: torch.Tensor | None = None
+    lease: Lease | None = None
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
     dtype: torch.dtype | None = None
     consumed: bool = False
+    lazy: Any = None
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One captured call. `rivals` (storage identities and their own uses) is kept current by the pool."""
+    """One captured call. `entangling` are storages outside that no argument may share; `rivals` (storage identities and their own uses) is kept current by the pool."""
 
     name: str
     key: tuple[Any, ...]
@@ -78,6 +81,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
     copies_out: bool = False
+    entangling: frozenset[int] = frozenset()
     rivals: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:

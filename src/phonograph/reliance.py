@@ -25,7 +25,7 @@ from . import witness
 from .reach import Holder, Reach
 from .signature import NoSignature, plain_key
 
-__all__ = ["Grads", "Reliances", "Snapshot", "same"]
+__all__ = ["Grads", "Reliances", "Snapshot", "TensorSnapshot", "same"]
 
 _HOT_TENSORS = 64
 _ROTATE = 4  # watched holders, and 16 times as many tensors, looked at each replay
@@ -81,6 +81,25 @@ class Snapshot:
 
 def _all_same(old: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
+
+
+class TensorSnapshot:
+    """What the tensors in reach *are* (memory, shape, kind) at one moment; their values are the device's business."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._named = [(name, t, _state(t)) for name, t in reach.tensors.values()]
+        self._aliases: list[torch.Tensor] = [t.detach() for _, t in reach.tensors.values()]
+
+    def changes(self) -> list[str]:
+        """The names of tensors that are something else now."""
+        return [name for name, t, state in self._named if _state(t) != state]
+
+    def restore(self) -> None:
+        """Make them again what they were."""
+        for (_, t, state), alias in zip(self._named, self._aliases, strict=True):
+            if _state(t)[:-1] != state[:-1]:
+                t.data = alias
+                t.requires_grad_(state[5])
 
 
 class Grads:

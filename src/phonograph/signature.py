@@ -23,7 +23,7 @@ from .trees import Node, flatten
 __all__ = ["Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
 
 
-class NoSignature(Exception):  # noqa: N818 - a finding, not an error of the user's
+class NoSignature(Exception):
     """The call has an argument that cannot be described; the message says which kind."""
 
 
@@ -70,20 +70,20 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     try:
         hash(key)
     except TypeError as e:
-        raise NoSignature(f"an argument that cannot be hashed ({e})") from None
+        raise NoSignature(f"takes an argument that cannot be hashed ({e})") from None
     return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)))
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
-        raise NoSignature(f"a tensor of class {type(t).__qualname__}")
+        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
     if t.layout is not torch.strided:
-        raise NoSignature(f"a {str(t.layout).removeprefix('torch.')} tensor")
-    if t.requires_grad and torch.is_grad_enabled() and not isinstance(t, torch.nn.Parameter):
-        raise NoSignature("an argument that requires grad (record the part that runs its backward too, or detach it)")
+        raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
+    if t.is_conj() or t.is_neg():
+        raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
-    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg(), t.is_inference(), identity)
+    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), identity)
 
 
 def plain_key(value: Any) -> Any:
@@ -99,7 +99,7 @@ def plain_key(value: Any) -> Any:
         return (kind, frozenset(map(plain_key, value)))
     if isinstance(value, _BY_IDENTITY) or kind in (FunctionType, BuiltinFunctionType, type):
         return (kind, id(value))
-    raise NoSignature(f"an argument of class {kind.__module__}.{kind.__qualname__}")
+    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
 
 
 def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:

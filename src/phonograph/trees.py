@@ -12,9 +12,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils import _pytree
 
-__all__ = ["Node", "flatten", "unflatten"]
+__all__ = ["Node", "containers", "flatten", "unflatten"]
 
 
 class Node(NamedTuple):
@@ -49,6 +50,15 @@ def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any
     return _build(node, values, like)
 
 
+def containers(tree: Any) -> Iterator[Any]:
+    """Every container of a tree, outermost first."""
+    parts = _parts(tree)
+    if parts is not None:
+        yield tree
+        for value in parts[1]:
+            yield from containers(value)
+
+
 def _is_namedtuple(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
@@ -62,6 +72,8 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     kind = type(tree)
+    if kind is torch.Size:
+        return None
     if kind in (tuple, list) or _is_namedtuple(kind) or _is_structseq(kind):
         return (), list(tree)
     if kind in _DICTS:

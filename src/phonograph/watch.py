@@ -12,6 +12,8 @@ eagerly, and stay so for ever.
 
 from __future__ import annotations
 
+import _warnings
+import os
 import sys
 import time
 import weakref
@@ -134,28 +136,49 @@ class OperatorWatch(TorchDispatchMode):
 
 _CLOCKS = {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,
            time.process_time, time.process_time_ns, time.sleep}  # fmt: skip
-_PRINTING = {print, input, open}
+_SAYING = {print, input, open, _warnings.warn}
+_SHARING = {torch.from_numpy, torch.frombuffer}
+_SEEDING = {"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"}
 _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "add", "discard", "setdefault", "popitem",
-            "appendleft", "popleft", "sort", "reverse", "__setitem__", "write", "writelines"}  # fmt: skip
+            "appendleft", "popleft", "sort", "reverse", "__setitem__"}  # fmt: skip
+_OUTSIDE = "do it outside the recorded function"
 
 
-def _effect(function: Any, outer: set[int]) -> tuple[str, str] | None:
-    """What calling this built-in function would do that a replay cannot repeat, and the remedy."""
-    if not getattr(function, "__name__", None):
+def _effect(function: Any, users: bool, outer: set[int]) -> tuple[str, str] | None:
+    """What calling this built-in function would do that a replay cannot repeat, and the remedy. Of library code
+    (`users` is False) only what concerns torch's generators."""
+    name, owner = getattr(function, "__name__", None), getattr(function, "__self__", None)
+    if isinstance(owner, torch.Generator) and name in _SEEDING:
+        return f"sets the state of a random generator ({name})", _OUTSIDE
+    if not users or not name:
         return None
     try:
-        if function in _PRINTING:
-            return f"calls {function.__name__}()", "call it outside the recorded function"
+        if function in _SAYING:
+            return f"calls {name}()", _OUTSIDE
+        if function in _SHARING:
+            return f"calls torch.{name}, whose tensor shares memory with a host object", "pass the tensor as an argument"
         if function in _CLOCKS:
-            return f"reads the clock ({function.__name__})", "read it outside and pass the value as an argument"
+            return f"reads the clock ({name})", "read it outside and pass the value as an argument"
     except TypeError:
         return None
-    owner = getattr(function, "__self__", None)
-    if function.__name__ in ("now", "utcnow", "today") and getattr(owner, "__module__", "") == "datetime":
+    if name in ("now", "utcnow", "today") and getattr(owner, "__module__", "") == "datetime":
         return "reads the clock", "read it outside and pass the value as an argument"
-    if function.__name__ in _CHANGES and owner is not None and id(owner) in outer:
-        kind = type(owner).__name__
-        return f"changes a {kind} that outlives the call ({function.__name__})", "return the value and do it outside"
+    if name in ("write", "writelines", "flush"):
+        return f"writes output ({name})", _OUTSIDE
+    if name in _CHANGES and owner is not None and id(owner) in outer:
+        return f"changes a {type(owner).__name__} that outlives the call ({name})", "return the value and do it outside"
+    return None
+
+
+def _saying(frame: FrameType) -> tuple[str, str] | None:
+    """Python functions whose start is refused: those that put something out."""
+    code = frame.f_code
+    if code.co_name == "_str" and code.co_filename.endswith("_tensor_str.py"):
+        return "prints a tensor, which reads its values on the host", "return the tensor and print it outside"
+    if code.co_name == "handle" and code.co_filename.endswith(os.path.join("logging", "__init__.py")):
+        return "logs a message", _OUTSIDE
+    if code.co_name in ("write", "writelines") and frame.f_back is not None and is_users(frame.f_back.f_code.co_filename):
+        return f"writes output ({code.co_name})", _OUTSIDE
     return None
 
 
@@ -168,15 +191,16 @@ def watching_python(outer: set[int], forbid: Callable[[FrameType], Refusal | Non
     """
     found: list[Refusal] = []
 
+    def refuse(frame: FrameType, effect: tuple[str, str] | None) -> None:
+        if effect is not None:
+            found.append(Refusal(*effect, where=users_line(frame)))
+            raise found[-1]
+
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            if not is_users(frame.f_code.co_filename):
-                return
-            effect = _effect(arg, outer)
-            if effect is not None:
-                found.append(Refusal(*effect, where=users_line(frame)))
-                raise found[-1]
+            refuse(frame, _effect(arg, is_users(frame.f_code.co_filename), outer))
         elif event == "call":
+            refuse(frame, _saying(frame))
             refusal = forbid(frame)
             if refusal is not None:
                 found.append(refusal)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["epoch", "watch"]
 
@@ -66,5 +67,14 @@ def _install() -> None:
     for name in ("data", "requires_grad"):
         inherited = getattr(torch._C.TensorBase, name)
         setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(inherited.__set__), None, inherited.__doc__))
+    removed = RemovableHandle.remove
+
+    @functools.wraps(removed)
+    def remove(self: Any) -> None:
+        global _epoch
+        _epoch += 1  # a handle does not know its module
+        removed(self)
+
+    RemovableHandle.remove = remove  # type: ignore[method-assign]
     for name in ("requires_grad_", "set_"):
         setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))

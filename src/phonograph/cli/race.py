@@ -69,17 +69,19 @@ def race(
     make_job: Callable[[], Job], steps: int, device: torch.device, *, block: int, advance: Callable[[int], None]
 ) -> Outcome:
     """Run ``make_job()`` twice for ``steps`` steps; ``advance(n)`` is told of every ``n`` steps done."""
-    live, recorded = (_side(make_job(), steps, device, record) for record in (False, True))
+    live_job, recorded_job = make_job(), make_job()
+    recorded_step = pg.record(recorded_job.step, name=recorded_job.name)
+    live = _side(live_job, live_job.step, steps, device)
+    recorded = _side(recorded_job, recorded_step, steps, device)
     for index, start in enumerate(range(0, steps, block)):
         stop = min(start + block, steps)
         for side in (live, recorded) if index % 2 else (recorded, live):
             _run_block(side, start, stop, device, timed=index > 0)
             advance(stop - start)
-    return Outcome(live, recorded, device, pg.stats(recorded.step))
+    return Outcome(live, recorded, device, pg.stats(recorded_step))
 
 
-def _side(job: Job, steps: int, device: torch.device, record: bool) -> Side:
-    step = pg.record(job.step, name=job.name) if record else job.step
+def _side(job: Job, step: Callable[..., Tensor], steps: int, device: torch.device) -> Side:
     return Side(job, step, torch.zeros(steps, device=device), _random_state(device))
 
 

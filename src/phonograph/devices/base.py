@@ -29,6 +29,7 @@ class Captured(NamedTuple):
 
     `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
     are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
+    `containers` are the identities of the containers that the call got as arguments.
     """
 
     result: Any
@@ -37,6 +38,7 @@ class Captured(NamedTuple):
     watch: OperatorWatch
     used: list[torch.Tensor]
     slots: list[torch.Tensor]
+    containers: frozenset[int] = frozenset()
 
 
 class Device(Protocol):
@@ -44,6 +46,8 @@ class Device(Protocol):
 
     torch_device: torch.device
     pool: Pool
+    roomy: int
+    """Bytes: as long as all recordings need no more than this, each gets memory of its own."""
 
     def beside(self) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""
@@ -69,9 +73,6 @@ class Device(Protocol):
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """One fused copy."""
-
-    def copied_out(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy of `t` in memory of its own."""
 
     def tidy(self) -> None:
         """Return memory that nothing needs any more, if recordings have gone."""

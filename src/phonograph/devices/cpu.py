@@ -95,6 +95,8 @@ class Tape(OperatorWatch):
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if operators.is_constant(m):
             return self._constant(args[0])
+        if m.metadata_only:
+            return func(*args, **kwargs)
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         out = func(*args, **kwargs)
@@ -260,14 +262,16 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
 class _HostReads(TorchFunctionMode):
     """Refuses what reads a tensor's memory without an operator; on CUDA the same calls copy to the host."""
 
-    _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+    _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
+              torch.Tensor.data_ptr}  # fmt: skip
+    _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # by the values of a tensor, read without an operator
 
     def __init__(self, watch: OperatorWatch) -> None:
         super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._READS:
+        if func in self._READS or (func in self._SPLITS and any(isinstance(a, torch.Tensor) for a in args[1:])):
             name = getattr(func, "__name__", str(func))
             refusal = Refusal(f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside",
                               where=users_line())  # fmt: skip
@@ -278,6 +282,8 @@ class _HostReads(TorchFunctionMode):
 
 class CpuDevice:
     """The one CPU device of the process."""
+
+    roomy = 4 << 20
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -326,9 +332,6 @@ class CpuDevice:
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
-
-    def copied_out(self, t: torch.Tensor) -> torch.Tensor:
-        return t.clone()
 
     def tidy(self) -> None:
         if self.pool.untidy:

@@ -156,6 +156,8 @@ class GraphProgram:
 class CudaDevice:
     """One GPU: its pool, its capture stream, its recordings' memory."""
 
+    roomy = 256 << 20
+
     def __init__(self, torch_device: torch.device) -> None:
         gone = torch_private.missing()
         if gone:
@@ -287,9 +289,6 @@ class CudaDevice:
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
-
-    def copied_out(self, t: torch.Tensor) -> torch.Tensor:
-        return t.clone()
 
     def tidy(self) -> None:
         """When most of the pool is not needed any more, later recordings begin a new one; the old one goes with its last

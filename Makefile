@@ -1,0 +1,73 @@
+# Everything a fresh machine needs, with Python 3.10 or newer as the only thing present:
+#
+#   make demo     train a small real network live and recorded, and compare
+#   make test     the tests
+#
+# Both make their own virtual environment in .venv from constraints.txt; the second run finds it ready.
+# With an NVIDIA GPU in the machine they use it.
+#
+#   make lint     ruff and mypy            make wheel    dist/*.whl            make clean    forget all of it
+#
+#   PYTHON=python3.12      another interpreter to start from
+#   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
+#   ARGS="--json"          more arguments for the command (demo, test)
+#   PIP_ARGS="..."         more arguments for pip install (a mirror, --no-index, --find-links)
+
+PYTHON     ?= python3
+PYTHON_ENV ?= venv
+VENV       ?= .venv
+ARGS       ?=
+PIP_ARGS   ?=
+
+ifeq ($(PYTHON_ENV),system)
+  READY = check-python
+  RUN  := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+  # Run from ./src, nothing tells pytest of our plugin; where phonograph is installed, naming it twice is an error.
+  PLUGIN := $(shell $(PYTHON) -c 'from importlib.metadata import entry_points as e; \
+    print("" if any(p.name == "phonograph" for p in e(group="pytest11")) else "-p phonograph.pytest_plugin")' 2>/dev/null)
+else
+  READY = $(addprefix $(VENV)/.ready-,$(1))
+  RUN  := $(VENV)/bin/python
+endif
+
+.PHONY: demo test lint wheel clean check-python
+.NOTPARALLEL:
+
+demo: $(call READY,demo)
+	$(RUN) -m phonograph demo $(ARGS)
+
+test: $(call READY,test)
+	$(RUN) -m pytest $(PLUGIN) $(ARGS)
+
+lint: $(call READY,test dev)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+wheel: $(call READY,dev)
+	rm -rf dist
+	$(RUN) -m build --wheel --outdir dist
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "phonograph needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
+	  echo "Name another one:  make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+
+$(VENV)/.made:
+	@$(MAKE) --no-print-directory check-python MAKECMDGOALS="$(MAKECMDGOALS)"
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)." >&2; \
+	  echo "If it has torch already:  make $(MAKECMDGOALS) PYTHON_ENV=system" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "installing what '$*' needs, torch among it (once; it may take some minutes) ..."
+	@$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[$*]" || { \
+	  echo "The packages could not be installed. Without a network, and with torch in $(PYTHON) already:" >&2; \
+	  echo "  make $(MAKECMDGOALS) PYTHON_ENV=system" >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,62 @@
+"""What every test gets: equal seeds before it, a clean house after it, and `device` for the contract suite."""
+
+import gc
+import random
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    torch.set_num_threads(1)  # the tensors are tiny, and machines are shared
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    torch.use_deterministic_algorithms(False)  # imports a large part of torch, which it would else do in some test
+    gc.collect()
+    gc.freeze()  # so that the collection after each test does not walk through all of torch
+
+
+@pytest.fixture
+def device(both_devices: torch.device) -> torch.device:  # noqa: F811
+    """The device that a contract test runs on: once the CPU, once CUDA."""
+    return both_devices
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """For the few promises that only a GPU can keep: its device, or no test."""
+    return device_or_skip("cuda")
+
+
+@pytest.fixture(autouse=True)
+def equal_seeds_and_a_clean_house():
+    """Seeds all generators; afterwards, process-wide state must be what it was (C12, over the whole suite)."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    before = process_state()
+    yield
+    gc.collect()
+    assert process_state() == before
+
+
+def process_state() -> dict[str, object]:
+    """What a recording changes while it runs and has to put back, whatever happens."""
+    return {
+        "gc enabled": gc.isenabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dispatch modes": _len_torch_dispatch_stack(),
+        "profile function": sys.getprofile(),
+        "monitoring tools": [sys.monitoring.get_tool(i) for i in range(6)] if hasattr(sys, "monitoring") else [],
+        "stream": torch.cuda.current_stream() if torch.cuda.is_available() else None,
+    }

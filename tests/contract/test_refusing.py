@@ -1,0 +1,692 @@
+"""C11-C13: refusing. What cannot be recorded runs live, is right, and says why; nothing is left behind by a recording
+that failed; what the function raises reaches the caller as it is."""
+
+import asyncio
+import gc
+import io
+import logging
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import phonograph as pg
+from phonograph.testing import Pair, assert_same
+from tests.helpers import assert_settles, counts, here, may_run_live, plain, ramp, reasons, side_by_side
+
+# ---------------------------------------------------------------------------------------------------
+# C11: what cannot be recorded. Each function stands on two lines, the refused operator on the second.
+
+
+def item(x):
+    return x * x.sum().item()
+
+
+def truth(x):
+    return x * 2 if x.sum() > 3 else x
+
+
+def number(x):
+    return x + float(x[0]) + int(x[1])
+
+
+def listing(x):
+    return sum(x.tolist())
+
+
+def nonzero(x):
+    return x.nonzero()
+
+
+def mask(x):
+    return x[x > 2] * 2
+
+
+def selected(x):
+    return torch.masked_select(x, x > 2)
+
+
+def unique(x):
+    return torch.unique(x)
+
+
+def where_of_a_condition(x):
+    return torch.where(x > 2)[0]
+
+
+def repeats(x):
+    return torch.repeat_interleave(x, x.int())
+
+
+def sliced(x):
+    return x[: int(x[0])]
+
+
+def looped(x):
+    return [x * i for i in range(int(x[0]))]
+
+
+def equal(x):
+    return x * 2 if torch.equal(x, x.flip(0)) else x
+
+
+def close(x):
+    return x + torch.allclose(x, x + 1)
+
+
+def arange_to_a_tensor(x):
+    return torch.arange(x[0])
+
+
+def formatted(x):
+    return f"{x.sum():.3f}"
+
+
+def one_hot(x):
+    return F.one_hot(x.long())
+
+
+def bin_counts(x):
+    return torch.bincount(x.long())
+
+
+def split_by_a_tensor(x):
+    return x.tensor_split(x[:1].long().cpu())
+
+
+SYNCS = {  # function: names, one of which the reason must contain
+    item: ["_local_scalar_dense", "item"],
+    truth: ["_local_scalar_dense", "is_nonzero", "item", "__bool__"],
+    number: ["_local_scalar_dense", "item"],
+    listing: ["_local_scalar_dense", "tolist", "item"],
+    nonzero: ["nonzero"],
+    mask: ["nonzero", "index"],
+    selected: ["masked_select"],
+    unique: ["unique"],
+    where_of_a_condition: ["nonzero", "where"],
+    repeats: ["repeat_interleave"],
+    sliced: ["_local_scalar_dense", "item"],
+    looped: ["_local_scalar_dense", "item"],
+    equal: ["equal"],
+    close: ["_local_scalar_dense", "allclose", "is_nonzero", "item"],
+    arange_to_a_tensor: ["_local_scalar_dense", "item"],
+    formatted: ["_local_scalar_dense", "item"],
+    one_hot: ["_local_scalar_dense", "item", "one_hot"],
+    bin_counts: ["bincount"],
+    split_by_a_tensor: ["_local_scalar_dense", "item", "to_copy", "data_ptr", "tensor_split"],
+}
+every_sync = pytest.mark.parametrize("function", SYNCS, ids=lambda f: f.__name__)
+
+
+def line_in(function):
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
+
+
+@may_run_live
+@every_sync
+def test_c11_a_refused_function_is_right_in_each_call(device, function):
+    both = plain(function, hold=True)
+    for n in range(6):
+        both(ramp(device, 4, start=n % 3))
+
+
+@may_run_live
+@every_sync
+def test_c11_the_reason_names_the_operator_and_the_users_own_line(device, function):
+    f = pg.record(function, warmup=1)
+    for n in range(4):
+        f(ramp(device, 4, start=n))
+    said = reasons(f)
+    assert any(name in said for name in SYNCS[function]), said
+    assert line_in(function) in said
+    assert counts(f) == (4, 0, 0)
+
+
+@every_sync
+def test_c11_fallback_error_raises_with_the_same_reason(device, function):
+    f = pg.record(function, warmup=1, fallback="error")
+    with pytest.raises(pg.Unrecordable) as raised:
+        for _ in range(3):
+            f(ramp(device, 4))
+    assert any(name in str(raised.value) for name in SYNCS[function]), str(raised.value)
+    assert line_in(function) in str(raised.value)
+
+
+def test_c11_the_warning_is_given_once_with_operator_line_and_remedy(device):
+    f = pg.record(item, warmup=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            f(ramp(device, 3))
+    ours = [w for w in said if issubclass(w.category, pg.RunsLive)]
+    assert len(ours) == 1
+    text = str(ours[0].message)
+    assert line_in(item) in text
+    assert "item" in text or "_local_scalar_dense" in text
+    assert "item" in text.replace(line_in(item), ""), "the function's name or the operator"
+
+
+def test_c11_the_warning_points_at_the_users_code(device):
+    f = pg.record(item, warmup=1)
+    with pytest.warns(pg.RunsLive) as said:
+        for _ in range(3):
+            f(ramp(device, 3))
+    assert said[0].filename == __file__
+
+
+@may_run_live
+def test_c11_two_functions_with_one_reason_are_each_reported(device):
+    f, g = pg.record(item, warmup=1), pg.record(nonzero, warmup=1)
+    for _ in range(3):
+        f(ramp(device, 3))
+        g(ramp(device, 3))
+    assert line_in(item) in reasons(f)
+    assert line_in(nonzero) in reasons(g)
+    assert line_in(nonzero) not in reasons(f)
+
+
+@may_run_live
+def test_c11_only_the_signature_that_cannot_be_recorded_runs_live(device):
+    def sometimes(x, sync):
+        return x * x.sum().item() if sync else x * 2
+
+    both = plain(sometimes)
+    for n in range(8):
+        both(ramp(device, 3, start=n), sync=True)
+        both(ramp(device, 3, start=n), sync=False)
+    assert counts(both)[1:] == (1, 7)
+
+
+@may_run_live
+def test_c11_a_refusal_in_a_helper_names_the_helpers_line(device):
+    def helper(x):
+        return x.sum().item()
+
+    f = pg.record(lambda x: x + helper(x), warmup=1)
+    for _ in range(3):
+        f(ramp(device, 3))
+    assert line_in(helper) in reasons(f)
+
+
+@may_run_live
+def test_c11_a_refusal_inside_of_torch_names_the_users_line(device):
+    f = pg.record(lambda x: torch.nn.functional.one_hot(x.long()), warmup=1)
+    line = here(-1)
+    for _ in range(3):
+        f(ramp(device, 3))
+    assert line in reasons(f)
+
+
+@may_run_live
+@pytest.mark.parametrize("say", [print, lambda t: repr(t), lambda t: f"{t}"], ids=["print", "repr", "format"])
+def test_c11_a_tensor_that_is_printed(device, capsys, say):
+    def shows(x):
+        return x * 2, say(x * 3)
+
+    f = pg.record(shows, warmup=1)
+    for n in range(5):
+        value, text = f(ramp(device, 2, start=n))
+        assert_same(value, ramp(device, 2, start=n) * 2)
+        shown = capsys.readouterr().out if say is print else text
+        assert f"{3.0 * n:.0f}." in shown
+
+
+@may_run_live
+def test_c11_a_tensor_that_goes_to_numpy(device):
+    pytest.importorskip("numpy")
+    both = plain(lambda x: x * float(x.cpu().numpy().sum()))
+    for n in range(5):
+        both(ramp(device, 3, start=n))
+
+
+@may_run_live
+def test_c11_control_flow_that_takes_the_other_branch_later(device):
+    """Live in each call: a recording would have kept the branch of its own data."""
+
+    def branches(x):
+        if x.sum() > 0:
+            return x * 2
+        return x - 100
+
+    both = plain(branches)
+    for sign in [1, 1, 1, -1, 1, -1]:
+        both(sign * ramp(device, 3))
+
+
+@may_run_live
+def test_c11_state_is_updated_once_a_call_before_and_after_the_sync(device):
+    def make():
+        before, after = torch.zeros((), device=device), torch.zeros((), device=device)
+
+        def f(x):
+            before.add_(1)
+            scale = x.sum().item()
+            after.add_(1)
+            return F.dropout(x, 0.5) * scale
+
+        return f, [before, after]
+
+    both = side_by_side(make)
+    for n in range(1, 7):
+        both(ramp(device, 3))
+        assert [t.item() for t in both.state] == [n, n]
+
+
+class Custom:
+    """A class that phonograph has never seen."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def numbers():
+    yield from (1.0, 2.0, 3.0)
+
+
+EXOTIC = {
+    "generator object": (numbers, lambda x, g: x + next(g) + sum(g)),
+    "iterator": (lambda: iter([1.0, 2.0]), lambda x, it: x + next(it)),
+    "open file": (lambda: io.StringIO("2.5\n3.5\n"), lambda x, file: x + float(file.readline())),
+    "custom object": (lambda: Custom(2.0), lambda x, c: x * c.value),
+    "custom object that is changed": (lambda: Custom(2.0), lambda x, c: (x * c.value, setattr(c, "value", 9.0))[0]),
+    "module": (lambda: torch.nn.PReLU().requires_grad_(False), lambda x, m: x * m.weight.to(x.device)),
+    "lambda": (lambda: lambda x: x * 5, lambda x, g: g(x)),
+    "bytearray": (lambda: bytearray(b"ab"), lambda x, b: x + b[0]),
+    "lock-like": (lambda: types.SimpleNamespace(depth=[1]), lambda x, s: x + s.depth[0]),
+    "exception": (lambda: ValueError("a"), lambda x, e: x + len(str(e))),
+    "unhashable key's dictionary": (lambda: {(1, 2): 3.0}, lambda x, d: x * d[(1, 2)]),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize(("make_argument", "function"), EXOTIC.values(), ids=EXOTIC)
+def test_c11_exotic_arguments(device, make_argument, function):
+    both = plain(function)
+    for n in range(5):
+        both(ramp(device, 3, start=n), Pair(make_argument(), make_argument()))
+
+
+@may_run_live
+def test_c11_an_object_argument_whose_value_changes(device):
+    both = plain(lambda x, c: x * c.value)
+    c = Pair(Custom(1.0), Custom(1.0))
+    for n in range(8):
+        c.each(lambda c, n=n: setattr(c, "value", float(n // 2)))
+        both(ramp(device, 3), c)
+    for n in range(4):
+        both(ramp(device, 3), Custom(float(n)))
+
+
+@may_run_live
+def test_c11_a_generator_function_and_a_coroutine(device):
+    def yields(x):
+        yield x + 1
+        yield x * 2
+
+    async def waits(x):
+        await asyncio.sleep(0)
+        return x * 3
+
+    f, g = pg.record(yields, warmup=1), pg.record(waits, warmup=1)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        one, other = f(x)
+        assert_same(one, x + 1)
+        assert_same(other, x * 2)
+        assert_same(asyncio.run(g(x)), x * 3)
+
+
+@may_run_live
+def test_c11_a_tensor_subclass_argument(device):
+    class Tagged(torch.Tensor):
+        pass
+
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(5):
+        result = f(ramp(device, 3, start=n).as_subclass(Tagged))
+        assert type(result) is Tagged
+        assert result.tolist() == (ramp(device, 3, start=n) * 2).tolist()
+
+
+@may_run_live
+def test_c11_a_synchronization_of_the_device(cuda):
+    def waits(x):
+        y = x * 2
+        torch.cuda.synchronize()
+        return y + x.cpu().sum().to(x.device)
+
+    both = plain(waits)
+    for n in range(5):
+        both(ramp(cuda, 3, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C12: a failed recording leaves nothing behind (`conftest.py` looks at the process after every test of the suite)
+
+
+class Switch:
+    """A module-level like flag: off while warming up, on when the call is recorded."""
+
+    def __init__(self, device):
+        self.fail = False
+        self.net = torch.nn.Linear(3, 3, device=device)
+        self.count = torch.zeros((), device=device)
+
+
+def fails_in_recording(action):
+    """Makes a function whose second call, the one that would be recorded, does `action` half-way."""
+
+    def make_on(device):
+        def make():
+            switch = Switch(device)
+
+            def f(x):
+                switch.count.add_(1)
+                x.mul_(2)
+                y = F.dropout(switch.net(x), 0.5)
+                y.sum().backward()
+                if switch.fail:
+                    action(x)
+                switch.count.add_(1)
+                return y.detach() + x
+
+            return f, [switch.net, switch.count, switch]
+
+        return make
+
+    return make_on
+
+
+def raise_an_error(x):
+    raise ValueError("half-way")
+
+
+def raise_an_operators_error(x):
+    return x @ torch.ones(7, 7, device=x.device)
+
+
+FAILURES = {
+    "sync": lambda x: x.sum().item(),
+    "shape": lambda x: x.nonzero(),
+    "exception": raise_an_error,
+    "operator's exception": raise_an_operators_error,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("fail_at", [1, 2, 4], ids=["in warm-up", "in recording", "in replay"])
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_failing_half_way_updates_everything_exactly_as_eager_does(device, action, fail_at):
+    both = side_by_side(fails_in_recording(action)(device))
+    for n in range(1, 9):
+        both.change(lambda state, n=n: setattr(state[2], "fail", n == fail_at))
+        both.outcome(torch.randn(2, 3, device=device))
+
+
+@may_run_live
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_the_process_is_as_before(device, action):
+    both = side_by_side(fails_in_recording(action)(device))
+    both(torch.randn(2, 3, device=device))
+    both.change(lambda state: setattr(state[2], "fail", True))
+    gc.disable()
+    profile = lambda *event: None  # noqa: E731
+    sys.setprofile(profile)
+    try:
+        both.outcome(torch.randn(2, 3, device=device))
+        assert not gc.isenabled()
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert torch.is_grad_enabled()
+    if device.type == "cuda":
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert not torch.cuda.is_current_stream_capturing()
+
+
+@may_run_live
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_the_next_functions_record(device, action):
+    failing = side_by_side(fails_in_recording(action)(device))
+    failing(torch.randn(2, 3, device=device))
+    failing.change(lambda state: setattr(state[2], "fail", True))
+    failing.outcome(torch.randn(2, 3, device=device))
+    both = plain(lambda x: F.dropout(x, 0.5) * 2)
+    for _ in range(7):
+        both(torch.randn(2, 3, device=device))
+    assert counts(both) == (1, 1, 6)
+
+
+@may_run_live
+def test_c12_an_exception_leaves_the_function_recordable(device):
+    def make():
+        switch = Switch(device)
+
+        def f(x):
+            if switch.fail:
+                raise ValueError("not today")
+            return x * 2
+
+        return f, switch.__dict__
+
+    both = side_by_side(make)
+    for fail in [False, True, False]:
+        both.change(lambda state, fail=fail: state.update(fail=fail))
+        both.outcome(ramp(device, 3))
+    assert_settles(both, ramp(device, 3))
+
+
+@may_run_live
+def test_c12_hooks_of_the_user_are_still_there(device):
+    net = torch.nn.Linear(3, 3, device=device)
+    calls = []
+    net.weight.register_hook(lambda grad: calls.append("grad"))
+    net.register_forward_hook(lambda *args: calls.append("forward"))
+    flag = {"sync": False}
+
+    def step(x):
+        loss = net(x).sum()
+        loss.backward()
+        if flag["sync"]:
+            loss.item()
+        return loss.detach()
+
+    f = pg.record(step, warmup=1)
+    for n in range(1, 6):
+        flag["sync"] = n == 2
+        f(ramp(device, 2, 3))
+        assert calls == ["forward", "grad"] * n
+    net(ramp(device, 2, 3)).sum().backward()
+    assert calls == ["forward", "grad"] * 6
+
+
+@may_run_live
+def test_c12_memory_of_failed_recordings_is_given_back(device):
+    good = plain(lambda x: x * 2)
+    for _ in range(3):
+        good(torch.ones(1000, device=device))
+    before = pg.stats(good.recorded).pool_bytes
+    for k in range(20):
+        bad = pg.record(lambda x, k=k: torch.cat([x * i for i in range(50)]) * x.sum().item() * k, warmup=1)
+        for _ in range(3):
+            bad(torch.ones(1000, device=device))
+    assert pg.stats(good.recorded).pool_bytes <= before + 1000 * 4 * 200, "the memory of at most one attempt"
+
+
+@may_run_live
+def test_c12_held_outputs_survive_a_failed_recording(device):
+    good = plain(lambda x: x * 2, hold=True)
+    for n in range(4):
+        good(ramp(device, 50, start=n))
+    bad = plain(lambda x: (x * 3 + torch.cat([x, x])[:50]) * x.sum().item())
+    for n in range(4):
+        bad(ramp(device, 50, start=n))
+        good(ramp(device, 50, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C13: exceptions
+
+
+class OwnError(Exception):
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.detail = detail
+
+
+@may_run_live
+@pytest.mark.parametrize("phase", [1, 2, 3, 5], ids=["warm-up", "recording", "replay", "later"])
+@pytest.mark.parametrize(
+    "error",
+    [OwnError(3, detail="d"), KeyError("k"), AssertionError(), StopIteration(1), KeyboardInterrupt(), SystemExit(3)],
+    ids=lambda e: type(e).__name__,
+)
+def test_c13_the_very_exception_reaches_the_caller(device, phase, error):
+    cell = {"raise": False}
+
+    def f(x):
+        y = x * 2
+        if cell["raise"]:
+            raise error
+        return y
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(1, 9):
+        cell["raise"] = n == phase
+        if n == phase:
+            with pytest.raises(type(error)) as raised:
+                recorded(ramp(device, 3))
+            assert raised.value is error
+            assert raised.value.__cause__ is None
+            assert raised.value.__context__ is None
+            frames = [entry.frame.code.raw for entry in raised.traceback]
+            assert f.__code__ in frames
+        else:
+            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+
+
+@may_run_live
+@pytest.mark.parametrize("phase", [1, 2, 3, 5], ids=["warm-up", "recording", "replay", "later"])
+def test_c13_a_shape_error_is_torchs_own(device, phase):
+    both = plain(lambda x, y: x @ y)
+    for n in range(1, 8):
+        if n == phase:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
+                both(ramp(device, 2, 3), ramp(device, 2, 3))
+        else:
+            both(ramp(device, 2, 3), ramp(device, 3, 2))
+
+
+WRONG_CALLS = {
+    "too few": ((), {}),
+    "too many": ((1, 2, 3, 4), {}),
+    "unknown keyword": ((1,), {"scael": 2}),
+    "twice": ((1,), {"x": 1}),
+    "missing keyword-only": ((1,), {}),
+    "positional-only by name": ((), {"x": 1, "must": 1}),
+    "not a tensor": (("text",), {"must": 1}),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("after", [0, 1, 4], ids=["first", "after warm-up", "after replays"])
+@pytest.mark.parametrize(("args", "kwargs"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_c13_wrong_arguments_raise_what_the_function_raises(device, args, kwargs, after):
+    def scaled(x, /, scale=2.0, *, must):
+        return x.sin() * scale * must
+
+    both = plain(scaled)
+    for _ in range(after):
+        both(ramp(device, 3), must=1.0)
+    with pytest.raises((TypeError, AttributeError)):
+        both(*args, **kwargs)
+    both(ramp(device, 3), must=1.0)
+
+
+@may_run_live
+def test_c13_exceptions_that_the_function_itself_catches(device):
+    def catches(x, y):
+        try:
+            return x @ y
+        except RuntimeError as error:
+            return x.sum() + len(str(error)) * 0
+
+    both = plain(catches)
+    for _ in range(4):
+        both(ramp(device, 2, 3), ramp(device, 2, 3))
+        both(ramp(device, 2, 3), ramp(device, 3, 2))
+
+
+@may_run_live
+def test_c13_an_exception_in_backward(device):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, fail):
+            ctx.fail = fail
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.fail:
+                raise ValueError("in backward")
+            return grad * 2, None
+
+    def make():
+        w = torch.ones(3, device=device, requires_grad=True)
+
+        def f(x, fail):
+            loss = Fails.apply(w * x, fail).sum()
+            loss.backward()
+            return loss.detach()
+
+        return f, [w]
+
+    both = side_by_side(make)
+    for fail in [False, True, False, True, True, False, False]:
+        both.outcome(ramp(device, 3), fail)
+        assert_same(both.state[0].grad, both.live_state[0].grad)
+
+
+@may_run_live
+def test_c13_a_warning_of_the_users_is_no_error_of_ours(device):
+    def warns(x):
+        warnings.warn("mind the gap", UserWarning, stacklevel=2)
+        return x * 2
+
+    f = pg.record(warns, warmup=1)
+    for n in range(5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            assert_same(f(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+
+
+@may_run_live
+def test_c13_a_warning_turned_into_an_error_by_the_user(device):
+    def warns(x):
+        warnings.warn("mind the gap", UserWarning, stacklevel=2)
+        return x * 2
+
+    f = pg.record(warns, warmup=1)
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", pg.RunsLive)
+            with pytest.raises(UserWarning, match="mind the gap"):
+                f(ramp(device, 3))
+
+
+@may_run_live
+def test_c13_nothing_is_logged_as_an_error_for_a_users_exception(device, caplog):
+    def fails(x):
+        raise ValueError("mine")
+
+    f = pg.record(fails, warmup=1)
+    with caplog.at_level(logging.ERROR, "phonograph"):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="mine"):
+                f(ramp(device, 3))
+    assert not [r for r in caplog.records if r.name.startswith("phonograph")]

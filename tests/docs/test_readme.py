@@ -1,0 +1,54 @@
+"""What the README and the documentation show works when it is pasted into a script, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippets() -> Iterator[pytest.ParameterSet]:
+    """Every ```python block, with the line it starts on."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, found.start(1)) + 1
+            yield pytest.param(page, line, found.group(1), id=f"{page.name}:{line}")
+
+
+@pytest.mark.parametrize(("page", "line", "code"), list(snippets()))
+def test_snippet_runs_by_itself(page: Path, line: int, code: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}_{line}.py"  # a real file, so that source lines can be found and quoted
+    script.write_text("\n" * (line - 1) + code, encoding="utf-8")
+    runpy.run_path(str(script), run_name=script.stem)
+
+
+def test_the_readme_is_short_and_shows_code_early() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 250
+    assert next(n for n, line in enumerate(lines) if line.startswith("```")) < 10
+
+
+def test_the_tour_names_what_exists() -> None:
+    tour = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- tour -->\n```\n")[2].partition("```")[0]
+    folder, named = ROOT, []
+    for line in tour.splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else ROOT
+        named.append(folder / name)
+        if name == "src/phonograph/":
+            folder = ROOT / name
+    assert len(named) > 10
+    assert [path for path in named if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []

@@ -1,0 +1,115 @@
+"""The two commands: what they print, and what their exit status says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.cli import console, doctor, gpt, main
+from phonograph.cli.race import Outcome, race
+from tests.examples.test_examples import environment
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(arguments)
+    return status, capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status, out = run(capsys, *arguments, "--json")
+    assert out.count("\n") == 1, "one JSON object and nothing else"
+    return status, json.loads(out)
+
+
+def test_demo_trains_both_ways_and_finds_them_bitwise_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run_json(capsys, "demo", "--device", "cpu", "--steps", "200")
+    (digits,) = report["training"]
+    assert status == 0
+    assert report["equal"]
+    assert digits["losses_equal"]
+    assert digits["weights_equal"]
+    assert digits["last_loss"] < digits["first_loss"] / 4
+    assert digits["test_accuracy"] > 0.8
+    assert digits["ratio"] > 0
+
+
+def test_demo_replays_and_a_new_learning_rate_records_nothing_new(capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = run_json(capsys, "demo", "--device", "cpu", "--steps", "200")
+    (digits,) = report["training"]
+    assert digits["recordings"] == 1
+    assert digits["replays"] > 190
+    assert digits["refusals"] == {}
+
+
+def test_demo_says_so_and_exits_1_when_the_runs_differ(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outcome, "losses_equal", property(lambda outcome: False))
+    status, out = run(capsys, "demo", "--device", "cpu", "--steps", "30")
+    assert status == 1
+    assert "LIVE AND RECORDED DIFFER" in out
+
+
+def test_race_finds_a_single_wrong_bit() -> None:
+    text = torch.arange(1000) % 256
+    jobs = [gpt.make_job(text, 1, seed=0), gpt.make_job(text, 1, seed=0)]
+    outcome = race(lambda: jobs.pop(), 1, torch.device("cpu"), block=1, advance=lambda steps: None)
+    assert outcome.losses_equal
+    assert outcome.weights_equal
+    weight = outcome.recorded.job.weights()[0]
+    with torch.no_grad():
+        weight.view(torch.int32)[0, 0] ^= 1
+    assert not outcome.weights_equal
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool) -> None:
+    monkeypatch.setattr(console, "HAVE_RICH", rich and console.HAVE_RICH)
+    status, out = run(capsys, "demo", "--device", "cpu", "--steps", "60")
+    assert status == 0
+    assert "live and recorded agree, bit for bit" in out
+    assert "steps/s" in out
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
+def test_a_device_that_is_not_there_is_told_and_exits_2(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert main(["demo", "--device", device]) == 2
+    assert device in capsys.readouterr().err
+
+
+def test_doctor_records_on_every_device_here(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run_json(capsys, "doctor")
+    trials = {row["what"]: row for row in report["findings"] if row["what"].startswith("recording on")}
+    assert status == 0
+    assert report["works"]
+    assert len(trials) == 1 + torch.cuda.device_count()
+    assert {row["status"] for row in trials.values()} == {"ok"}
+
+
+def test_doctor_exits_1_where_recording_is_switched_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHONOGRAPH", "off")
+    status, report = run_json(capsys, "doctor")
+    assert status == 1
+    assert not report["works"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_doctor_reads_the_allocator_settings(name: str) -> None:
+    settings = {name: "expandable_segments:True, backend:cudaMallocAsync"}
+    assert doctor.allocator_settings(settings) == {"expandable_segments": "True", "backend": "cudaMallocAsync"}
+    assert doctor.allocator_settings({}) == {}
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phonograph", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["works"]
