@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .borrowed import Borrowed, Loan
 from .pool import once
 from .recording import Output, Recording
 from .signature import Call
@@ -70,7 +71,7 @@ class Player:
         """The template, where the result is one plain tensor."""
         outs = self.recording.outputs
         if self.recording.shape is None and len(outs) == 1 and outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy:
-            return None if self.recording.copies_out else outs[0].template
+            return None if self.recording.copies_out or self.recording.borrow else outs[0].template
         return None
 
     @property
@@ -83,6 +84,10 @@ class Player:
         if broken is None and self._grads is not None and not self._grads.fit():
             return "a .grad attribute"
         return broken
+
+    def grads_held(self) -> bool:
+        """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
+        return self._grads is not None and self._grads.held()
 
     def blocked(self, call: Call) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.1 us a rival."""
@@ -107,6 +112,8 @@ class Player:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
         self.played += 1
         copied = self._fill(call.tensors)
+        if self.pool.loans:
+            self.pool.take_back(self.recording.footprint)
         self._launch()
         if self._written:
             self._write_back(call.tensors)
@@ -153,7 +160,9 @@ class Player:
 
     def _make(self, o: Output, call: Call, made: list[Any], copies: dict[int, torch.UntypedStorage]) -> Any:
         if o.kind == "lease":
-            return self._copy_of(o, copies) if self.recording.copies_out else _data(o.template)
+            if self.recording.copies_out:
+                return self._copy_of(o, copies)
+            return self._lend(o) if self.recording.borrow else _data(o.template)
         if o.kind in ("value", "outside"):
             return o.value
         if o.kind == "same":
@@ -167,6 +176,12 @@ class Player:
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
         return base.as_strided(o.size, o.stride, offset)
+
+    def _lend(self, o: Output) -> torch.Tensor:
+        assert o.lease is not None
+        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name)
+        self.pool.loans.add(loan)
+        return Borrowed.lend(_data(o.template), loan)
 
     def _copy_of(self, o: Output, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .borrowed import Loan
 from .spans import Spans
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Pool:
         self.device = device
         self.leases: list[Lease] = []
         self.untidy = False  # recordings have gone since the device last returned memory
+        self.loans: weakref.WeakSet[Loan] = weakref.WeakSet()
         self._recordings: list[weakref.ref[Recording]] = []
 
     @property
@@ -142,6 +144,13 @@ class Pool:
         self.leases = [x for x in self.leases if id(x) in owned or x.alive]
         for r in self.recordings:
             r.rivals[:] = [(x.cdata, x.own) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+
+    def take_back(self, footprint: Spans | None = None) -> None:
+        """End the loans of borrowed outputs that lie in a footprint (None: anywhere)."""
+        for loan in list(self.loans):
+            if footprint is None or footprint.meets(loan.address, loan.nbytes):
+                loan.over = True
+                self.loans.discard(loan)
 
     def protected(self) -> Spans:
         """The addresses of all live leases."""

@@ -120,7 +120,9 @@ class Reach:
             if isinstance(thing, kinds):
                 enter(self, path, thing)
                 return
-        if hasattr(type(thing), "__next__"):
+        if type(thing).__module__.startswith("phonograph.") and hasattr(thing, "__wrapped__"):
+            self._work.append((path, thing.__wrapped__))  # a recorded function: it runs as part of this one
+        elif hasattr(type(thing), "__next__"):
             self.iterators.append(path)
         elif type(thing).__module__.partition(".")[0] == "numpy" and type(thing).__name__ in ("Generator", "RandomState"):
             self.host_rngs.append(thing)
@@ -202,6 +204,7 @@ class Reach:
         self._dict(path, optimizer.__dict__)
         self._seen.add(id(optimizer.state))
         self._dict(f"{path}.state", optimizer.state, watched=True)
+        self._hold(f"{path}.state", lambda: (len(optimizer.state),), _leave)
         for state in optimizer.state.values():
             # One dict a parameter: many, and changed only through the optimizer itself.
             if isinstance(state, dict) and id(state) not in self._seen:
@@ -241,6 +244,8 @@ class Reach:
             return
         self._functions.append(f)
         self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
+        if f.__kwdefaults__:
+            self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
         if "__wrapped__" not in f.__dict__ and f.__qualname__.partition(".")[0] != "live":
             self._dict(f.__qualname__, f.__dict__)
         named = set(_names(f.__code__))
@@ -367,10 +372,6 @@ def _is_plain_object(thing: Any) -> bool:
     if isinstance(thing, _TORCH_OBJECTS):
         return True
     return type(thing).__module__.partition(".")[0] not in _OPAQUE
-
-
-def _recorded(reach: Reach, path: str, thing: Any) -> None:
-    reach._work.append((path, thing.__wrapped__))
 
 
 _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [

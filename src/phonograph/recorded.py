@@ -34,6 +34,7 @@ from .recorder import record, recording_now
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
 from .watch import storage_id
+from .verify import verified
 from .where import users_line
 
 __all__ = ["Recorded", "live"]
@@ -125,6 +126,8 @@ class Recorded(Generic[P, R]):
                     raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
+                    if found.player.grads_held():
+                        raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
                     return self._play(found.player, call)
                 history = self._history(call.key)
                 if history.refusal is not None:
@@ -147,11 +150,23 @@ class Recorded(Generic[P, R]):
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
-        result, copied = player.play(call)
         counters.replayed += 1
+        if self.options.verify and counters.replayed % self.options.verify == 0:
+            return self._verified(player, call)
+        result, copied = player.play(call)
         counters.bytes_copied += copied
         self._shelf.touch(call.key)
         return result  # type: ignore[no-any-return]
+
+    def _verified(self, player: Player, call: Call) -> R:
+        reach = self._reach(call)
+        args, kwargs = call.like
+
+        def live() -> Any:
+            with _Within(), optimizers.recordable(reach.optimizers):
+                return self._function(*args, **kwargs)
+
+        return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
 
     def _made(self, call: Call, found: Found, history: _History) -> Player:
         """A new recording of this call, because none fits."""
@@ -191,6 +206,7 @@ class Recorded(Generic[P, R]):
             with _Within():
                 return self._function(*args, **kwargs)
         optimizers.prepare(reach.optimizers)
+        device.pool.take_back()
         with _Within(), optimizers.recordable(reach.optimizers), device.beside():
             return self._function(*args, **kwargs)
 
@@ -223,7 +239,7 @@ class Recorded(Generic[P, R]):
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback == "live":
-            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=4)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
 
     # -- recording
 
@@ -250,6 +266,7 @@ class Recorded(Generic[P, R]):
         device = self._device(call, reach)
         optimizers.prepare(reach.optimizers)
         device.tidy()
+        device.pool.take_back()
         with _Within():
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,
                                borrow=self.options.outputs == "borrow")  # fmt: skip
@@ -257,6 +274,7 @@ class Recorded(Generic[P, R]):
         self._entangling |= recording.entangling
         self._devices.add(device)
         player = Player(recording, device)
+        recording.reliances.grads.seal()
         self._counters.recorded += 1
         totals().recorded += 1
         self._unplayed += 1

@@ -102,6 +102,7 @@ def record(
         like=outputs.skeleton(captured.result),
         entangling=entangling(captured.watch, reach),
         copies_out=copies_out,
+        borrow=borrow,
     )
 
 

@@ -81,6 +81,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
     copies_out: bool = False
+    borrow: bool = False
     entangling: frozenset[int] = frozenset()
     rivals: list[tuple[int, int]] = field(default_factory=list, repr=False)
 

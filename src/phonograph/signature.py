@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .borrowed import Borrowed, plain
 from .trees import Node, flatten
 
 __all__ = ["Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
@@ -61,6 +62,8 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            if type(leaf) is Borrowed:
+                leaf = leaves[i] = plain(leaf)
             keys.append(tensor_key(leaf))
             tensors.append(leaf)
             places.append(i)

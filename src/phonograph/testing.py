@@ -31,7 +31,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,21 +72,42 @@ def cuda_required() -> bool:
 # The same value
 
 
-def assert_same(actual: Any, expected: Any, where: str = "value") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "value", *, tolerance: float = 0.0) -> None:
     """Assert that two values are the same in everything that can be seen but their identity.
 
     Tensors: class, dtype, shape, stride, device, layout, `requires_grad`, presence of a `grad_fn`, and
     every bit. Python values: type and `==`, floats by their bits. Containers, dataclasses, modules,
-    optimizers, generators and exceptions are compared part by part.
+    optimizers, generators and exceptions are compared part by part. Functions and iterators are not
+    compared: two copies of one program hold different ones. An optimizer's step counts are compared as
+    numbers, wherever they are kept.
 
     Args:
         actual: what phonograph gave.
         expected: what plain PyTorch gave.
         where: the path that a failure names, such as `result[0]['loss']`.
+        tolerance: 0 compares bits; otherwise floating-point tensors may differ by this much, relative
+            and absolute. For arithmetic that is known to be rounded differently.
 
     Raises:
         AssertionError: naming the first part that differs, and how.
     """
+    _assert_same(actual, expected, _Place(where, tolerance))
+
+
+class _Place(NamedTuple):
+    """Where in a structure the comparison is, and how exact it is."""
+
+    path: str
+    tolerance: float
+
+    def __str__(self) -> str:
+        return self.path
+
+    def at(self, part: str) -> _Place:
+        return self._replace(path=self.path + part)
+
+
+def _assert_same(actual: Any, expected: Any, where: _Place) -> None:
     assert type(actual) is type(expected), (
         f"{where}: a {type(actual).__qualname__}, live gives a {type(expected).__qualname__}"
         f"\n  phonograph: {actual!r}\n  live:       {expected!r}"
@@ -98,20 +119,28 @@ def assert_same(actual: Any, expected: Any, where: str = "value") -> None:
     _assert_same_object(actual, expected, where)
 
 
-def _equal(actual: object, expected: object, where: str) -> None:
+def _equal(actual: object, expected: object, where: _Place | str) -> None:
     assert actual == expected, f"{where}: {actual!r}, live gives {expected!r}"
 
 
-def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: _Place) -> None:
     for name in ("dtype", "shape", "device", "layout", "requires_grad"):
-        _equal(getattr(actual, name), getattr(expected, name), f"{where}.{name}")
-    _equal(actual.grad_fn is None, expected.grad_fn is None, f"{where}.grad_fn is None")
+        _equal(getattr(actual, name), getattr(expected, name), where.at(f".{name}"))
+    _equal(actual.grad_fn is None, expected.grad_fn is None, where.at(".grad_fn is None"))
     if actual.layout is not torch.strided:
         actual, expected = actual.to_dense(), expected.to_dense()
-    _equal(actual.stride(), expected.stride(), f"{where}.stride()")
-    assert torch.equal(_bits(actual), _bits(expected)), (
+    _equal(actual.stride(), expected.stride(), where.at(".stride()"))
+    assert _same_values(actual, expected, where.tolerance), (
         f"{where}: values differ\n  phonograph: {_excerpt(actual)}\n  live:       {_excerpt(expected)}"
     )
+
+
+def _same_values(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    if actual.device.type == "meta":
+        return True
+    if tolerance and (actual.is_floating_point() or actual.is_complex()):
+        return torch.allclose(actual.detach(), expected.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.equal(_bits(actual), _bits(expected))
 
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,31 +159,31 @@ def _excerpt(tensor: torch.Tensor) -> str:
     return f"{values}{' …' if tensor.numel() > 8 else ''}"
 
 
-def _assert_same_mapping(actual: Mapping[Any, Any], expected: Mapping[Any, Any], where: str) -> None:
-    _equal(list(actual), list(expected), f"{where}: keys in order")
+def _assert_same_mapping(actual: Mapping[Any, Any], expected: Mapping[Any, Any], where: _Place) -> None:
+    _equal(list(actual), list(expected), where.at(": keys in order"))
     for key in expected:
-        assert_same(actual[key], expected[key], f"{where}[{key!r}]")
+        _assert_same(actual[key], expected[key], where.at(f"[{key!r}]"))
 
 
-def _assert_same_sequence(actual: Sequence[Any], expected: Sequence[Any], where: str) -> None:
+def _assert_same_sequence(actual: Sequence[Any], expected: Sequence[Any], where: _Place) -> None:
     _equal(len(actual), len(expected), f"len({where})")
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(one, other, f"{where}[{i}]")
+        _assert_same(one, other, where.at(f"[{i}]"))
 
 
-def _assert_same_float(actual: float, expected: float, where: str) -> None:
+def _assert_same_float(actual: float, expected: float, where: _Place) -> None:
     same = struct.pack("d", actual) == struct.pack("d", expected)
     assert same, f"{where}: {actual!r}, live gives {expected!r}"
 
 
-def _assert_same_module(actual: torch.nn.Module, expected: torch.nn.Module, where: str) -> None:
+def _assert_same_module(actual: torch.nn.Module, expected: torch.nn.Module, where: _Place) -> None:
     for name in ("named_parameters", "named_buffers"):
         tensors, wanted = dict(getattr(actual, name)()), dict(getattr(expected, name)())
-        _assert_same_mapping(tensors, wanted, f"{where}.{name}()")
+        _assert_same_mapping(tensors, wanted, where.at(f".{name}()"))
     for (name, one), (_, other) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
-        assert_same(one.grad, other.grad, f"{where}.{name}.grad")
+        _assert_same(one.grad, other.grad, where.at(f".{name}.grad"))
     for (name, part), (_, other_part) in zip(actual.named_modules(), expected.named_modules(), strict=True):
-        _assert_same_mapping(_plain_values(part), _plain_values(other_part), f"{where}.{name or 'self'}.__dict__")
+        _assert_same_mapping(_plain_values(part), _plain_values(other_part), where.at(f".{name or 'self'}.__dict__"))
 
 
 def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
@@ -166,30 +195,36 @@ def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _assert_same_optimizer(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer, where: str) -> None:
-    assert_same(actual.state_dict(), expected.state_dict(), f"{where}.state_dict()")
+def _assert_same_optimizer(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer, where: _Place) -> None:
+    _assert_same(_optimizer_values(actual), _optimizer_values(expected), where.at(".state_dict()"))
 
 
-def _assert_same_generator(actual: torch.Generator, expected: torch.Generator, where: str) -> None:
-    assert_same(actual.get_state(), expected.get_state(), f"{where}.get_state()")
+def _optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    values = optimizer.state_dict()
+    states = {i: {name: _count_or_value(name, v) for name, v in state.items()} for i, state in values["state"].items()}
+    return {**values, "state": states}
 
 
-def _assert_same_exception(actual: BaseException, expected: BaseException, where: str) -> None:
+def _count_or_value(name: str, value: Any) -> Any:
+    return float(value) if name == "step" else value
+
+
+def _assert_same_generator(actual: torch.Generator, expected: torch.Generator, where: _Place) -> None:
+    _assert_same(actual.get_state(), expected.get_state(), where.at(".get_state()"))
+
+
+def _assert_same_exception(actual: BaseException, expected: BaseException, where: _Place) -> None:
     _equal(str(actual), str(expected), f"str({where})")
-    assert_same(actual.args, expected.args, f"{where}.args")
+    _assert_same(actual.args, expected.args, where.at(".args"))
 
 
-def _assert_same_dataclass(actual: Any, expected: Any, where: str) -> None:
-    for field in dataclasses.fields(expected):
-        assert_same(getattr(actual, field.name), getattr(expected, field.name), f"{where}.{field.name}")
-
-
-def _assert_same_object(actual: Any, expected: Any, where: str) -> None:
+def _assert_same_object(actual: Any, expected: Any, where: _Place) -> None:
     """By the class's own `==` where it has one, through `__dict__` otherwise; iterators and the like not at all."""
     if dataclasses.is_dataclass(expected) and not isinstance(expected, type):
-        _assert_same_dataclass(actual, expected, where)
+        for field in dataclasses.fields(expected):
+            _assert_same(getattr(actual, field.name), getattr(expected, field.name), where.at(f".{field.name}"))
     elif hasattr(expected, "__dict__") and not _defines_equality(type(expected)):
-        assert_same(vars(actual), vars(expected), f"vars({where})")
+        _assert_same(vars(actual), vars(expected), where.at(".__dict__"))
     elif hasattr(expected, "__array__"):  # NumPy's == answers for each element
         _equal((actual.dtype, actual.tolist()), (expected.dtype, expected.tolist()), where)
     elif _defines_equality(type(expected)):
@@ -200,12 +235,12 @@ def _defines_equality(kind: type) -> bool:
     return any("__eq__" in vars(base) for base in kind.__mro__[:-1])
 
 
-def _nothing_to_compare(actual: object, expected: object, where: str) -> None:
-    """For functions and modules of code: two copies of one program hold different ones."""
+def _nothing_to_compare(actual: object, expected: object, where: _Place) -> None:
+    """For functions and modules of code."""
 
 
 # In order: the first class that fits decides. Enums before numbers and strings, which they may also be.
-_COMPARISONS: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, str], None]], ...] = (
+_COMPARISONS: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, _Place], None]], ...] = (
     (torch.Tensor, _assert_same_tensor),
     (torch.nn.Module, _assert_same_module),
     (torch.optim.Optimizer, _assert_same_optimizer),
@@ -343,9 +378,9 @@ class Pair:
         """`function` of both sides, for instance `pair.each(torch.Tensor.detach)`."""
         return Pair(function(self.recorded), function(self.live))
 
-    def check(self, where: str = "value") -> None:
+    def check(self, where: str = "value", *, tolerance: float = 0.0) -> None:
         """Raise `AssertionError` unless the two sides are the same (`assert_same`)."""
-        assert_same(self.recorded, self.live, where)
+        assert_same(self.recorded, self.live, where, tolerance=tolerance)
 
 
 class SideBySide:
@@ -357,6 +392,7 @@ class SideBySide:
             `state` is anything nested that `assert_same` can compare: a module, an optimizer, a list.
         hold: keep every result, and compare all of them again after each later call. Results that are
             not held are dropped before the next call, which is the other case worth testing.
+        tolerance: how much floating-point values may differ, see `assert_same`.
         record: what records, `phonograph.record` by default.
         **options: passed to `record`.
 
@@ -385,6 +421,7 @@ class SideBySide:
         make: Callable[[], Any],
         *,
         hold: bool = False,
+        tolerance: float = 0.0,
         record: Callable[..., Callable[..., Any]] | None = None,
         **options: Any,
     ) -> None:
@@ -393,10 +430,11 @@ class SideBySide:
         _set_rng_state(start)
         plain, self.state = _function_and_state(make())
         self.live: Callable[..., Any] = live
-        self.recorded = (record or phonograph.record)(plain, **options)
+        self.recorded: Any = (record or phonograph.record)(plain, **options)
         self.held: list[Pair] = []
         self.calls = 0
         self._hold = hold
+        self._tolerance = tolerance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pair:
         """Call both sides; returns the pair of results.
@@ -440,16 +478,16 @@ class SideBySide:
             AssertionError: where the sides differ.
         """
         given, result = given or Pair(None, None), result or Pair(None, None)
-        at = f"call {self.calls}"
-        result.check(f"{at}: result")
-        given.check(f"{at}: arguments")
-        assert_same(self.state, self.live_state, f"{at}: state")
+        at, tolerance = f"call {self.calls}", self._tolerance
+        result.check(f"{at}: result", tolerance=tolerance)
+        given.check(f"{at}: arguments", tolerance=tolerance)
+        Pair(self.state, self.live_state).check(f"{at}: state", tolerance=tolerance)
         assert_same_aliasing(
             {"arguments": given.recorded, "result": result.recorded, "state": self.state},
             {"arguments": given.live, "result": result.live, "state": self.live_state},
         )
         for i, held in enumerate(self.held):
-            held.check(f"{at}: result {i}, held")
+            held.check(f"{at}: result {i}, held", tolerance=tolerance)
 
     def change(self, function: Callable[[Any], object]) -> None:
         """Apply `function` to the state of each side, from equal random generators."""
@@ -534,7 +572,7 @@ def assert_matches_live(
 
 
 @contextlib.contextmanager
-def assert_no_new_recordings(*recorded: Callable[..., Any]) -> Iterator[None]:
+def assert_no_new_recordings(*recorded: phonograph.Recorded[..., Any]) -> Iterator[None]:
     """Assert that nothing is recorded inside the `with` block: the loop has settled.
 
     Args:
@@ -563,7 +601,7 @@ def assert_no_new_recordings(*recorded: Callable[..., Any]) -> Iterator[None]:
     assert not problems, "\n".join(problems)
 
 
-def assert_recordings(recorded: Callable[..., Any], expected: int) -> None:
+def assert_recordings(recorded: phonograph.Recorded[..., Any], expected: int) -> None:
     """Assert that `recorded` has been recorded exactly `expected` times so far.
 
     Raises:
@@ -574,5 +612,5 @@ def assert_recordings(recorded: Callable[..., Any], expected: int) -> None:
     assert actual == expected, f"{_name(recorded)}: {actual} recordings, not {expected}\n{explanation}"
 
 
-def _name(recorded: Callable[..., Any]) -> str:
+def _name(recorded: phonograph.Recorded[..., Any]) -> str:
     return getattr(recorded, "__qualname__", None) or type(recorded).__qualname__

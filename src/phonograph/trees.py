@@ -51,10 +51,11 @@ def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any
 
 
 def containers(tree: Any) -> Iterator[Any]:
-    """Every container of a tree, outermost first."""
+    """Every container of a tree that can change, outermost first."""
     parts = _parts(tree)
     if parts is not None:
-        yield tree
+        if not isinstance(tree, tuple):
+            yield tree
         for value in parts[1]:
             yield from containers(value)
 

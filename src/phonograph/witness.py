@@ -67,6 +67,9 @@ def _install() -> None:
     for name in ("data", "requires_grad"):
         inherited = getattr(torch._C.TensorBase, name)
         setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(inherited.__set__), None, inherited.__doc__))
+    # functional_call swaps tensors in `_parameters` by hand, through this function.
+    accessor = torch.nn.utils._named_member_accessor
+    accessor.swap_tensor = _noting(accessor.swap_tensor)
     removed = RemovableHandle.remove
 
     @functools.wraps(removed)

@@ -955,7 +955,7 @@ def test_c09_an_equal_value_in_a_new_object_is_no_change(device):
 
     both = side_by_side(make)
     assert_settles(both, ramp(device, 3))
-    both.change(lambda cell: cell.__dict__.update(scale=float("2.0"), size=tuple([1, 2]), name="".join("aaa")))
+    both.change(lambda cell: cell.__dict__.update(scale=float("2.0"), size=tuple(range(1, 3)), name="".join("aaa")))
     assert_replays(both, ramp(device, 3))
 
 
@@ -1058,9 +1058,7 @@ def test_c09_a_host_generator_object(device):
 
 
 @may_run_live
-@pytest.mark.parametrize(
-    "clock", [time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("clock", [time.time, time.perf_counter, time.monotonic, time.time_ns, time.perf_counter_ns])
 def test_c09_a_clock(device, clock):
     f = pg.record(lambda x: (x + 1, clock()), warmup=1)
     readings = []

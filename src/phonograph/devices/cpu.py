@@ -262,8 +262,7 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
 class _HostReads(TorchFunctionMode):
     """Refuses what reads a tensor's memory without an operator; on CUDA the same calls copy to the host."""
 
-    _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
-              torch.Tensor.data_ptr}  # fmt: skip
+    _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
     _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # by the values of a tensor, read without an operator
 
     def __init__(self, watch: OperatorWatch) -> None:
@@ -283,7 +282,7 @@ class _HostReads(TorchFunctionMode):
 class CpuDevice:
     """The one CPU device of the process."""
 
-    roomy = 4 << 20
+    roomy = 256 << 10
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

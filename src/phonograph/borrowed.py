@@ -1,0 +1,88 @@
+"""Outputs that are lent, not given: `outputs="borrow"`.
+
+A borrowed output lies in its recording's own memory and nothing protects it there. It is a tensor that looks at its
+`Loan` before every use: once a later replay or capture has taken the memory back, using it, or any view of it, raises
+`StaleOutput`. It never reads what is there now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import StaleOutput
+
+__all__ = ["Borrowed", "Loan", "plain"]
+
+
+class Loan:
+    """The memory of one borrowed output: [address, address + nbytes), until it is `over`."""
+
+    __slots__ = ("__weakref__", "address", "name", "nbytes", "over")
+
+    def __init__(self, address: int, nbytes: int, name: str) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.name = name
+        self.over = False
+
+    def check(self) -> None:
+        if self.over:
+            raise StaleOutput(
+                f"this output of {self.name} was borrowed, and a later call has overwritten it; clone() what must outlive "
+                'the next call, or use outputs="keep"'
+            )
+
+
+class Borrowed(torch.Tensor):
+    """A tensor on borrowed memory. Views of it are borrowed too; anything computed from it is an ordinary tensor."""
+
+    loan: Loan
+    inner: torch.Tensor
+
+    @staticmethod
+    def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
+        lent: Borrowed = torch.Tensor._make_subclass(Borrowed, t)  # type: ignore[attr-defined]
+        lent.loan, lent.inner = loan, t
+        return lent
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        loans: dict[int, Loan] = {}
+        bare_args, bare_kwargs = _bare(args, loans), _bare(kwargs or {}, loans)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _lent(func(*bare_args, **bare_kwargs), loans)
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the ordinary tensor behind a borrowed one.
+
+    Raises:
+        StaleOutput: its memory has been taken back.
+    """
+    if isinstance(t, Borrowed):
+        t.loan.check()
+        return t.inner
+    return t
+
+
+def _bare(value: Any, loans: dict[int, Loan]) -> Any:
+    if isinstance(value, Borrowed):
+        inner = plain(value)
+        loans[inner.untyped_storage()._cdata] = value.loan
+        return inner
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_bare(v, loans) for v in value) if type(value) in (list, tuple) else value
+    if type(value) is dict:
+        return {k: _bare(v, loans) for k, v in value.items()}
+    return value
+
+
+def _lent(value: Any, loans: dict[int, Loan]) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, Borrowed) and value.layout is torch.strided:
+        loan = loans.get(value.untyped_storage()._cdata)
+        return value if loan is None else Borrowed.lend(value, loan)
+    if type(value) in (list, tuple):
+        return type(value)(_lent(v, loans) for v in value)
+    return value

@@ -1,0 +1,114 @@
+"""`verify=N`: every N-th replay is compared with a live run on the same state.
+
+The call is run live first, on everything that it can reach; what it left is noted and taken back; then the recording is
+played, and both results, both states and both random generators are compared bit by bit. If they differ, the live run's
+state is put in place, because that is the right one, and `Mismatch` is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import Mismatch
+from .reach import Reach
+from .reliance import same
+from .signature import Call
+from .trees import flatten
+from .watch import storage_id
+
+__all__ = ["verified"]
+
+
+class _State:
+    """The contents of everything that a call can reach, copied."""
+
+    def __init__(self, call: Call, reach: Reach) -> None:
+        named = [(f"argument {i}", t) for i, t in enumerate(call.tensors)]
+        named += [(name, t) for name, t in reach.tensors.values()]
+        named += [(f"{name}.grad", t.grad) for name, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
+        unique = {storage_id(t): (name, _bytes(t)) for name, t in named if t.layout is torch.strided}
+        self._contents = [(name, b, b.clone()) for name, b in unique.values()]
+        self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
+        self._generators = [(g, g.get_state()) for g in _generators(reach)]
+
+    def restore(self) -> None:
+        for _, b, copy in self._contents:
+            b.copy_(copy)
+        for _, t, grad in self._grads:
+            if t.grad is not grad:
+                t.grad = grad
+        for g, state in self._generators:
+            g.set_state(state)
+
+    def difference(self) -> str | None:
+        """The name of something that is not now as it is noted here."""
+        for name, b, copy in self._contents:
+            if not torch.equal(b, copy):
+                return name
+        for name, t, grad in self._grads:
+            if (t.grad is None) != (grad is None):
+                return f"{name}.grad"
+        moved = [g for g, state in self._generators if not torch.equal(g.get_state(), state)]
+        return "the state of a random generator" if moved else None
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    storage = t.untyped_storage()
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _generators(reach: Reach) -> list[torch.Generator]:
+    ours = [torch.default_generator, *reach.generators]
+    return ours + (list(torch.cuda.default_generators) if torch.cuda.is_initialized() else [])
+
+
+def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play: Callable[[], Any]) -> Any:
+    """The result of `play()`, which must be what `live()` gives on the same state.
+
+    Raises:
+        Mismatch: they differ; the state is then the live run's.
+    """
+    before = _State(call, reach)
+    expected = _noted(live())
+    after = _State(call, reach)
+    grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
+    before.restore()
+    result = play()
+    wrong = _differs(expected, _noted(result))
+    for n, grad, t in grads:
+        if wrong is None and not _equal(grad, t.grad):
+            wrong = f"{n}.grad"
+    wrong = wrong or after.difference()
+    if wrong is not None:
+        after.restore()
+        raise Mismatch(f"a replay of {name} differs from a live run in {wrong}; see docs/limits.md for what cannot be "
+                       "noticed, and call pg.reset after changing it")  # fmt: skip
+    return result
+
+
+def _noted(result: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(result, leaves)
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+def _differs(a: list[Any], b: list[Any]) -> str | None:
+    if len(a) != len(b):
+        return "the structure of the result"
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if not _equal(x, y):
+            return f"result {i}"
+    return None
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
+            return False
+        x, y = x.detach().contiguous(), y.detach().contiguous()
+        return x.numel() == 0 or torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+    return same(x, y)
