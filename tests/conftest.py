@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
 
+pytest_plugins = ["pytester"]
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)  # the tensors are tiny, and machines are shared

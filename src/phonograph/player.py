@@ -65,6 +65,8 @@ class Player:
         self._launch = recording.program.launch
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
+        self._dials = recording.reliances.dials
+        self._turned = False
         self.played = 0
 
     def _one_output(self) -> torch.Tensor | None:
@@ -80,6 +82,11 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
+        dials = self._dials
+        if dials and dials.turned():
+            self._turned = True
+        if self._turned and not dials.fit():
+            return "a hyper-parameter that decides what the optimizer does"
         broken = self.recording.reliances.broken()
         if broken is None and self._grads is not None and not self._grads.fit():
             return "a .grad attribute"
@@ -111,6 +118,9 @@ class Player:
     def play(self, call: Call) -> tuple[Any, int]:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
         self.played += 1
+        if self._turned:
+            self._turned = False
+            self.recording.program.set_numbers(self._dials.numbers())
         copied = self._fill(call.tensors)
         if self.pool.loans:
             self.pool.take_back(self.recording.footprint)

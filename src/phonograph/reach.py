@@ -25,7 +25,9 @@ import torch
 
 from .where import is_users
 
-__all__ = ["MISSING", "Holder", "Reach"]
+__all__ = ["LIVE", "MISSING", "Holder", "Reach"]
+
+LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 
 
 class _Missing:
@@ -40,7 +42,7 @@ class Holder(NamedTuple):
     """One place outside the arguments that holds values.
 
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
-    changes, so that it need not be read before each replay. `names` (from `label`) tell a person which value is which.
+    changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     """
 
     path: str
@@ -48,6 +50,7 @@ class Holder(NamedTuple):
     restore: Callable[[tuple[Any, ...]], None]
     watched: bool = False
     keyed: bool = False
+    dial: tuple[int, str] | None = None
 
     def label(self, i: int, values: tuple[Any, ...]) -> str:
         """A name for the i-th of the values read."""
@@ -77,6 +80,7 @@ class Reach:
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
+        self.compiles_a_step = False
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self._names: set[str] = set()  # every name that the user's code mentions
@@ -203,14 +207,34 @@ class Reach:
         self.optimizers.append(optimizer)
         self._dict(path, optimizer.__dict__)
         self._seen.add(id(optimizer.state))
+        self._hold(f"{path}.state", lambda: (*optimizer.state.values(),), _leave)
         self._dict(f"{path}.state", optimizer.state, watched=True)
-        self._hold(f"{path}.state", lambda: (len(optimizer.state),), _leave)
+        for i, group in enumerate(optimizer.param_groups):
+            self._group(f"{path}.param_groups[{i}]", group)
         for state in optimizer.state.values():
             # One dict a parameter: many, and changed only through the optimizer itself.
             if isinstance(state, dict) and id(state) not in self._seen:
                 self._seen.add(id(state))
                 self._keep.append(state)
                 self._dict(f"{path}.state", state, watched=True)
+
+    def _group(self, path: str, group: dict[str, Any]) -> None:
+        """A parameter group: its hyper-parameters, the live ones each as a place of its own."""
+        self._seen.add(id(group))
+        self._keep.append(group)
+
+        def read() -> tuple[Any, ...]:
+            return tuple([v for k, v in group.items() if k not in LIVE])
+
+        def restore(values: tuple[Any, ...]) -> None:
+            group.update(zip([k for k in group if k not in LIVE], values, strict=True))
+
+        self._hold(path, read, restore)
+        for key in LIVE:
+            if key in group:
+                self.holders.append(Holder(f"{path}.{key}", lambda k=key: (group.get(k, MISSING),),  # type: ignore[misc]
+                                           lambda v, k=key: group.__setitem__(k, v[0]), dial=(id(group), key)))  # fmt: skip
+        self._fixed(path, group.values())
 
     def _array(self, path: str, array: Any) -> None:
         if array.nbytes > _ARRAY:
@@ -220,6 +244,8 @@ class Reach:
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.tensors[id(tensor)] = (path, tensor)
+        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            self._fixed(f"{path}'s hook", (hooks or {}).values())
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and getattr(tensor, "__dict__", None):
             self._dict(path, tensor.__dict__)
 
@@ -240,6 +266,9 @@ class Reach:
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
+        compiled = f.__dict__.get("_torchdynamo_orig_callable")
+        if compiled is not None and (getattr(compiled, "__name__", "") == "step" or "step" in _names_of(compiled)):
+            self.compiles_a_step = True
         if not is_users(f.__code__.co_filename):
             return
         self._functions.append(f)
@@ -341,6 +370,11 @@ def _names(code: CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _names(const)
+
+
+def _names_of(function: Any) -> set[str]:
+    code = getattr(function, "__code__", None)
+    return set(_names(code)) if code is not None else set()
 
 
 def _functions(member: Any) -> list[FunctionType]:

@@ -24,6 +24,7 @@ import torch
 
 from . import outputs
 from .devices.base import Captured
+from .dials import Dials, probing
 from .errors import Refusal
 from .optimizers import recordable
 from .pool import Lease, unowned
@@ -48,12 +49,14 @@ def recording_now() -> str | None:
 
 
 def record(
-    name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, *, blocked: int = 0, borrow: bool = False
+    name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, *, blocked: int = 0,
+    borrow: bool = False, follow: bool = True,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
+    `follow` learning rates and weight decays where possible, instead of baking them in.
 
     Raises:
         Refusal: it cannot be recorded; everything is as before.
@@ -71,7 +74,8 @@ def record(
         parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
         arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
         fixed = [b or i in parameters for i, b in enumerate(borrowed)]
-        captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected)
+        with probing(reach, follow) as dials:
+            captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials)
         changes = [*snapshot.changes(), *tensors.changes()]
         if changes:
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -79,6 +83,10 @@ def record(
         grads.settle(lambda g: storage_id(g) in captured.watch.touched)
         leases: dict[int, Lease] = {}
         plan = outputs.plan(captured, call, reach, grads, leases, device)
+    if dials.lost or not captured.program.set_numbers(dials.numbers()):
+        # Some number could not be found in the program: then they are all baked in.
+        captured.program.close()
+        return record(name, function, call, reach, device, blocked=blocked, borrow=borrow, follow=False)
     _separate(call, captured, reach)
     written = captured.watch.written
     slots = tuple(
@@ -97,7 +105,7 @@ def record(
         outputs=plan,
         leases=() if borrow else tuple(leases.values()),
         footprint=captured.program.footprint,
-        reliances=Reliances(reach, grads),
+        reliances=Reliances(reach, grads, dials),
         written_outside=tuple(t for key, t in written.items() if key in captured.watch.outside and not t.is_inference()),
         like=outputs.skeleton(captured.result),
         entangling=entangling(captured.watch, reach),
@@ -124,6 +132,7 @@ def _clearance(device: Any, blocked: int) -> tuple[Spans, bool]:
 def _capture(
     name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
+    dials: Dials,
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
@@ -150,7 +159,7 @@ def _capture(
 
     _recording.append(name)
     try:
-        return device.capture(arguments, fixed, reach, run, leaving, protected)._replace(containers=frozenset(given))
+        return device.capture(arguments, fixed, reach, run, leaving, protected, dials)._replace(containers=frozenset(given))
     except Refusal:
         raise
     except Exception as e:

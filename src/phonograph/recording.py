@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,10 @@ class Program(Protocol):
 
     def launch(self) -> None:
         """Run it on the current stream, with the slots filled. Does not wait."""
+
+    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
+        """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on.
+        False if one of them cannot be found in the program."""
 
     def close(self) -> None:
         """Free what it owns."""

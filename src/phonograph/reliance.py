@@ -16,6 +16,7 @@ new object is no change.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from . import witness
+from .dials import Dials
 from .reach import Holder, Reach
 from .signature import NoSignature, plain_key
 
@@ -104,6 +106,10 @@ class TensorSnapshot:
                 t.requires_grad_(state[5])
 
 
+def _nothing() -> None:
+    """Stands for the gradient that a recording needs not to be there."""
+
+
 class Grads:
     """The `.grad` attributes of the parameters in reach: what the call found there, and what it left.
 
@@ -117,7 +123,7 @@ class Grads:
         self.parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
         self.before: list[torch.Tensor | None] = self.read()
         self.after: list[torch.Tensor | None] = self.before
-        self._needs: list[tuple[int, torch.Tensor | None]] = []
+        self._needs: list[tuple[int, Callable[[], torch.Tensor | None]]] = []
         self._created: list[torch.Tensor] = []
 
     def read(self) -> list[torch.Tensor | None]:
@@ -134,7 +140,9 @@ class Grads:
         call read or wrote a tensor."""
         self.after = self.read()
         pairs = enumerate(zip(self.before, self.after, strict=True))
-        self._needs = [(i, b) for i, (b, a) in pairs if (b is None and a is not None) or (b is not None and touched(b))]
+        needed = [(i, b) for i, (b, a) in pairs if (b is None and a is not None) or (b is not None and touched(b))]
+        # Weakly: a reference of ours would look like somebody holding the gradient.
+        self._needs = [(i, _nothing if b is None else weakref.ref(b)) for i, b in needed]
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""
@@ -158,7 +166,7 @@ class Grads:
         if not self.parameters:
             return True
         now = self.read()
-        return all(now[i] is needed for i, needed in self._needs)
+        return all(now[i] is needed() for i, needed in self._needs)
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
@@ -178,8 +186,10 @@ def _state(t: torch.Tensor) -> tuple[Any, ...]:
 class Reliances:
     """Everything that must still hold when a recording is played. Built right after the capture."""
 
-    def __init__(self, reach: Reach, grads: Grads, ignore: Callable[[Holder], bool] = lambda h: False) -> None:
-        holders = [h for h in reach.holders if not ignore(h)]
+    def __init__(self, reach: Reach, grads: Grads, dials: Dials) -> None:
+        live = dials.live()
+        self.dials = dials
+        holders = [h for h in reach.holders if h.dial not in live]
         self._hot = [[h, h.read, h.read()] for h in holders if not h.watched]
         self._watched = [[h, h.read, h.read()] for h in holders if h.watched]
         self._grads = grads

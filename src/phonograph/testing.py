@@ -42,6 +42,7 @@ __all__ = [
     "Pair",
     "Raised",
     "SideBySide",
+    "aliasing",
     "assert_matches_live",
     "assert_no_new_recordings",
     "assert_recordings",
@@ -50,6 +51,7 @@ __all__ = [
     "call",
     "cuda_required",
     "devices",
+    "tensors_in",
 ]
 
 
@@ -270,12 +272,22 @@ def assert_same_aliasing(actual: Any, expected: Any) -> None:
     Raises:
         AssertionError: where two places hold one object, or overlap in memory, on one side only.
     """
-    mine, theirs = list(tensors_in(actual)), list(tensors_in(expected))
-    for what, pairs_of in (("are one object", _identical_pairs), ("overlap in memory", _overlapping_pairs)):
-        here, live = pairs_of([t for _, t in mine]), pairs_of([t for _, t in theirs])
-        for i, j in sorted(here ^ live):
-            side = "with phonograph, not live" if (i, j) in here else "live, not with phonograph"
-            raise AssertionError(f"{mine[i][0]} and {mine[j][0]} {what} {side}")
+    here, live = aliasing(actual), aliasing(expected)
+    assert not here - live, f"with phonograph and not live: {min(here - live)}"
+    assert not live - here, f"live and not with phonograph: {min(live - here)}"
+
+
+def aliasing(value: Any) -> set[str]:
+    """What the tensors in a nested structure share, as sentences: `['x'] and ['y'][0] overlap in memory`."""
+    places = list(tensors_in(value))
+    tensors = [tensor for _, tensor in places]
+    found: set[str] = set()
+    for what, pairs in (
+        ("are one object", _identical_pairs(tensors)),
+        ("overlap in memory", _overlapping_pairs(tensors)),
+    ):
+        found |= {f"{places[i][0]} and {places[j][0]} {what}" for i, j in pairs if i != j}
+    return found
 
 
 def _identical_pairs(tensors: Sequence[torch.Tensor]) -> set[tuple[int, int]]:

@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
+from .dials import Dials
 from .errors import Refusal
 from .reach import Reach
 from .where import is_users, users_line
@@ -61,6 +62,7 @@ class OperatorWatch(TorchDispatchMode):
         self.strangers: list[tuple[int, int, str, str]] = []  # (address, bytes, operator, line) of unknown origin
         self.generators: list[torch.Generator] = list(reach.generators)
         self.operators = 0
+        self.dials: Dials | None = None
         self.refusal: Refusal | None = None
         self._births: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -116,6 +118,9 @@ class OperatorWatch(TorchDispatchMode):
         for t in operators.written_by(m, args, kwargs):
             if storage_id(t) in self.outside or storage_id(t) in self.slot_ids:
                 self.written.setdefault(storage_id(t), t)
+        if self.dials:
+            _numbers_in(args, self.dials)
+            _numbers_in(list(kwargs.values()), self.dials)
         generator = kwargs.get("generator")
         if generator is not None and all(generator is not g for g in self.generators):
             self.meet(generator)
@@ -132,6 +137,14 @@ class OperatorWatch(TorchDispatchMode):
     def meet(self, generator: torch.Generator) -> None:
         """A generator that was not in reach is used."""
         self.generators.append(generator)
+
+
+def _numbers_in(values: Any, dials: Dials) -> None:
+    for v in values:
+        if type(v) is float:
+            dials.see(v)
+        elif isinstance(v, (list, tuple)) and v and not isinstance(v[0], torch.Tensor):
+            _numbers_in(v, dials)
 
 
 _CLOCKS = {time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns,

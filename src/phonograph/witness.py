@@ -79,5 +79,5 @@ def _install() -> None:
         removed(self)
 
     RemovableHandle.remove = remove  # type: ignore[method-assign]
-    for name in ("requires_grad_", "set_"):
+    for name in ("requires_grad_", "set_", "register_hook", "register_post_accumulate_grad_hook"):
         setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..dials import Dials
 from ..pool import Pool
 from ..reach import Reach
 from ..recording import Program
@@ -63,6 +64,7 @@ class Device(Protocol):
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
+        dials: Dials,
     ) -> Captured:
         """Dry-run ``call(slots)`` and keep what it did as a program.
 

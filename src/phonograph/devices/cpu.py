@@ -11,7 +11,7 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from types import FrameType
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import operators
 from ..arena import Arena
+from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning
 from ..pool import Pool, once
@@ -40,10 +41,11 @@ class _Place:
     """The memory of one storage of the tape: at a fixed address that outlives the tape (an argument's slot, a weight,
     a gradient that lives on), or planned in the arena."""
 
-    def __init__(self, address: int, nbytes: int, anchor: torch.UntypedStorage | None) -> None:
+    def __init__(self, address: int, nbytes: int, *, planned: bool) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.anchor = anchor
+        self.planned = planned
+        self.anchor: torch.UntypedStorage | None = None
 
     def storage(self) -> Any:
         if self.anchor is not None:
@@ -124,14 +126,14 @@ class Tape(OperatorWatch):
     def _new(self, t: torch.Tensor) -> _Operand:
         storage = t.untyped_storage()
         if storage._cdata not in self._places or storage._cdata not in self.known:
-            self._places[storage._cdata] = _Place(self._arena.take(storage.nbytes()), storage.nbytes(), None)
+            self._places[storage._cdata] = _Place(self._arena.take(storage.nbytes()), storage.nbytes(), planned=True)
             self._born(t)
         return _Operand(self._places[storage._cdata], t)
 
     def died(self, key: int) -> None:
         super().died(key)
         place = self._places.pop(key, None)
-        if place is not None:
+        if place is not None and place.planned:
             self._arena.give(place.address)
 
     def _note(self, value: Any) -> Any:
@@ -139,8 +141,9 @@ class Tape(OperatorWatch):
             key = storage_id(value)
             place = self._places.get(key)
             if place is None:
+                # Not kept alive: a recording whose tensors outside are gone is never played (reliance.py).
                 storage = value.untyped_storage()
-                place = self._places[key] = _Place(storage.data_ptr(), storage.nbytes(), storage)
+                place = self._places[key] = _Place(storage.data_ptr(), storage.nbytes(), planned=False)
             return _Operand(place, value)
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._note, value))
@@ -204,8 +207,10 @@ class TapeProgram:
         self.operators = len(steps)
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._steps = steps
+        self._with_numbers: list[tuple[int, frozenset[float]]] = []
         with torch.inference_mode(False), torch.no_grad():
-            self.calls = [call for step in steps if (call := self._call(step)) is not None]
+            self.calls = [self._call(step) for step in steps]
 
     def launch(self) -> None:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
@@ -217,13 +222,26 @@ class TapeProgram:
         self._tensors = {}
         self._keep = None
 
-    def _call(self, step: _Step) -> Callable[[], Any] | None:
+    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
+        if not numbers:
+            return True
+        if not self._with_numbers:
+            found = [(i, frozenset(_numbers((s.args, s.kwargs))) & numbers.keys()) for i, s in enumerate(self._steps)]
+            self._with_numbers = [(i, used) for i, used in found if used]
+        with torch.inference_mode(False), torch.no_grad():
+            for i, _ in self._with_numbers:
+                step = self._steps[i]
+                args, kwargs = _replaced(step.args, numbers), _replaced(step.kwargs, numbers)
+                self.calls[i] = self._call(_Step(step.func, args, kwargs, step.results))
+        return frozenset().union(*(used for _, used in self._with_numbers)) == numbers.keys()
+
+    def _call(self, step: _Step) -> Callable[[], Any]:
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
         if not any(o is not None for o in outs):
             return partial(step.func._op, *args, **kwargs)
         if step.func in _NOTHING:
-            return None
+            return _nothing
         if step.func in _FILLS:
             return partial(aten.fill_.Scalar._op, outs[0], _FILLS[step.func](step.args, step.kwargs))
         if step.func in _COPIES:
@@ -251,6 +269,30 @@ class TapeProgram:
         if key not in self._tensors:
             self._tensors[key] = o.tensor()
         return self._tensors[key]
+
+
+def _nothing() -> None:
+    """What an operator that only allocates does at a replay."""
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if type(value) is float:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _numbers(v)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
+
+
+def _replaced(value: Any, numbers: Mapping[float, float]) -> Any:
+    if type(value) is float:
+        return numbers.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(v, numbers) for v in value)
+    if isinstance(value, dict):
+        return {k: _replaced(v, numbers) for k, v in value.items()}
+    return value
 
 
 def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | None]) -> None:
@@ -294,7 +336,7 @@ class CpuDevice:
 
     def slot(self, t: torch.Tensor) -> torch.Tensor:
         storage_bytes = _extent(t) * t.element_size()
-        place = _Place(self._arena.take(storage_bytes), storage_bytes, None)
+        place = _Place(self._arena.take(storage_bytes), storage_bytes, planned=True)
         with torch.inference_mode(False):
             slot = torch.empty(0, dtype=t.dtype).set_(place.storage(), 0, t.size(), t.stride())
             once(slot).copy_(once(t.detach()))
@@ -308,10 +350,12 @@ class CpuDevice:
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
+        dials: Dials,
     ) -> Captured:
         self._arena.open(protected)
         slots = [t if b else self.slot(t) for t, b in zip(arguments, borrowed, strict=True)]
         tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
+        tape.dials = dials
         try:
             with tape, _HostReads(tape):
                 result = call(slots)

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 
+from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Pool, unowned
@@ -35,7 +36,7 @@ from ..watch import OperatorWatch, storage_id
 from ..where import users_line
 from . import cuda_memory, torch_private
 from .base import Captured, Made
-from .driver import DriverError, end_broken_capture, launcher
+from .driver import DriverError, KernelNumbers, end_broken_capture, launcher
 
 __all__ = ["CudaDevice"]
 
@@ -128,6 +129,7 @@ class GraphProgram:
         graph.instantiate()
         self._launch = launcher(graph.raw_cuda_graph_exec())
         self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
+        self._numbers: KernelNumbers | None = None
         self._random: bool | None = None  # known after the first launch
 
     def launch(self) -> None:
@@ -145,6 +147,14 @@ class GraphProgram:
         self._graph.replay()
         if self._random is None:
             self._random = before != [g.get_offset() for g in self._generators]
+
+    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
+        if not numbers:
+            return True
+        assert self._graph is not None
+        if self._numbers is None:
+            self._numbers = KernelNumbers(self._graph.raw_cuda_graph(), numbers)
+        return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
 
     def close(self) -> None:
         if self._graph is not None:
@@ -217,6 +227,7 @@ class CudaDevice:
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
+        dials: Dials,
     ) -> Captured:
         for g in reach.generators:
             if g.device == self.torch_device and all(g is not known for known in self._generators):
@@ -233,6 +244,7 @@ class CudaDevice:
                     slots = [t if b else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
                              for t, b in zip(arguments, borrowed, strict=True)]  # fmt: skip
                 watch = CudaWatch(self.torch_device, reach, slots, self._generators)
+                watch.dials = dials
                 with self._capturing(graph, handle), watch:
                     result = call(slots)
                 torch_private.clear_cublas_workspaces()

@@ -1,0 +1,206 @@
+"""Hyper-parameters that stay live: a learning rate changes, and the next replay uses it, without a new recording.
+
+A number that an optimizer passes to an operator is baked into the recording: into the tape's arguments, or into the
+parameters of a kernel node. To find *where*, the optimizer runs its captured step with a `Dial` in place of each such
+number: a float whose value is a random probe that occurs nowhere else, and which remembers the arithmetic that is done
+with it (``1 - lr * weight_decay``). A capture is a dry run, so wrong values do no harm. Every place of the program that
+holds the value of a dial is then known with the formula that belongs to it, and is set from the real numbers before the
+first launch and whenever they change.
+
+What the optimizer *decides* by such a number (``if weight_decay != 0``) is decided by the real value and kept as a
+condition: once it would be decided otherwise, the recording no longer fits. If any used value cannot be found in the
+program, the numbers are baked in after all, and a change makes a new recording.
+
+Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's
+value out of sight, through `math.sqrt` for instance.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .reach import LIVE, Reach
+
+__all__ = ["Dial", "Dials", "probing"]
+
+Values = tuple[float, ...]
+Formula = Callable[[Values], float]
+
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+          torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)  # fmt: skip
+_random = random.Random(0)  # our own: the user's generator is not touched
+
+
+class Dial(float):
+    """A probe: its float value is meaningless, `formula` says what it stands for."""
+
+    __slots__ = ("dials", "formula")
+    dials: Dials
+    formula: Formula
+
+    def __float__(self) -> float:
+        self.dials.lost = True
+        return self.formula(self.dials.values)
+
+    def __reduce__(self) -> Any:
+        return (float, (self.formula(self.dials.values),))
+
+    def __bool__(self) -> bool:
+        return self.dials.decide(self.formula, bool)
+
+    __hash__ = float.__hash__
+
+
+def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Dial, Any], Any]:
+    plain = getattr(float, name)
+
+    def method(self: Dial, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        mine = self.formula
+        if isinstance(other, Dial):
+            theirs = other.formula
+            return self.dials.derive(plain(self, other), lambda v: function(mine(v), theirs(v)))
+        if swapped:
+            return self.dials.derive(plain(self, other), lambda v: function(other, mine(v)))
+        return self.dials.derive(plain(self, other), lambda v: function(mine(v), other))
+
+    return method
+
+
+def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
+    def method(self: Dial, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        mine = self.formula
+        theirs = other.formula if isinstance(other, Dial) else (lambda v: other)
+        return self.dials.decide(lambda v: function(mine(v), theirs(v)), bool)
+
+    return method
+
+
+def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
+    plain = getattr(float, name)
+    return lambda self: self.dials.derive(plain(self), lambda v, f=self.formula: function(f(v)))
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Dial, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), swapped=False))
+    setattr(Dial, f"__r{_name}__", _arithmetic(f"__r{_name}__", getattr(operator, _name), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Dial, f"__{_name}__", _comparison(getattr(operator, _name)))
+for _name in ("neg", "abs"):
+    setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
+
+
+class Dials:
+    """The live hyper-parameters of one recording.
+
+    `sources` are (group, key) pairs, `formulas` maps each probe to what it stands for, `used` are the probes that
+    reached an operator.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.sources = [
+            (group, key)
+            for o in optimizers if type(o) in _KNOWN
+            for group in o.param_groups for key in LIVE
+            if type(group.get(key)) in (float, int)
+        ]  # fmt: skip
+        self._last: list[Any] = [group[key] for group, key in self.sources]
+        self.values: Values = tuple(map(float, self._last))
+        self.formulas: dict[float, Formula] = {}
+        self.used: set[float] = set()
+        self.lost = False
+        self._conditions: list[tuple[Callable[[Values], Any], Any]] = []
+        self._touched: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    def source(self, i: int) -> Dial:
+        def formula(values: Values) -> float:
+            self._touched.add(i)
+            return values[i]
+
+        return self.derive(_random.uniform(0.25, 0.75), formula)
+
+    def derive(self, probe: float, formula: Formula) -> Dial:
+        dial = Dial(probe)
+        dial.dials, dial.formula = self, formula
+        self.formulas[float.__pos__(dial)] = formula
+        return dial
+
+    def decide(self, formula: Callable[[Values], Any], kind: Callable[[Any], Any]) -> Any:
+        """Decide by the real values, and keep the decision as a condition."""
+        outcome = kind(formula(self.values))
+        self._conditions.append((lambda v: kind(formula(v)), outcome))
+        return outcome
+
+    def see(self, number: Any) -> None:
+        """An operator got this number as an argument."""
+        if type(number) is float and number in self.formulas:
+            self.used.add(number)
+
+    def live(self) -> set[tuple[int, str]]:
+        """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
+        self._touched.clear()
+        for probe in self.used:
+            self.formulas[probe](self.values)
+        for condition, _ in self._conditions:
+            condition(self.values)
+        return {(id(self.sources[i][0]), self.sources[i][1]) for i in self._touched}
+
+    def numbers(self) -> dict[float, float]:
+        """What each used probe stands for now."""
+        return {probe: self.formulas[probe](self.values) for probe in self.used}
+
+    def turned(self) -> bool:
+        """Whether a source has another value than at the last look; then `values` are the new ones."""
+        now = [group.get(key) for group, key in self.sources]
+        if all(map(operator.is_, now, self._last)):
+            return False
+        self._last = now
+        if any(type(v) not in (float, int) for v in now):
+            self.values = ()
+            return True
+        values = tuple(map(float, now))
+        changed, self.values = values != self.values, values
+        return changed
+
+    def fit(self) -> bool:
+        """Whether the program still takes the branches that it took when it was captured."""
+        return len(self.values) == len(self.sources) and all(c(self.values) == outcome for c, outcome in self._conditions)
+
+
+@contextmanager
+def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
+    """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
+    dials = Dials([o for o in reach.optimizers] if wanted and not reach.compiles_a_step else [])
+    probes = [dials.source(i) for i in range(len(dials.sources))]
+
+    def put(values: Sequence[Any]) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for (group, key), value in zip(dials.sources, values, strict=True):
+                if any(group is g for g in optimizer.param_groups):
+                    group[key] = value
+
+        return hook
+
+    real = list(dials._last)
+    handles = []
+    for o in reach.optimizers if dials else ():
+        handles += [o.register_step_pre_hook(put(probes)), o.register_step_post_hook(put(real))]
+    try:
+        yield dials
+    finally:
+        for handle in handles:
+            handle.remove()
+        for (group, key), value in zip(dials.sources, real, strict=True):
+            group[key] = value

@@ -1,0 +1,519 @@
+"""Random programs, their interpreter, and the comparison with eager.
+
+A `Program` is plain data: a few functions, each a list of instructions over tensors, and a list of actions that calls
+them, holds and drops their results, and changes the world in between. Its `repr` is Python, so a failing one can be
+pasted into a test. `run` executes it with plain or with recorded functions and notes after each action everything that
+can be seen; `check` compares the two notes bit by bit.
+
+Instructions are total: whatever their operands are, they compute something (operands that do not fit are reduced to
+one number first). So any list of instructions is a program, and any part of one is, which makes shrinking easy. Some
+raise all the same, for instance when they write an expanded tensor; then both runs must raise the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+import phonograph as pg
+from phonograph.testing import aliasing, assert_same
+
+T = TypeVar("T")
+Choose = Callable[[Sequence[Any]], Any]
+
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+MAX_ELEMENTS = 64
+MAX_HELD = 8
+
+
+# ---------------------------------------------------------------------------------------------------
+# Programs as data
+
+
+class Instruction(NamedTuple):
+    """`op` on the values numbered a and b (modulo how many there are), with a small number k."""
+
+    op: str
+    a: int
+    b: int = 0
+    k: int = 1
+
+
+class Function(NamedTuple):
+    """Instructions, and which values are returned in what form."""
+
+    instructions: tuple[Instruction, ...]
+    returns: tuple[int, ...] = (-1,)
+    form: str = "one"
+
+
+class Fresh(NamedTuple):
+    """A new input."""
+
+    shape: tuple[int, ...] = (4,)
+    dtype: str = "f32"
+    layout: str = "plain"
+
+
+class Held(NamedTuple):
+    """A result that is held, counted from the last one; a fresh input if there is none."""
+
+    back: int
+
+
+class Same(NamedTuple):
+    """The first input once more."""
+
+
+class Call(NamedTuple):
+    function: int
+    inputs: tuple[Fresh | Held | Same, ...] = (Fresh(),)
+    scalar: float | int | bool = 2.0
+    mode: str = "plain"
+    hold: tuple[int, ...] = ()
+
+
+class Drop(NamedTuple):
+    """Let go of a held result."""
+
+    back: int
+
+
+class Mutate(NamedTuple):
+    """The owner of a held result writes it."""
+
+    back: int
+
+
+class Change(NamedTuple):
+    """Change the state outside; see CHANGES."""
+
+    what: str
+
+
+class Reset(NamedTuple):
+    """`pg.reset` on the recorded side."""
+
+    function: int
+
+
+Action = Call | Drop | Mutate | Change | Reset
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    functions: tuple[Function, ...]
+    actions: tuple[Action, ...]
+    seed: int = 0
+    warmup: int = 1
+    max_recordings: int = 16
+
+
+# ---------------------------------------------------------------------------------------------------
+# The state that all functions of a program share
+
+
+class State(torch.nn.Module):
+    """Weights, a buffer, and Python values; nothing requires grad."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        values = torch.arange(16, dtype=torch.float32).reshape(4, 4) / 8 - 1
+        self.matrix = torch.nn.Parameter(values.to(device), requires_grad=False)
+        self.vector = torch.nn.Parameter(values[1].clone().to(device), requires_grad=False)
+        self.register_buffer("total", torch.zeros(4, device=device))
+        self.scale: float = 0.5
+        self.flag = False
+        self.count = 0
+
+
+def _new_values(t: torch.Tensor) -> torch.Tensor:
+    return t.flip(0).clone() * 0.75 + 0.125
+
+
+CHANGES: dict[str, Callable[[State], object]] = {
+    "scale": lambda s: setattr(s, "scale", 1.5 - s.scale),
+    "scale, int": lambda s: setattr(s, "scale", 1),
+    "flag": lambda s: setattr(s, "flag", not s.flag),
+    "train": lambda s: s.train(not s.training),
+    "vector.data": lambda s: setattr(s.vector, "data", _new_values(s.vector)),
+    "matrix.data": lambda s: setattr(s.matrix, "data", _new_values(s.matrix)),
+    "matrix transposed": lambda s: setattr(s.matrix, "data", s.matrix.data.t()),
+    "new parameter": lambda s: setattr(s, "vector", torch.nn.Parameter(_new_values(s.vector), requires_grad=False)),
+    "new buffer": lambda s: setattr(s, "total", _new_values(s.total)),
+    "in place": lambda s: s.matrix.mul_(-1),
+    "load_state_dict": lambda s: s.load_state_dict({k: _new_values(v) for k, v in s.state_dict().items()}),
+    "assign": lambda s: s.load_state_dict({k: _new_values(v) for k, v in s.state_dict().items()}, assign=True),
+    "draw": lambda s: torch.rand(3, device=s.total.device),
+    "seed": lambda s: torch.manual_seed(99),
+}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Instructions
+
+
+def _fit(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """b, or one number made of it where it does not broadcast to a's shape."""
+    try:
+        fits = torch.broadcast_shapes(a.shape, b.shape) == a.shape
+    except RuntimeError:
+        fits = False
+    return b if fits else b.sum()
+
+
+def _matmul(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    return a @ s.matrix.to(a.dtype) if a.dim() and a.shape[-1] == 4 else a * 2
+
+
+def _grad_step(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """Forward, backward and an update of the vector."""
+    if torch.is_inference_mode_enabled():
+        return a
+    with torch.enable_grad():
+        w = s.vector.detach().requires_grad_()
+        loss = torch.tanh(w * a.detach().sum().to(w.dtype)).square().mean()
+        (gradient,) = torch.autograd.grad(loss, w)
+    s.vector.data.sub_(gradient, alpha=0.25)
+    return loss.detach()
+
+
+def _count(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    s.count += 1
+    return a + s.count
+
+
+def _written(c: torch.Tensor, k: int) -> torch.Tensor:
+    c.view(-1)[: k + 1] = 0.5
+    return c
+
+
+OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "add": lambda s, a, b, k: a + _fit(b, a),
+    "sub": lambda s, a, b, k: a - _fit(b, a) * k,
+    "mul": lambda s, a, b, k: (a * _fit(b, a)).clamp(-64, 64),
+    "attr": lambda s, a, b, k: a * s.scale,
+    "flag": lambda s, a, b, k: a + k if s.flag else a.neg(),
+    "tanh": lambda s, a, b, k: a.tanh(),
+    "relu": lambda s, a, b, k: a.relu() + k,
+    "exp": lambda s, a, b, k: a.abs().neg().exp(),
+    "clone": lambda s, a, b, k: a.clone(),
+    "cast": lambda s, a, b, k: a.to(list(DTYPES.values())[k % 3]),
+    "matmul": _matmul,
+    "sum": lambda s, a, b, k: a.sum(),
+    "sum rows": lambda s, a, b, k: a.sum(0) if a.dim() else a + 1,
+    "mean": lambda s, a, b, k: a.mean(-1, keepdim=True) if a.dim() else a - 1,
+    "max": lambda s, a, b, k: a.amax(-1) if a.dim() else a,
+    "softmax": lambda s, a, b, k: a.softmax(-1) if a.dim() else a.sigmoid(),
+    "cumsum": lambda s, a, b, k: a.flatten().cumsum(0),
+    "sort": lambda s, a, b, k: a.flatten().sort(descending=bool(k % 2)).values,
+    "cat": lambda s, a, b, k: torch.cat([a.flatten(), b.flatten().to(a.dtype)]),
+    "stack": lambda s, a, b, k: torch.stack([a, a + k]),
+    "where": lambda s, a, b, k: torch.where(a > _fit(b, a), a, a.new_full((), k)),
+    "write": lambda s, a, b, k: _written(a.flatten().clone(), k),
+    "new": lambda s, a, b, k: torch.full((4,), float(k), device=a.device),
+    "flat": lambda s, a, b, k: a.reshape(-1),
+    "transposed": lambda s, a, b, k: a.mT if a.dim() >= 2 else a[None],
+    "every second": lambda s, a, b, k: a[::2] if a.dim() else a,
+    "row": lambda s, a, b, k: a[k % len(a)] if a.dim() and len(a) else a,
+    "tail": lambda s, a, b, k: a.flatten()[k:],
+    "expanded": lambda s, a, b, k: a.expand(2, *a.shape),
+    "alias": lambda s, a, b, k: a.detach(),
+    "dropout": lambda s, a, b, k: F.dropout(a, 0.5, s.training),
+    "rand": lambda s, a, b, k: a + torch.rand_like(a),
+    "randn": lambda s, a, b, k: torch.randn(4, device=a.device) * k,
+    "write a": lambda s, a, b, k: a.add_(_fit(b, a).to(a.dtype).clone()),
+    "halve a": lambda s, a, b, k: a.mul_(0.5),
+    "zero row of a": lambda s, a, b, k: a[:1].zero_() if a.dim() else a.zero_(),
+    "copy to a": lambda s, a, b, k: a.copy_(_fit(b, a).clone()),
+    "total": lambda s, a, b, k: s.total.mul_(0.5).add_(a.sum().to(s.total.dtype)),
+    "vector": lambda s, a, b, k: s.vector.mul_(0.5).add_(k),
+    "gradient step": _grad_step,
+    "item": lambda s, a, b, k: a * a.sum().clamp(-4, 4).item(),
+    "mask": lambda s, a, b, k: a[a > 0],
+    "count": _count,
+}
+RARE = ("item", "mask", "count")
+COMMON = tuple(op for op in OPS if op not in RARE)
+
+
+def interpret(function: Function, state: State, inputs: tuple[torch.Tensor, ...], scalar: float) -> Any:
+    """The function that is recorded, or not."""
+    values = [*inputs, inputs[0] * scalar, state.vector, state.matrix, state.total]
+    for op, a, b, k in function.instructions:
+        result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
+        values.append(result if result.numel() <= MAX_ELEMENTS else result.flatten()[:MAX_ELEMENTS])
+    results = [values[i % len(values)] for i in function.returns]
+    return FORMS[function.form](results)
+
+
+FORMS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "one": lambda results: results[0],
+    "list": lambda results: results,
+    "tuple": lambda results: (*results, None),
+    "dict": lambda results: {"results": results, "count": len(results)},
+}
+
+
+def results_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a result of any form."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return list(value["results"])
+    return [t for t in value if t is not None]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Running a program
+
+
+class Holding(NamedTuple):
+    """A held result, and whether it was computed in inference mode (it may be written only there)."""
+
+    tensor: torch.Tensor
+    inference: bool
+
+
+class Ran(NamedTuple):
+    """What was seen after each action, and how much of it was replayed."""
+
+    trace: list[Any]
+    recorded: int
+    replayed: int
+
+
+class Machine:
+    """One execution of a program."""
+
+    def __init__(self, program: Program, record: bool, device: torch.device) -> None:
+        torch.manual_seed(program.seed)
+        self.program = program
+        self.device = device
+        self.state = State(device)
+        self.held: list[Holding] = []
+        self.functions = [self._function(f, record) for f in program.functions]
+        self.step = 0
+
+    def _function(self, function: Function, record: bool) -> Callable[..., Any]:
+        state = self.state
+
+        def run(*inputs: torch.Tensor, scalar: float) -> Any:
+            return interpret(function, state, inputs, scalar)
+
+        program = self.program
+        return pg.record(run, warmup=program.warmup, max_recordings=program.max_recordings) if record else run
+
+    def perform(self, action: Action) -> Any:
+        """Performs one action; returns what there is to see afterwards."""
+        self.step += 1
+        try:
+            outcome = getattr(self, f"_{type(action).__name__.lower()}")(action)
+        except Exception as error:
+            outcome = f"{type(error).__qualname__}: {error}"
+        return self._seen(outcome)
+
+    def _call(self, call: Call) -> Any:
+        with MODES[call.mode]():
+            inputs: list[torch.Tensor] = []
+            for i, source in enumerate(call.inputs):
+                inputs.append(inputs[0] if isinstance(source, Same) and inputs else self._input(source, i))
+            function = self.functions[call.function % len(self.functions)]
+            results = results_of(function(*inputs, scalar=call.scalar))
+        outcome = [noted(t) for t in (*results, *inputs)]
+        shared = sorted(aliasing({"results": results, "inputs": inputs, "state": self.state}))
+        for i in call.hold:
+            self.held.append(Holding(results[i % len(results)], call.mode == "inference"))
+        del self.held[:-MAX_HELD]
+        return outcome, shared
+
+    def _input(self, source: Fresh | Held | Same, i: int) -> torch.Tensor:
+        if isinstance(source, Held) and self.held:
+            tensor, inference = self._holding(source.back)
+            return tensor.clone() if inference and not torch.is_inference_mode_enabled() else tensor
+        fresh = source if isinstance(source, Fresh) else Fresh()
+        generator = torch.Generator().manual_seed(self.program.seed * 1000 + self.step * 10 + i)
+        return LAYOUTS[fresh.layout](_numbers(generator, fresh, self.device))
+
+    def _holding(self, back: int) -> Holding:
+        return self.held[-1 - back % len(self.held)]
+
+    def _drop(self, drop: Drop) -> None:
+        if self.held:
+            del self.held[-1 - drop.back % len(self.held)]
+
+    def _mutate(self, mutate: Mutate) -> None:
+        if self.held:
+            with torch.inference_mode():
+                self._holding(mutate.back).tensor.mul_(0.5).add_(1)
+
+    def _change(self, change: Change) -> None:
+        CHANGES[change.what](self.state)
+
+    def _reset(self, reset: Reset) -> None:
+        function = self.functions[reset.function % len(self.functions)]
+        if isinstance(function, pg.Recorded):
+            pg.reset(function)
+
+    def _seen(self, outcome: Any) -> Any:
+        state = self.state
+        return {
+            "outcome": outcome,
+            "held": [noted(h.tensor) for h in self.held],
+            "state": {name: noted(t) for name, t in state.state_dict().items()},
+            "values": (state.scale, state.flag, state.training, state.count),
+            "generator": _generator_state(self.device),
+            "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "state": state})),
+        }
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda t: t,
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() >= 2 else t,
+    "every second": lambda t: torch.stack([t, t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t[:1], t])[1:],
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+
+
+def _numbers(generator: torch.Generator, fresh: Fresh, device: torch.device) -> torch.Tensor:
+    """Multiples of 1/8 between -2 and 2."""
+    numbers = torch.randint(-16, 17, fresh.shape, generator=generator)
+    return (numbers / 8).to(device, DTYPES[fresh.dtype])
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def noted(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], bool]:
+    """A tensor as it is now: a copy, its strides, and whether it requires grad."""
+    return tensor.detach().clone(), tensor.stride(), tensor.requires_grad
+
+
+def run(program: Program, record: bool, device: torch.device) -> Ran:
+    """Execute a program from its beginning, with recorded or with plain functions."""
+    machine = Machine(program, record, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        trace = [(str(action), machine.perform(action)) for action in program.actions]
+    stats = [pg.stats(f) for f in machine.functions if isinstance(f, pg.Recorded)]
+    return Ran(trace, sum(s.recorded for s in stats), sum(s.replayed for s in stats))
+
+
+def check(program: Program, device: torch.device) -> Ran:
+    """Run a program recorded and live, and compare.
+
+    Raises:
+        AssertionError: at the first action after which something differs.
+    """
+    live = run(program, False, device)
+    recorded = run(program, True, device)
+    gc.collect()
+    assert_same(recorded.trace, live.trace, "after action ")
+    return recorded
+
+
+# ---------------------------------------------------------------------------------------------------
+# Making programs
+
+
+def make_program(choose: Choose) -> Program:
+    """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
+    functions = tuple(_function(choose) for _ in range(choose(range(2, 5))))
+    palette = _Palette(choose)
+    block = [palette.call(choose, len(functions)) for _ in range(choose(range(1, 5)))]
+    actions: list[Action] = []
+    for _ in range(choose((3, 3, 2, 4))):
+        for call in block:
+            actions.append(call)
+            actions.extend(_interlude(choose, len(functions)))
+    seed, warmup, most = choose(range(100)), choose((1, 1, 1, 0, 2)), choose((16, 16, 16, 2))
+    return Program(functions, tuple(actions[:16]), seed, warmup, most)
+
+
+def _function(choose: Choose) -> Function:
+    instructions = tuple(_instruction(choose) for _ in range(choose(range(1, 7))))
+    returns = tuple(choose((-1, -2, 0, -3, 1, 2, 3, 4)) for _ in range(choose((1, 1, 2, 3))))
+    return Function(instructions, returns, choose(tuple(FORMS)) if len(returns) > 1 else choose(("one", "one", "list")))
+
+
+def _instruction(choose: Choose) -> Instruction:
+    op = choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
+    # Mostly the value just computed: -1 is the last one.
+    return Instruction(op, choose((-1, -1, 0, -2, 1, 2, 3, 4)), choose((0, 1, -2, 2, 3)), choose((1, 2, 3)))
+
+
+class _Palette:
+    """The few shapes, dtypes, numbers and modes of one program: so that calls come back, and are replayed."""
+
+    def __init__(self, choose: Choose) -> None:
+        def some(options: Sequence[T]) -> list[T]:
+            return [choose(options) for _ in range(choose((1, 1, 2)))]
+
+        self.shapes = some(((4,), (2, 4), (4, 4), (1, 4), (3, 4), (2, 2, 4)))
+        self.dtypes = some(("f32", "f32", "f64", "bf16"))
+        self.layouts = some(("plain", "plain", "transposed", "every second", "offset", "expanded"))
+        self.scalars = some((2.0, 1, True, 1.0, -0.5, 0))
+        self.modes = some(("plain", "no_grad", "inference"))
+
+    def call(self, choose: Choose, functions: int) -> Call:
+        inputs = tuple(self._source(choose) for _ in range(choose((1, 2))))
+        hold = choose(((), (0,), (0,), (1,), (0, 1)))
+        return Call(choose(range(functions)), inputs, choose(self.scalars), choose(self.modes), hold)
+
+    def _source(self, choose: Choose) -> Fresh | Held | Same:
+        kind = choose(("fresh", "fresh", "held", "same"))
+        if kind == "held":
+            return Held(choose(range(3)))
+        if kind == "same":
+            return Same()
+        return Fresh(choose(self.shapes), choose(self.dtypes), choose(self.layouts))
+
+
+def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
+    """Mostly nothing; otherwise something happens between two calls."""
+    kind = choose(("", "", "", "", "drop", "mutate", "change", "change", "reset"))
+    if kind == "drop":
+        yield Drop(choose(range(3)))
+    elif kind == "mutate":
+        yield Mutate(choose(range(3)))
+    elif kind == "change":
+        yield Change(choose(tuple(CHANGES)))
+    elif kind == "reset":
+        yield Reset(choose(range(functions)))
+
+
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """A smaller program that still fails: without actions, instructions and results that are not needed."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(program):
+            if fails(candidate):
+                program, smaller = candidate, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    actions, functions = program.actions, program.functions
+    for i in reversed(range(len(actions))):
+        yield dataclasses.replace(program, actions=actions[:i] + actions[i + 1 :])
+    for i, f in enumerate(functions):
+        for j in range(len(f.instructions)):
+            less = f._replace(instructions=f.instructions[:j] + f.instructions[j + 1 :])
+            yield dataclasses.replace(program, functions=(*functions[:i], less, *functions[i + 1 :]))

@@ -1,0 +1,93 @@
+"""Run many random programs and write down what was found.
+
+    python -m tests.fuzz.run --programs 3000 --seed 1 --device cuda --out benchmarks/out/fuzz.json
+
+Program number i of seed s is always the same one. Exits with 1 if a program failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import platform
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+
+import phonograph as pg
+from tests.fuzz.programs import Program, check, make_program, shrink
+
+
+def main() -> int:
+    options = _options()
+    device = torch.device(options.device)
+    started, recorded, replayed = time.perf_counter(), 0, 0
+    failures: list[dict[str, Any]] = []
+    torch.set_num_threads(1)
+    for i in range(options.programs):
+        program = make_program(random.Random(f"{options.seed}-{i}").choice)
+        try:
+            ran = check(program, device)
+        except Exception as error:
+            failures.append(_failure(i, program, error, device))
+            print(f"program {i} failed: {failures[-1]['error']}\n{failures[-1]['smallest']}", file=sys.stderr)
+            if len(failures) >= options.max_failures:
+                break
+        else:
+            recorded, replayed = recorded + ran.recorded, replayed + ran.replayed
+    report = {
+        "programs": i + 1,
+        "seed": options.seed,
+        "recordings": recorded,
+        "replays": replayed,
+        "failed": len(failures),
+        "failures": failures,
+        "seconds": round(time.perf_counter() - started, 1),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "versions": {
+            "phonograph": pg.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+    }
+    text = json.dumps(report, indent=2)
+    if options.out:
+        pathlib.Path(options.out).write_text(text + "\n")
+    print(text)
+    return bool(failures)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=3000, help="how many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--max-failures", type=int, default=5, help="stop after so many (default: %(default)s)")
+    parser.add_argument("--out", help="where to write the report, as JSON")
+    return parser.parse_args()
+
+
+def _failure(i: int, program: Program, error: Exception, device: torch.device) -> dict[str, Any]:
+    return {
+        "index": i,
+        "error": f"{type(error).__name__}: {error}",
+        "smallest": repr(shrink(program, lambda p: _fails(p, device))),
+        "program": repr(program),
+    }
+
+
+def _fails(program: Program, device: torch.device) -> bool:
+    try:
+        check(program, device)
+    except Exception:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

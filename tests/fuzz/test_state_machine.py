@@ -1,0 +1,114 @@
+"""Random programs, recorded and live side by side (see `programs.py`).
+
+PHONOGRAPH_FUZZ_PROGRAMS programs (300) from seed PHONOGRAPH_FUZZ_SEED (0); `python -m tests.fuzz.run` runs more.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.programs import (
+    Call,
+    Change,
+    Fresh,
+    Function,
+    Held,
+    Instruction,
+    Mutate,
+    Program,
+    check,
+    make_program,
+    run,
+    shrink,
+)
+
+PROGRAMS = int(os.environ.get("PHONOGRAPH_FUZZ_PROGRAMS", "300"))
+SEED = int(os.environ.get("PHONOGRAPH_FUZZ_SEED", "0"))
+
+
+@st.composite
+def programs(draw):
+    return make_program(lambda options: draw(st.sampled_from(options)))
+
+
+@seed(SEED)
+@settings(
+    max_examples=PROGRAMS,
+    deadline=None,
+    database=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,  # the device is the same for every program
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
+@given(program=programs())
+def test_random_programs_do_what_eager_does(device, program):
+    check(program, device)
+
+
+# What has gone wrong once, or would be a pity if the generator stopped making it.
+
+double = Function((Instruction("add", 0, 0),))
+
+CORPUS = {
+    "feedback": Program((double,), (Call(0, (Held(0),), hold=(0,)),) * 8),
+    "feedback that writes its input": Program(
+        (Function((Instruction("write a", 0, 2), Instruction("add", 0, 0))),), (Call(0, (Held(0),), hold=(0,)),) * 8
+    ),
+    "two functions in turn, all held": Program(
+        (double, Function((Instruction("tanh", 0),))), (Call(0, hold=(0,)), Call(1, (Held(0),), hold=(0,))) * 5
+    ),
+    "an owner that writes its result": Program((double,), (Call(0, hold=(0,)), Mutate(0), Call(0, (Held(0),))) * 4),
+    "inference and back": Program(
+        (double,), (Call(0, mode="inference", hold=(0,)), Call(0, (Held(0),), mode="no_grad", hold=(0,))) * 4
+    ),
+    "a weight replaced, transposed and changed": Program(
+        (Function((Instruction("matmul", 0),)),),
+        tuple(a for what in ("matrix.data", "matrix transposed", "in place", "assign") for a in (Call(0),) * 3 + (Change(what),))
+        + (Call(0),),
+    ),
+    "one, true and one point zero": Program((double,), tuple(Call(0, scalar=s) for s in (1, True, 1.0) * 4)),
+    "an expanded input that is written": Program(
+        (Function((Instruction("halve a", 0),)),), (Call(0, (Fresh((2, 4), "f32", "expanded"),)),) * 4
+    ),
+    "whole steps": Program((Function((Instruction("gradient step", 0),)),), (Call(0, hold=(0,)),) * 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", CORPUS.values(), ids=CORPUS)
+def test_programs_worth_keeping(device, program):
+    check(program, device)
+
+
+# The fuzzer itself
+
+
+def test_programs_are_data():
+    program = CORPUS["a weight replaced, transposed and changed"]
+    assert eval(repr(program)) == program
+
+
+def test_a_good_part_of_random_programs_is_replayed(device):
+    import random
+
+    ran = [check(make_program(random.Random(n).choice), device) for n in range(20)]
+    assert sum(r.replayed for r in ran) > 40
+    assert sum(r.replayed > 0 for r in ran) >= 10
+
+
+def test_running_twice_gives_the_same_trace():
+    program = make_program(__import__("random").Random(5).choice)
+    one, other = (run(program, False, torch.device("cpu")) for _ in range(2))
+    assert [action for action, _ in one.trace] == [action for action, _ in other.trace]
+
+
+def test_shrinking_keeps_what_matters():
+    program = make_program(__import__("random").Random(3).choice)
+    program = Program(program.functions, (*program.actions, Mutate(0), *program.actions))
+    small = shrink(program, lambda p: any(isinstance(a, Mutate) for a in p.actions))
+    assert small.actions == (Mutate(small.actions[0].back),)
+    assert all(not f.instructions for f in small.functions)
