@@ -97,7 +97,7 @@ def _place(
             # A view of an argument becomes a view of the caller's tensor.
             return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
                           offset=t.storage_offset() - slot.storage_offset())  # fmt: skip
-    outside = [x for _, x in reach.tensors.values()] + [g for g in grads.after if g is not None]
+    outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
     for x in outside:
         if t is x:
             return Output("outside", x)

@@ -11,6 +11,7 @@ And a replay on another stream than the last one waits for it, because recording
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from .trees import unflatten
 __all__ = ["Player"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_references: Callable[[object], int] = sys.getrefcount
 
 _data: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 
@@ -82,6 +84,8 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
+        if self.recording.spoiled:
+            return "the memory that it used"
         dials = self._dials
         if dials and dials.turned():
             self._turned = True
@@ -98,8 +102,8 @@ class Player:
 
     def blocked(self, call: Call) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.1 us a rival."""
-        for cdata, own in self.recording.rivals:
-            if _use_count(cdata) > own:
+        for cdata, own, python, owns in self.recording.rivals:
+            if _use_count(cdata) > own or _references(python()) > owns:
                 return True
         return not self._always and any(self._in_use(slot, call.tensors[i]) for i, slot, borrowed in self._all if borrowed)
 

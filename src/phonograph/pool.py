@@ -24,6 +24,7 @@ different streams one after the other.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "Pool", "once", "unowned"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_references: Callable[[object], int] = sys.getrefcount
 
 
 def unowned(t: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,7 @@ class Lease:
     one for each output; what is handed out are aliases of them.
     """
 
-    __slots__ = ("__weakref__", "_all", "address", "cdata", "nbytes", "own")
+    __slots__ = ("__weakref__", "_all", "address", "cdata", "nbytes", "own", "owns", "python")
 
     def __init__(self, address: int, nbytes: int, device: torch.device, anchor: Any) -> None:
         self.address = address
@@ -74,11 +76,13 @@ class Lease:
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         weakref.finalize(storage, _let_go, anchor).atexit = False
         self.cdata = storage._cdata
-        # No Python object for the storage is kept: a user's would be the very same one, and its use invisible.
+        # The one Python object of the storage: a user who asks for the storage gets the very same.
+        self.python = weakref.ref(storage)
         with torch.inference_mode(False), torch.no_grad():
             self._all = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))]
         del storage
         self.own = _use_count(self.cdata)
+        self.owns = _references(self.python())
 
     def template(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
         """A tensor of the recording's own on this memory; it does not count as use from outside."""
@@ -94,7 +98,7 @@ class Lease:
     @property
     def alive(self) -> bool:
         """Whether anybody outside holds a tensor on this memory, or the storage itself."""
-        return _use_count(self.cdata) > self.own
+        return _use_count(self.cdata) > self.own or _references(self.python()) > self.owns
 
     def __repr__(self) -> str:
         return f"Lease({self.address:#x}, {self.nbytes} bytes, {'alive' if self.alive else 'free'})"
@@ -143,7 +147,7 @@ class Pool:
         owned = {id(lease) for r in self.recordings for lease in r.leases}
         self.leases = [x for x in self.leases if id(x) in owned or x.alive]
         for r in self.recordings:
-            r.rivals[:] = [(x.cdata, x.own) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+            r.rivals[:] = [(x.cdata, x.own, x.python, x.owns) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
 
     def take_back(self, footprint: Spans | None = None) -> None:
         """End the loans of borrowed outputs that lie in a footprint (None: anywhere)."""

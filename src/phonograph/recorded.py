@@ -270,6 +270,7 @@ class Recorded(Generic[P, R]):
         with _Within():
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,
                                borrow=self.options.outputs == "borrow")  # fmt: skip
+        device.settle(recording)
         device.pool.add(recording)
         self._entangling |= recording.entangling
         self._devices.add(device)

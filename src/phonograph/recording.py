@@ -20,6 +20,8 @@ class Program(Protocol):
     """What a device made of the call: a CUDA graph, a tape."""
 
     footprint: Spans
+    owned: Spans
+    """Pool memory in the footprint that tensors outside own (gradients that the call created)."""
     operators: int
 
     def launch(self) -> None:
@@ -71,7 +73,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One captured call. `entangling` are storages outside that no argument may share; `rivals` (storage identities and their own uses) is kept current by the pool."""
+    """One captured call. `entangling` are storages outside that no argument may share; `rivals` (the leases that it would overwrite) is kept current by the pool."""
 
     name: str
     key: tuple[Any, ...]
@@ -88,7 +90,8 @@ class Recording:
     copies_out: bool = False
     borrow: bool = False
     entangling: frozenset[int] = frozenset()
-    rivals: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    spoiled: list[bool] = field(default_factory=list, repr=False)
+    rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         slots = ", ".join(_brief(s) for s in self.slots) or "none"

@@ -117,38 +117,48 @@ class Grads:
     stands in `p.grad` afterwards must be that tensor. What a recording needs to find there *before* depends on what it
     did with it: nothing, if it never looked (`zero_grad()` came first); the very same tensor, if it accumulated into
     it; and `None`, if it created the gradient and nothing says that an old one would have been dropped.
+
+    Gradients that the recording did not create are referred to weakly: a strong reference would look like somebody who
+    holds on to one.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
-        self.before: list[torch.Tensor | None] = self.read()
-        self.after: list[torch.Tensor | None] = self.before
-        self._needs: list[tuple[int, Callable[[], torch.Tensor | None]]] = []
-        self._created: list[torch.Tensor] = []
+        self._before: list[torch.Tensor | None] = self.read()
+        self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
+        self._needed: list[Callable[[], torch.Tensor | None]] = []
+        self._needing: list[torch.Tensor] = []
+        self._holders: tuple[list[int], list[int]] = ([], [])
 
     def read(self) -> list[torch.Tensor | None]:
         return list(map(_grad, self.parameters))
 
     def restore(self) -> None:
         """Put the attributes back as they were before."""
-        for p, g in zip(self.parameters, self.before, strict=True):
+        for p, g in zip(self.parameters, self._before, strict=True):
             if p.grad is not g:
                 p.grad = g
 
     def settle(self, touched: Callable[[torch.Tensor], bool]) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` tells whether an operator of the
         call read or wrote a tensor."""
-        self.after = self.read()
-        pairs = enumerate(zip(self.before, self.after, strict=True))
-        needed = [(i, b) for i, (b, a) in pairs if (b is None and a is not None) or (b is not None and touched(b))]
-        # Weakly: a reference of ours would look like somebody holding the gradient.
-        self._needs = [(i, _nothing if b is None else weakref.ref(b)) for i, b in needed]
+        for p, before, after in zip(self.parameters, self._before, self.read(), strict=True):
+            if before is not after:
+                self._left.append((p, after))
+            if before is None and after is not None:
+                self._needing.append(p)
+                self._needed.append(_nothing)
+            elif before is not None and touched(before):
+                self._needing.append(p)
+                self._needed.append(weakref.ref(before))
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""
-        self._created = [a for b, a in zip(self.before, self.after, strict=True) if a is not None and a is not b]
-        self.before = []
+        self._before = []
+        self._created = [g for _, g in self._left if g is not None]
         self._storages = [g.untyped_storage()._cdata for g in self._created]
+        self._changed = [p for p, _ in self._left]
+        self._after = [g for _, g in self._left]
         self._holders = self._count()
 
     def _count(self) -> tuple[list[int], list[int]]:
@@ -163,19 +173,13 @@ class Grads:
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find."""
-        if not self.parameters:
-            return True
-        now = self.read()
-        return all(now[i] is needed() for i, needed in self._needs)
+        return all(_grad(p) is needed() for p, needed in zip(self._needing, self._needed, strict=True))
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
-        now = self.read()
-        if all(map(is_, now, self.after)):
-            return
-        for p, old, new in zip(self.parameters, now, self.after, strict=True):
-            if old is not new:
-                p.grad = new
+        if not all(map(is_, map(_grad, self._changed), self._after)):
+            for p, g in self._left:
+                p.grad = g
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class OperatorWatch(TorchDispatchMode):
             _numbers_in(args, self.dials)
             _numbers_in(list(kwargs.values()), self.dials)
         generator = kwargs.get("generator")
-        if generator is not None and all(generator is not g for g in self.generators):
+        if generator is not None and all(generator is not g and generator._cdata != g._cdata for g in self.generators):
             self.meet(generator)
 
     def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ Choose = Callable[[Sequence[Any]], Any]
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 MAX_ELEMENTS = 64
 MAX_HELD = 8
+MAX_ACTIONS = 20
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -435,14 +436,15 @@ def make_program(choose: Choose) -> Program:
     """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
     functions = tuple(_function(choose) for _ in range(choose(range(2, 5))))
     palette = _Palette(choose)
-    block = [palette.call(choose, len(functions)) for _ in range(choose(range(1, 5)))]
+    # A loop, as real programs have one: the same few calls again and again, so that they are replayed.
+    block = [palette.call(choose, len(functions)) for _ in range(choose((1, 2, 3)))]
     actions: list[Action] = []
-    for _ in range(choose((3, 3, 2, 4))):
+    for _ in range(choose((5, 6, 7))):
         for call in block:
             actions.append(call)
             actions.extend(_interlude(choose, len(functions)))
     seed, warmup, most = choose(range(100)), choose((1, 1, 1, 0, 2)), choose((16, 16, 16, 2))
-    return Program(functions, tuple(actions[:16]), seed, warmup, most)
+    return Program(functions, tuple(actions[:MAX_ACTIONS]), seed, warmup, most)
 
 
 def _function(choose: Choose) -> Function:
@@ -476,7 +478,7 @@ class _Palette:
         return Call(choose(range(functions)), inputs, choose(self.scalars), choose(self.modes), hold)
 
     def _source(self, choose: Choose) -> Fresh | Held | Same:
-        kind = choose(("fresh", "fresh", "held", "same"))
+        kind = choose(("fresh", "fresh", "fresh", "held", "held", "same"))
         if kind == "held":
             return Held(choose(range(3)))
         if kind == "same":
@@ -486,7 +488,7 @@ class _Palette:
 
 def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
     """Mostly nothing; otherwise something happens between two calls."""
-    kind = choose(("", "", "", "", "drop", "mutate", "change", "change", "reset"))
+    kind = choose(("",) * 10 + ("drop", "mutate", "change", "change", "reset"))
     if kind == "drop":
         yield Drop(choose(range(3)))
     elif kind == "mutate":

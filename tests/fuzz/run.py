@@ -8,6 +8,7 @@ Program number i of seed s is always the same one. Exits with 1 if a program fai
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pathlib
 import platform
@@ -28,6 +29,7 @@ def main() -> int:
     started, recorded, replayed = time.perf_counter(), 0, 0
     failures: list[dict[str, Any]] = []
     torch.set_num_threads(1)
+    gc.freeze()  # the collection after each program need not walk through torch
     for i in range(options.programs):
         program = make_program(random.Random(f"{options.seed}-{i}").choice)
         try:

@@ -4,6 +4,7 @@ PHONOGRAPH_FUZZ_PROGRAMS programs (300) from seed PHONOGRAPH_FUZZ_SEED (0); `pyt
 """
 
 import os
+import random
 
 import pytest
 import torch
@@ -68,8 +69,11 @@ CORPUS = {
     ),
     "a weight replaced, transposed and changed": Program(
         (Function((Instruction("matmul", 0),)),),
-        tuple(a for what in ("matrix.data", "matrix transposed", "in place", "assign") for a in (Call(0),) * 3 + (Change(what),))
-        + (Call(0),),
+        tuple(
+            action
+            for what in ("in place", "matrix.data", "matrix transposed", "in place", "assign", "in place")
+            for action in (Call(0), Call(0), Call(0), Change(what))
+        ),
     ),
     "one, true and one point zero": Program((double,), tuple(Call(0, scalar=s) for s in (1, True, 1.0) * 4)),
     "an expanded input that is written": Program(
@@ -93,21 +97,19 @@ def test_programs_are_data():
 
 
 def test_a_good_part_of_random_programs_is_replayed(device):
-    import random
-
     ran = [check(make_program(random.Random(n).choice), device) for n in range(20)]
     assert sum(r.replayed for r in ran) > 40
     assert sum(r.replayed > 0 for r in ran) >= 10
 
 
 def test_running_twice_gives_the_same_trace():
-    program = make_program(__import__("random").Random(5).choice)
+    program = make_program(random.Random(5).choice)
     one, other = (run(program, False, torch.device("cpu")) for _ in range(2))
     assert [action for action, _ in one.trace] == [action for action, _ in other.trace]
 
 
 def test_shrinking_keeps_what_matters():
-    program = make_program(__import__("random").Random(3).choice)
+    program = make_program(random.Random(3).choice)
     program = Program(program.functions, (*program.actions, Mutate(0), *program.actions))
     small = shrink(program, lambda p: any(isinstance(a, Mutate) for a in p.actions))
     assert small.actions == (Mutate(small.actions[0].back),)

@@ -11,7 +11,7 @@ import torch
 from ..dials import Dials
 from ..pool import Pool
 from ..reach import Reach
-from ..recording import Program
+from ..recording import Program, Recording
 from ..spans import Spans
 from ..watch import OperatorWatch
 
@@ -52,6 +52,9 @@ class Device(Protocol):
 
     def beside(self) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""
+
+    def settle(self, recording: Recording) -> None:
+        """A recording has been made, and all of its capture but it is gone."""
 
     def anchor(self) -> Any:
         """What owns the pool's memory: it stays for as long as this is referred to."""

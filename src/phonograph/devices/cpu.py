@@ -27,6 +27,7 @@ from ..errors import Refusal
 from ..operators import Meaning
 from ..pool import Pool, once
 from ..reach import Reach
+from ..recording import Recording
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
@@ -205,6 +206,7 @@ class TapeProgram:
     def __init__(self, steps: list[_Step], footprint: Spans, keep: Any) -> None:
         self.footprint = footprint
         self.operators = len(steps)
+        self.owned = Spans()
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self._steps = steps
@@ -368,6 +370,9 @@ class CpuDevice:
         finally:
             tape.undo()
         return Captured(result, program, made, tape, slots, slots)
+
+    def settle(self, recording: Recording) -> None:
+        """Nothing: what a tape leaves behind lies outside of the arena."""
 
     def anchor(self) -> Any:
         """What owns the pool's memory."""

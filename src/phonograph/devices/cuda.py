@@ -30,7 +30,7 @@ from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Pool, unowned
 from ..reach import Reach
-from ..recording import Program
+from ..recording import Program, Recording
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
@@ -105,7 +105,7 @@ class CudaWatch(OperatorWatch):
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
-        if generator.device.type == "cuda" and all(generator is not g for g in self._registered):
+        if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
             self._registered.append(generator)
             raise Refusal("uses a random generator that was not known before the capture", final=False)
 
@@ -117,12 +117,18 @@ def _on_host(args: Any, kwargs: Any) -> bool:
     return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
 
 
+def _same(a: torch.Generator, b: torch.Generator) -> bool:
+    """Two Python objects may stand for one generator."""
+    return a is b or a._cdata == b._cdata
+
+
 class GraphProgram:
     """An instantiated CUDA graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, keep: Any, device: int) -> None:
         self.footprint = footprint
         self.operators = watch.operators
+        self.owned = Spans()
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._keep = keep
         self._device = device
@@ -177,6 +183,7 @@ class CudaDevice:
         self.pool = Pool(torch_device)
         self._stream = torch.cuda.Stream(torch_device)
         self._anchor = _Anchor(self.index, self._stream)
+        torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
         self._routed = False
 
@@ -185,8 +192,9 @@ class CudaDevice:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
-        accumulation nodes for that stream, and the capture finds its memory already there."""
-        with self._on_stream(), self._undisturbed(self.pool.protected()), torch_private.route_to_pool(self.index, self._anchor.handle):
+        accumulation nodes for that stream, and the capture finds its memory already there. What they make may live long
+        (an optimizer's state), so it must not lie where a recording writes."""
+        with self._on_stream(), self._undisturbed(self.pool.footprints() | self.pool.protected()), torch_private.route_to_pool(self.index, self._anchor.handle):
             yield
 
     @contextmanager
@@ -230,7 +238,7 @@ class CudaDevice:
         dials: Dials,
     ) -> Captured:
         for g in reach.generators:
-            if g.device == self.torch_device and all(g is not known for known in self._generators):
+            if g.device.type == "cuda" and g.device.index in (None, self.index) and all(not _same(g, known) for known in self._generators):
                 self._generators.append(g)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for g in self._generators:
@@ -292,6 +300,15 @@ class CudaDevice:
                 raise Refusal(
                     f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
                     "variables", "pass it as an argument, or keep it as an attribute, closure variable or global", line)  # fmt: skip
+
+    def settle(self, recording: Recording) -> None:
+        """Recordings can leave tensors behind in the pool that live on outside (gradients). Where one lies in the
+        footprint of another recording, that one must not be played again."""
+        active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
+        recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
+        for other in self.pool.recordings:
+            if any(other.footprint.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
+                other.spoiled.append(True)
 
     # -- around replays
 

@@ -100,7 +100,7 @@ def _sizes(params: _KernelParams) -> list[int]:
 
 
 class _Kernel:
-    """One kernel node whose parameters hold numbers to be set: (parameter, byte, format, number, sign)."""
+    """One kernel node whose parameters hold numbers to be set: (parameter, byte, format, number, form)."""
 
     def __init__(self, node: int, params: _KernelParams, values: list[bytes], places: list[Any]) -> None:
         self.node, self.places = node, places
@@ -110,14 +110,24 @@ class _Kernel:
         self.params.params = ctypes.cast(self.pointers, ctypes.POINTER(ctypes.c_void_p))
 
 
+def _reciprocal(x: float) -> float:
+    """1 / x as a kernel launcher computes it in float32. (In double and then rounded is the same.)"""
+    single: float = struct.unpack("f", struct.pack("f", x))[0]
+    return 1.0 / single if single else float("inf")
+
+
+# What a launcher does to a scalar before it hands it to a kernel: nothing, `sub` negates, `div` takes the reciprocal.
+_FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, _reciprocal)
+
+
 class KernelNumbers:
-    """Where the parameters of a graph's kernels hold given numbers, as float32 or float64, as they are or negated.
+    """Where the parameters of a graph's kernels hold given numbers, as float32 or float64, in one of `_FORMS`.
 
     Found by their bytes: the numbers are random, so that nothing else looks like them.
     """
 
     def __init__(self, graph: int, numbers: Mapping[float, float]) -> None:
-        patterns = {struct.pack(f, sign * n): (f, n, sign) for n in numbers for f in "fd" for sign in (1, -1)}
+        patterns = {struct.pack(f, form(n)): (f, n, form) for n in numbers for f in "fd" for form in _FORMS}
         self._kernels: list[_Kernel] = []
         self.found: set[float] = set()
         get = _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
@@ -126,7 +136,7 @@ class KernelNumbers:
             if get(node, ctypes.byref(params)) or not params.params:
                 continue
             values = [ctypes.string_at(params.params[i], size) for i, size in enumerate(_sizes(params))]
-            places = [(i, at, f, n, sign) for i, v in enumerate(values) for p, (f, n, sign) in patterns.items()
+            places = [(i, at, f, n, form) for i, v in enumerate(values) for p, (f, n, form) in patterns.items()
                       for at in _occurrences(v, p)]  # fmt: skip
             if places:
                 self._kernels.append(_Kernel(node, params, values, places))
@@ -136,8 +146,8 @@ class KernelNumbers:
         """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel. False if one is nowhere."""
         put = _function("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         for k in self._kernels:
-            for i, at, f, n, sign in k.places:
-                struct.pack_into(f, k.buffers[i], at, sign * numbers[n])
+            for i, at, f, n, form in k.places:
+                struct.pack_into(f, k.buffers[i], at, form(numbers[n]))
             code = put(graph_exec, k.node, ctypes.byref(k.params))
             if code:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed with CUresult {code}")

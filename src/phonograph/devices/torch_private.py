@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocations_since", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool"]
+__all__ = ["allocations_since", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
+           "silence_stream_mismatch"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -55,6 +56,14 @@ def clear_cublas_workspaces() -> None:
     """cuBLAS keeps one workspace a stream for ever. Cleared before and after a capture, so that a recording's workspace
     is its own intermediate memory, and not memory that somebody else frees one day."""
     _c("_cuda_clearCublasWorkspaces")()
+
+
+def silence_stream_mismatch() -> None:
+    """Warm-up calls run on the capture stream, a function that turns out to be unrecordable on the user's: autograd then
+    warns of an accumulation node of another stream. It synchronizes them rightly, and the user can do nothing about it."""
+    setter = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if setter is not None:
+        setter(False)
 
 
 def raw_stream(device: int) -> int:
