@@ -87,7 +87,7 @@ def reset(f: Recorded[Any, Any]) -> None:
 
 
 def _recorded(f: Any) -> Recorded[Any, Any]:
-    f = getattr(f, "__func__", f)
+    f = f if isinstance(f, Recorded) else getattr(f, "__func__", f)
     if not isinstance(f, Recorded):
         raise TypeError(f"expected a function made by pg.record, not {type(f).__name__}")
     return f

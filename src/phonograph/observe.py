@@ -46,6 +46,14 @@ class Counters:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         return self.refusals[reason] == 1
 
+    def __add__(self, other: Counters) -> Counters:
+        reasons = self.refusals.keys() | other.refusals.keys()
+        return Counters(
+            self.calls + other.calls, self.live + other.live, self.recorded + other.recorded,
+            self.replayed + other.replayed, self.bytes_copied + other.bytes_copied,
+            {r: self.refusals.get(r, 0) + other.refusals.get(r, 0) for r in reasons},
+        )  # fmt: skip
+
     def stats(self, pool_bytes: int) -> Stats:
         return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
                      self.bytes_copied, pool_bytes)  # fmt: skip

@@ -15,6 +15,7 @@ import functools
 import inspect
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,18 +98,32 @@ class Recorded(Generic[P, R]):
         self._unplayed = 0
         self._entangling: frozenset[int] = frozenset()
         self._never = _never(function)
+        self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
+        """As a method: each instance has recordings of its own, kept in its `__dict__`, so that they go when it goes."""
+        if instance is None:
+            return self
+        kept = getattr(instance, "__dict__", None)
+        if kept is None:
+            return MethodType(self, instance)  # with __slots__: the instance is an argument like any other
+        place = f"_phonograph_{self._function.__name__}"
+        mine = kept.get(place)
+        if not isinstance(mine, Recorded) or mine._function.__self__ is not instance:  # e.g. a copy of the instance
+            mine = kept[place] = Recorded(MethodType(self._function, instance), self.options)
+            self._bound.add(mine)
+        return mine
 
     def __reduce__(self) -> Any:
+        if isinstance(self._function, MethodType):
+            return (_no_recordings, ())  # an instance's own: its copy makes new ones
         return (_rebuild, (self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return Recorded(self._function, self.options)
+        return None if isinstance(self._function, MethodType) else Recorded(self._function, self.options)
 
     # -- the corridor
 
@@ -293,7 +308,11 @@ class Recorded(Generic[P, R]):
 
     def stats(self) -> Stats:
         self._tidy()
-        return self._counters.stats(sum(d.pool_bytes for d in self._devices))
+        counters = self._counters
+        for mine in list(self._bound):
+            counters = counters + mine._counters
+        devices = self._devices.union(*(mine._devices for mine in self._bound))
+        return counters.stats(sum(d.pool_bytes for d in devices))
 
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory."""
@@ -302,6 +321,8 @@ class Recorded(Generic[P, R]):
             self._histories.clear()
             self._reasons.clear()
             self._unplayed = 0
+            for mine in list(self._bound):
+                mine.reset()
             self._tidy()
 
     def _tidy(self) -> None:
@@ -323,6 +344,10 @@ def _never(function: Any) -> Refusal | None:
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls")
     return None
+
+
+def _no_recordings() -> None:
+    """What stands for an instance's recordings in a pickle of it."""
 
 
 def _rebuild(function: Any, options: Options) -> Any:

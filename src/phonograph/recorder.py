@@ -106,7 +106,10 @@ def record(
         leases=() if borrow else tuple(leases.values()),
         footprint=captured.program.footprint,
         reliances=Reliances(reach, grads, dials),
-        written_outside=tuple(t for key, t in written.items() if key in captured.watch.outside and not t.is_inference()),
+        written_outside=tuple(
+            t for key, t in written.items()
+            if key in captured.watch.outside and not t.is_inference() and not captured.watch.known[key].endswith(".grad")
+        ),  # fmt: skip
         like=outputs.skeleton(captured.result),
         entangling=entangling(captured.watch, reach),
         copies_out=copies_out,

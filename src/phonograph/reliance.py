@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -110,6 +111,12 @@ def _nothing() -> None:
     """Stands for the gradient that a recording needs not to be there."""
 
 
+def _living(ref: Callable[[], Any]) -> Any:
+    """The referent; something that no attribute is, once it is gone (None would be taken for a missing gradient)."""
+    found = ref()
+    return _living if found is None else found
+
+
 class Grads:
     """The `.grad` attributes of the parameters in reach: what the call found there, and what it left.
 
@@ -150,7 +157,7 @@ class Grads:
                 self._needed.append(_nothing)
             elif before is not None and touched(before):
                 self._needing.append(p)
-                self._needed.append(weakref.ref(before))
+                self._needed.append(partial(_living, weakref.ref(before)))
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""

@@ -332,7 +332,7 @@ def test_c14_a_loader_thread_that_pins_memory(cuda):
 
     def load():
         while not stop.is_set():
-            torch.randn(1000).pin_memory().to(cuda, non_blocking=True)
+            torch.ones(1000).pin_memory().to(cuda, non_blocking=True)
 
     thread = threading.Thread(target=load)
     thread.start()

@@ -1001,6 +1001,19 @@ def test_c09_the_length_of_a_list_and_the_keys_of_a_dictionary(device):
         both(ramp(device, 3))
 
 
+@may_run_live
+def test_c09_an_attribute_of_an_argument_tensor(device):
+    def f(x):
+        return x * getattr(x, "weight_of_it", 1.0)
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(9):
+        x = ramp(device, 3)
+        if n > 3:
+            x.weight_of_it = float(n // 2)
+        assert_same(recorded(x), f(x))
+
+
 def test_c09_the_requires_grad_of_a_weight(device):
     def make():
         layer = torch.nn.Linear(3, 3, device=device)

@@ -260,6 +260,20 @@ def test_c11_control_flow_that_takes_the_other_branch_later(device):
 
 
 @may_run_live
+def test_c11_a_number_read_from_a_tensor_on_the_cpu(device):
+    """No device waits for it, so a capture would not object: and it is another number after the tensor was written."""
+
+    def make():
+        length = torch.tensor([2, 0])
+        return lambda x: x[: int(length[0])] * length[0].item(), length
+
+    both = side_by_side(make)
+    for n in [2, 2, 2, 3, 3, 1, 2]:
+        both.change(lambda length, n=n: length.fill_(n))
+        both(ramp(device, 4))
+
+
+@may_run_live
 def test_c11_state_is_updated_once_a_call_before_and_after_the_sync(device):
     def make():
         before, after = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -511,13 +525,14 @@ def test_c12_hooks_of_the_user_are_still_there(device):
 def test_c12_memory_of_failed_recordings_is_given_back(device):
     good = plain(lambda x: x * 2)
     for _ in range(3):
-        good(torch.ones(1000, device=device))
+        good(torch.ones(10_000, device=device))
     before = pg.stats(good.recorded).pool_bytes
     for k in range(20):
         bad = pg.record(lambda x, k=k: torch.cat([x * i for i in range(50)]) * x.sum().item() * k, warmup=1)
         for _ in range(3):
-            bad(torch.ones(1000, device=device))
-    assert pg.stats(good.recorded).pool_bytes <= before + 1000 * 4 * 200, "the memory of at most one attempt"
+            bad(torch.ones(10_000, device=device))
+    # Each attempt needs 4 MB; CUDA's allocator hands out 20 MB at a time.
+    assert pg.stats(good.recorded).pool_bytes <= before + 24_000_000
 
 
 @may_run_live

@@ -34,7 +34,7 @@ OPERATORS = {
     "scan": lambda x: (x.cumsum(1), x.cumprod(0), x.cummax(1)),
     "gather": lambda x: x.gather(1, x.argsort(1)) + x.index_select(0, x.argsort(0)[:, 0]),
     "scatter": lambda x: torch.zeros_like(x).scatter(1, x.argsort(1), x),
-    "indexing": lambda x: x[torch.arange(3, device=x.device), [0, 2, 1]],
+    "indexing": lambda x: x[torch.arange(3, device=x.device), torch.arange(3, device=x.device).flip(0)],
     "where": lambda x: torch.where(x > 0, x, -x).masked_fill(x > 1, 7.0),
     "joining": lambda x: torch.cat([x, torch.stack([x[0], x[1]])], 0).flip(0).roll(1, 1),
     "splitting": lambda x: (x.split([1, 2, 3], 1), x.chunk(2), x.unbind(0)),
@@ -46,7 +46,11 @@ OPERATORS = {
     "embedding": lambda x: F.embedding(x.argsort(0)[:2], x),
     "losses": lambda x: (F.cross_entropy(x, x.argmax(1)), F.mse_loss(x, x * 2), F.smooth_l1_loss(x, -x)),
     "complex": lambda x: (torch.complex(x, -x) * 1j).abs() + torch.view_as_complex(x.reshape(4, 3, 2)).real.sum(),
-    "factories": lambda x: (torch.zeros(3, device=x.device), torch.arange(4, device=x.device), torch.eye(2).to(x)),
+    "factories": lambda x: (
+        torch.zeros(3, device=x.device),
+        torch.arange(4, device=x.device),
+        torch.eye(2, device=x.device),
+    ),
     "new filled": lambda x: (x.new_full((2,), 7), x.new_empty(2, 3).fill_(1.5), torch.full_like(x, -1)),
     "foreach": lambda x: torch._foreach_mul(torch._foreach_add([x, x * 2], 1.0), [2.0, 3.0]),
     "casts": lambda x: (x.half(), x.double(), x.int(), x > 0, x.bfloat16() @ x.bfloat16().mT),
@@ -331,6 +335,19 @@ def test_c02_a_generator_as_an_argument(device):
     one, other = (Pair(*(torch.Generator(device).manual_seed(s) for _ in range(2))) for s in (1, 2))
     for generator in [one, one, one, other, other, other, one]:
         both(torch.zeros(4, device=device), generator)
+
+
+@may_run_live
+@pytest.mark.parametrize(
+    "draw",
+    [lambda x: x * torch.rand(()), lambda x: x + float(torch.rand(())), lambda x: x + torch.rand(3).to(x.device)],
+    ids=["a cpu scalar", "a number", "moved"],
+)
+def test_c02_numbers_drawn_on_the_cpu(device, draw):
+    """With CUDA arguments these come from another generator and another device than the rest of the function."""
+    both = plain(draw)
+    results = [tuple(both(torch.ones(3, device=device)).recorded.tolist()) for _ in range(6)]
+    assert len(set(results)) == 6
 
 
 @may_run_live
@@ -634,6 +651,7 @@ def test_c04_a_parameter_returned_is_the_parameter(device):
         assert both(torch.ones(1, 2, device=device)).recorded[0] is both.state.weight
 
 
+@may_run_live
 def test_c04_an_argument_container_returned_is_that_container(device):
     def same_dict(d):
         d["x"].add_(1)
@@ -845,6 +863,27 @@ def test_c05_an_output_that_its_owner_mutates(device):
     assert [y[0].item() for y in mine] == [100.0 + n for n in range(8)]
 
 
+OWNERS = {
+    "resize_": lambda y: y.resize_(60).fill_(3),
+    "resize_ to nothing": lambda y: y.resize_(0),
+    "data": lambda y: setattr(y, "data", torch.full((7,), 3.0, device=y.device)),
+    "set_": lambda y: y.set_(torch.full((7,), 3.0, device=y.device)),
+    "t_": lambda y: y.unsqueeze_(0).t_().mul_(2),
+    "share_memory_": lambda y: y.share_memory_().fill_(3),
+    "requires_grad_": lambda y: (y.requires_grad_() * 2).sum().backward(),
+    "storage": lambda y: y.untyped_storage().resize_(400),
+}
+
+
+@pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
+def test_c05_whatever_an_owner_does_with_an_output(device, own):
+    f, g = plain(lambda x: x * 2, hold=True), plain(lambda x: x.cos(), hold=True)
+    for n in range(8):
+        f(ramp(device, 5, start=n)).each(own)
+        g(ramp(device, 5, start=n))
+        f.check()
+
+
 def test_c05_an_output_held_across_another_signature_and_back(device):
     both = plain(lambda x: x * 2, hold=True)
     for size in [3, 3, 3, 8, 8, 8, 3, 8, 3]:
@@ -932,10 +971,13 @@ def test_c05_a_borrowed_output_raises_once_it_was_overwritten(device, read):
 
 
 def test_c05_a_borrowed_output_is_right_until_the_next_call(device):
-    both = plain(lambda x: (x * 2, x + 1), outputs="borrow")
+    f = pg.record(lambda x: (x * 2, x + 1), warmup=1, outputs="borrow")
     for n in range(7):
-        both(ramp(device, 3, start=n))
-    assert counts(both) == (1, 1, 6)
+        x = ramp(device, 3, start=n)
+        for result, right in zip(f(x), (x * 2, x + 1), strict=True):
+            assert result.tolist() == right.tolist()
+            assert_same((result + 0).as_subclass(torch.Tensor), right)
+    assert counts(f) == (1, 1, 6)
 
 
 @pytest.mark.parametrize(

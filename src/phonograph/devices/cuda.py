@@ -51,7 +51,7 @@ class _Anchor:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            torch_private.begin_capture(self._graph, self.handle)
             _quietly(self._graph.capture_end)
 
 
@@ -273,7 +273,7 @@ class CudaDevice:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            torch_private.begin_capture(graph, handle)
             try:
                 yield
             except BaseException:

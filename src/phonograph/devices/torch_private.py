@@ -6,13 +6,15 @@ refuses to record and names it.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["allocations_since", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
+__all__ = ["allocations_since", "begin_capture", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
            "silence_stream_mismatch"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -30,6 +32,18 @@ def missing() -> list[str]:
 
 def _c(name: str) -> Any:
     return getattr(torch._C, name)
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: Handle) -> None:
+    """Begin capturing on the current stream, with memory from `pool`, leaving other threads alone.
+
+    torch 2.11 drops one reference too many to the handle, which is then freed while in use; it is given back here. (Seen
+    as `sys.getrefcount(pool)` one lower after the call, and as a crash some captures later.)
+    """
+    before = sys.getrefcount(pool)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+    for _ in range(before - sys.getrefcount(pool)):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 @contextmanager
