@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["Options", "switched_off"]
 
@@ -40,6 +40,12 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
+_environment: Any = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04
+_NAME: Any = os.environ.encodekey("PHONOGRAPH") if _environment is not None else None  # type: ignore[attr-defined]
+
+
 def switched_off() -> bool:
     """Whether ``PHONOGRAPH=off`` asks for a pass-through."""
+    if _environment is not None and _NAME not in _environment:
+        return False
     return os.environ.get("PHONOGRAPH", "").lower() in ("off", "0", "false")

@@ -100,11 +100,17 @@ class Player:
         """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
         return self._grads is not None and self._grads.held()
 
-    def blocked(self, call: Call) -> bool:
-        """Whether a replay would overwrite a tensor that somebody holds. About 0.1 us a rival."""
+    def held(self) -> bool:
+        """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         for cdata, own, python, owns in self.recording.rivals:
             if _use_count(cdata) > own or _references(python()) > owns:
                 return True
+        return False
+
+    def blocked(self, call: Call) -> bool:
+        """Whether this call cannot be played because of tensors that are held."""
+        if self.held():
+            return True
         return not self._always and any(self._in_use(slot, call.tensors[i]) for i, slot, borrowed in self._all if borrowed)
 
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
@@ -121,23 +127,43 @@ class Player:
 
     def play(self, call: Call) -> tuple[Any, int]:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
-        self.played += 1
-        if self._turned:
-            self._turned = False
-            self.recording.program.set_numbers(self._dials.numbers())
+        self._enter()
         copied = self._fill(call.tensors)
-        if self.pool.loans:
-            self.pool.take_back(self.recording.footprint)
         self._launch()
         if self._written:
             self._write_back(call.tensors)
+        self._after()
+        if self._single is not None:
+            return _data(self._single), copied
+        return self._hand_out(call), copied
+
+    def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
+        """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
+        self._enter()
+        if self._dense:
+            self._device.copy(self._targets, tensors)
+        else:
+            self._device.copy(self._targets, [once(t) for t in tensors])
+        self._launch()
+        self._after()
+        if self._single is not None:
+            return _data(self._single), self._nbytes
+        return self._hand_out(None), self._nbytes
+
+    def _enter(self) -> None:
+        self.played += 1
+        self._device.enter()
+        if self._turned:
+            self._turned = False
+            self.recording.program.set_numbers(self._dials.numbers())
+        if self.pool.loans:
+            self.pool.take_back(self.recording.footprint)
+
+    def _after(self) -> None:
         if self._bump:
             torch._C._increment_version(self._bump)
         if self._grads is not None:
             self._grads.leave()
-        if self._single is not None:
-            return _data(self._single), copied
-        return self._hand_out(call), copied
 
     def _fill(self, tensors: list[torch.Tensor]) -> int:
         if not self._targets:
@@ -163,7 +189,7 @@ class Player:
                 if tensors[i].data_ptr() != slot.data_ptr():
                     once(tensors[i]).copy_(once(slot))
 
-    def _hand_out(self, call: Call) -> Any:
+    def _hand_out(self, call: Call | None) -> Any:
         made: list[Any] = []
         copies: dict[int, torch.UntypedStorage] = {}
         for o in self.recording.outputs:
@@ -172,7 +198,7 @@ class Player:
             made.append(o.lazy(t) if o.lazy is not None else t)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
-    def _make(self, o: Output, call: Call, made: list[Any], copies: dict[int, torch.UntypedStorage]) -> Any:
+    def _make(self, o: Output, call: Call | None, made: list[Any], copies: dict[int, torch.UntypedStorage]) -> Any:
         if o.kind == "lease":
             if self.recording.copies_out:
                 return self._copy_of(o, copies)
@@ -182,11 +208,15 @@ class Player:
         if o.kind == "same":
             return made[o.index]
         if o.kind == "argument":
+            assert call is not None
             return call.tensors[o.index]
         if o.kind == "empty":
             return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-        base = call.tensors[o.index] if o.kind == "argument view" else o.value
-        offset = o.offset + (base.storage_offset() if o.kind == "argument view" else 0)
+        base, offset = o.value, o.offset
+        if o.kind == "argument view":
+            assert call is not None
+            base = call.tensors[o.index]
+            offset += base.storage_offset()
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
         return base.as_strided(o.size, o.stride, offset)

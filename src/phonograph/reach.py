@@ -94,8 +94,9 @@ class Reach:
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
-        self._hold("code", lambda: tuple([f.__code__ for f in functions]), _leave)
-        self._hold("defaults", lambda: tuple([x for f in functions for x in (f.__defaults__, f.__kwdefaults__)]), _leave)
+        if functions:
+            self._hold("code", lambda: tuple([x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__)]),
+                       _leave)  # fmt: skip
         if objects:
             self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
         if modules:

@@ -27,6 +27,7 @@ import torch
 from . import optimizers
 from .devices import device_for, lock
 from .errors import Refusal, RunsLive, Unrecordable
+from .fastpath import FastPath
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
@@ -96,6 +97,7 @@ class Recorded(Generic[P, R]):
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
+        self._fast: FastPath | None = None
         self._entangling: frozenset[int] = frozenset()
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -130,6 +132,20 @@ class Recorded(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _inside() or switched_off() or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
+        fast = self._fast
+        if fast is not None and not kwargs:
+            with lock:
+                player = fast.find(args)
+                if player is not None:
+                    counters = self._counters
+                    result, copied = player.play_flat(args)
+                    counters.calls += 1
+                    counters.replayed += 1
+                    counters.bytes_copied += copied
+                    return result  # type: ignore[no-any-return]
+        return self._answer(args, kwargs)
+
+    def _answer(self, args: Any, kwargs: Any) -> R:
         with lock:
             self._counters.calls += 1
             try:
@@ -170,7 +186,7 @@ class Recorded(Generic[P, R]):
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
-        self._shelf.touch(call.key)
+        self._fast = FastPath.of(call, self._shelf.touch(call.key)) if not self.options.verify else None
         return result  # type: ignore[no-any-return]
 
     def _verified(self, player: Player, call: Call) -> R:
@@ -254,7 +270,7 @@ class Recorded(Generic[P, R]):
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback == "live":
-            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=6)
 
     # -- recording
 
@@ -317,6 +333,7 @@ class Recorded(Generic[P, R]):
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory."""
         with lock:
+            self._fast = None
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._reasons.clear()

@@ -228,7 +228,7 @@ class Reliances:
         for entry in self._hot:
             if not _unchanged(entry):
                 return _which(entry)
-        if tuple(map(_data_ptr, self._pointed)) != self._pointers:
+        if self._pointed and tuple(map(_data_ptr, self._pointed)) != self._pointers:
             return self._moved(self._tensors)
         if witness.epoch() != self._epoch:
             return self._all_watched()

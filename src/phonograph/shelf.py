@@ -52,9 +52,10 @@ class Shelf:
                 return Found(player, blocked, None)
         return Found(None, blocked, broken)
 
-    def touch(self, key: Any) -> None:
-        """The signature was played: the others are older now."""
+    def touch(self, key: Any) -> list[Player]:
+        """The signature was played: the others are older now. Returns its recordings."""
         self._by_key.move_to_end(key)
+        return self._by_key[key]
 
     def add(self, key: Any, player: Player) -> list[Player]:
         """Put a recording on the shelf; returns those that had to go."""

@@ -368,6 +368,24 @@ def test_c06_gradients_accumulate_over_calls(device):
     assert counts(both)[2] >= 4
 
 
+@may_run_live
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_c06_the_optimizer_steps_on_the_gradients_of_the_call_before(device, set_to_none):
+    def step_of(model, optimizer):
+        def step(x, y):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    both = steps(device, "momentum", step_of=step_of)
+    for _ in range(8):
+        both(*batch(device))
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_c06_the_caller_zeroes_the_gradients_between_calls(device, set_to_none):
     both = steps(device, step_of=backward_only)

@@ -93,6 +93,10 @@ class Mutate(NamedTuple):
     back: int
 
 
+class KeepGradient(NamedTuple):
+    """Hold the gradient that the functions accumulate."""
+
+
 class Change(NamedTuple):
     """Change the state outside; see CHANGES."""
 
@@ -105,7 +109,7 @@ class Reset(NamedTuple):
     function: int
 
 
-Action = Call | Drop | Mutate | Change | Reset
+Action = Call | Drop | Mutate | KeepGradient | Change | Reset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +126,14 @@ class Program:
 
 
 class State(torch.nn.Module):
-    """Weights, a buffer, and Python values; nothing requires grad."""
+    """Weights, a buffer, and Python values; only `trained` requires grad, and only whole steps use it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         values = torch.arange(16, dtype=torch.float32).reshape(4, 4) / 8 - 1
         self.matrix = torch.nn.Parameter(values.to(device), requires_grad=False)
         self.vector = torch.nn.Parameter(values[1].clone().to(device), requires_grad=False)
+        self.trained = torch.nn.Parameter(values[2].clone().to(device))
         self.register_buffer("total", torch.zeros(4, device=device))
         self.scale: float = 0.5
         self.flag = False
@@ -152,6 +157,9 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "in place": lambda s: s.matrix.mul_(-1),
     "load_state_dict": lambda s: s.load_state_dict({k: _new_values(v) for k, v in s.state_dict().items()}),
     "assign": lambda s: s.load_state_dict({k: _new_values(v) for k, v in s.state_dict().items()}, assign=True),
+    "gradient to none": lambda s: setattr(s.trained, "grad", None),
+    "gradient to zero": lambda s: s.trained.grad is None or s.trained.grad.zero_(),
+    "freeze": lambda s: s.trained.requires_grad_(not s.trained.requires_grad),
     "draw": lambda s: torch.rand(3, device=s.total.device),
     "seed": lambda s: torch.manual_seed(99),
 }
@@ -186,6 +194,28 @@ def _grad_step(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tens
         (gradient,) = torch.autograd.grad(loss, w)
     s.vector.data.sub_(gradient, alpha=0.25)
     return loss.detach()
+
+
+def _backward(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """Accumulates into the gradient of `trained`."""
+    if torch.is_inference_mode_enabled() or not s.trained.requires_grad:
+        return a
+    with torch.enable_grad():
+        loss = torch.tanh(s.trained * a.detach().sum().to(s.trained.dtype)).square().sum()
+        loss.backward()
+    return loss.detach()
+
+
+def _descend(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """A step of gradient descent, after which the gradient is zeroed, dropped or left."""
+    if s.trained.grad is not None:
+        with torch.no_grad():
+            s.trained.sub_(s.trained.grad, alpha=0.25)
+        if k == 1:
+            s.trained.grad = None
+        elif k == 2:
+            s.trained.grad.zero_()
+    return a + s.trained.detach().sum().to(a.dtype)
 
 
 def _count(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
@@ -239,6 +269,8 @@ OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]]
     "total": lambda s, a, b, k: s.total.mul_(0.5).add_(a.sum().to(s.total.dtype)),
     "vector": lambda s, a, b, k: s.vector.mul_(0.5).add_(k),
     "gradient step": _grad_step,
+    "backward": _backward,
+    "descend": _descend,
     "item": lambda s, a, b, k: a * a.sum().clamp(-4, 4).item(),
     "mask": lambda s, a, b, k: a[a > 0],
     "count": _count,
@@ -357,6 +389,11 @@ class Machine:
             with torch.inference_mode():
                 self._holding(mutate.back).tensor.mul_(0.5).add_(1)
 
+    def _keepgradient(self, keep: KeepGradient) -> None:
+        if self.state.trained.grad is not None:
+            self.held.append(Holding(self.state.trained.grad, inference=False))
+            del self.held[:-MAX_HELD]
+
     def _change(self, change: Change) -> None:
         CHANGES[change.what](self.state)
 
@@ -370,7 +407,8 @@ class Machine:
         return {
             "outcome": outcome,
             "held": [noted(h.tensor) for h in self.held],
-            "state": {name: noted(t) for name, t in state.state_dict().items()},
+            "state": {name: noted(t) for name, t in state.state_dict(keep_vars=True).items()},
+            "gradient": None if state.trained.grad is None else noted(state.trained.grad),
             "values": (state.scale, state.flag, state.training, state.count),
             "generator": _generator_state(self.device),
             "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "state": state})),
@@ -490,11 +528,13 @@ class _Palette:
 
 def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
     """Mostly nothing; otherwise something happens between two calls."""
-    kind = choose(("",) * 10 + ("drop", "mutate", "change", "change", "reset"))
+    kind = choose(("",) * 10 + ("drop", "mutate", "keep", "change", "change", "reset"))
     if kind == "drop":
         yield Drop(choose(range(3)))
     elif kind == "mutate":
         yield Mutate(choose(range(3)))
+    elif kind == "keep":
+        yield KeepGradient()
     elif kind == "change":
         yield Change(choose(tuple(CHANGES)))
     elif kind == "reset":

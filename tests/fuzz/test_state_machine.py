@@ -18,6 +18,7 @@ from tests.fuzz.programs import (
     Function,
     Held,
     Instruction,
+    KeepGradient,
     Mutate,
     Program,
     check,
@@ -78,6 +79,16 @@ CORPUS = {
     "one, true and one point zero": Program((double,), tuple(Call(0, scalar=s) for s in (1, True, 1.0) * 4)),
     "an expanded input that is written": Program(
         (Function((Instruction("halve a", 0),)),), (Call(0, (Fresh((2, 4), "f32", "expanded"),)),) * 4
+    ),
+    "gradients that somebody keeps": Program(
+        (Function((Instruction("backward", 0), Instruction("descend", 0, k=1))),), (Call(0), KeepGradient()) * 5
+    ),
+    "gradients accumulated and kept": Program(
+        (Function((Instruction("backward", 0), Instruction("descend", 0, k=3))),),
+        (Call(0), Call(0), KeepGradient(), Call(0), Change("gradient to none")) * 3,
+    ),
+    "descending on the gradient of the call before": Program(
+        (Function((Instruction("descend", 0, k=1), Instruction("backward", 0))),), (Call(0),) * 6, seed=66
     ),
     "whole steps": Program((Function((Instruction("gradient step", 0),)),), (Call(0, hold=(0,)),) * 7),
 }  # fmt: skip

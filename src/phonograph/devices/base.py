@@ -56,6 +56,9 @@ class Device(Protocol):
     def settle(self, recording: Recording) -> None:
         """A recording has been made, and all of its capture but it is gone."""
 
+    def enter(self) -> None:
+        """A replay begins on the current stream: it waits for the last one, if that was on another."""
+
     def anchor(self) -> Any:
         """What owns the pool's memory: it stays for as long as this is referred to."""
 

@@ -374,6 +374,9 @@ class CpuDevice:
     def settle(self, recording: Recording) -> None:
         """Nothing: what a tape leaves behind lies outside of the arena."""
 
+    def enter(self) -> None:
+        """Nothing: work on the CPU is done when a call returns."""
+
     def anchor(self) -> Any:
         """What owns the pool's memory."""
         return list(self._arena.segments)

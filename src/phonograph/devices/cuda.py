@@ -51,7 +51,7 @@ class _Anchor:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            torch_private.begin_capture(self._graph, self.handle)
+            self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             _quietly(self._graph.capture_end)
 
 
@@ -185,7 +185,8 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
-        self._routed = False
+        self._last = -1  # the stream of the last replay
+        self._last_stream: torch.cuda.Stream | None = None
 
     # -- live calls
 
@@ -202,6 +203,8 @@ class CudaDevice:
         with torch.cuda.device(self.index):
             outer = torch.cuda.current_stream()
             self._stream.wait_stream(outer)
+            if self._last_stream is not None:
+                self._stream.wait_stream(self._last_stream)
             try:
                 with torch.cuda.stream(self._stream):
                     yield
@@ -273,7 +276,7 @@ class CudaDevice:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            torch_private.begin_capture(graph, handle)
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException:
@@ -311,6 +314,14 @@ class CudaDevice:
                 other.spoiled.append(True)
 
     # -- around replays
+
+    def enter(self) -> None:
+        stream = torch_private.raw_stream(self.index)
+        if stream != self._last:
+            current = torch.cuda.current_stream(self.torch_device)
+            if self._last_stream is not None:
+                current.wait_stream(self._last_stream)
+            self._last, self._last_stream = stream, current
 
     def anchor(self) -> Any:
         """What owns the pool's memory."""

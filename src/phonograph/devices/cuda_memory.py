@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 
 from ..spans import Spans
 from . import torch_private
-from .torch_private import Handle
+from .torch_private import Handle, segments
 
-__all__ = ["Hold", "hold", "pool_bytes", "segments"]
+__all__ = ["Hold", "hold", "pool_bytes"]
 
 _SMALL = 1 << 20
 _ROUND = 512
@@ -37,21 +36,16 @@ class Block(NamedTuple):
     free: bool
 
 
-def segments(pool: Handle) -> list[dict[str, object]]:
-    """The allocator's segments in a pool (torch.cuda.memory_snapshot's records)."""
-    return list(torch.cuda.memory_snapshot(pool))
-
-
 def pool_bytes(pool: Handle) -> int:
     """Bytes that the pool holds of device memory."""
-    return sum(int(s["total_size"]) for s in segments(pool))  # type: ignore[call-overload]
+    return sum(int(s["total_size"]) for s in segments(pool))
 
 
 def blocks(pool: Handle) -> list[Block]:
     """Every block of the pool, in address order."""
     found = []
     for s in segments(pool):
-        for b in s["blocks"]:  # type: ignore[attr-defined]
+        for b in s["blocks"]:
             found.append(Block(b["address"], b["size"], s["segment_type"] == "small", b["state"] == "inactive"))
     return sorted(found)
 
@@ -111,7 +105,7 @@ def hold(pool: Handle, wanted: Spans, stream: int) -> Hold | None:
 
 def _inside(wanted: Spans, pool: Handle) -> list[tuple[int, int]]:
     """The wanted bytes that are this pool's (a retired pool's are not in danger)."""
-    all_of_it = Spans((int(s["address"]), int(s["total_size"])) for s in segments(pool))  # type: ignore[call-overload]
+    all_of_it = Spans((int(s["address"]), int(s["total_size"])) for s in segments(pool))
     return [(a, n) for a, n in wanted if all_of_it.meets(a, n)]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocations_since", "begin_capture", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
-           "silence_stream_mismatch"]  # fmt: skip
+__all__ = ["allocations_since", "clear_cublas_workspaces", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
+           "segments", "silence_stream_mismatch"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -34,16 +34,20 @@ def _c(name: str) -> Any:
     return getattr(torch._C, name)
 
 
-def begin_capture(graph: torch.cuda.CUDAGraph, pool: Handle) -> None:
-    """Begin capturing on the current stream, with memory from `pool`, leaving other threads alone.
+def segments(pool: Handle) -> list[dict[str, Any]]:
+    """The allocator's segments in a pool (torch.cuda.memory_snapshot's records).
 
-    torch 2.11 drops one reference too many to the handle, which is then freed while in use; it is given back here. (Seen
-    as `sys.getrefcount(pool)` one lower after the call, and as a crash some captures later.)
+    torch 2.11 gives back references to the handle's numbers that it never took: they are freed while in use, and some
+    captures later the interpreter crashes. Whatever a call takes too much is returned here. (Numbers up to 256 are kept
+    by Python itself.)
     """
-    before = sys.getrefcount(pool)
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-    for _ in range(before - sys.getrefcount(pool)):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+    before = [sys.getrefcount(n) for n in pool]
+    found: list[dict[str, Any]] = list(torch.cuda.memory_snapshot(pool))
+    after = [sys.getrefcount(n) for n in pool]
+    for i, taken in enumerate(b - a for b, a in zip(before, after, strict=True)):
+        for _ in range(taken if pool[i] > 256 else 0):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool[i]))
+    return found
 
 
 @contextmanager

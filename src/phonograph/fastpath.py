@@ -1,0 +1,67 @@
+"""Recognising the common call at once: positional tensors only, the same metadata as last time.
+
+`signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
+call again and again; for those, one comparison in C++ (`TensorGuards`, which torch.compile uses for the same purpose)
+and one of the process-wide modes are enough to know that the signature is that of the last call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .player import Player
+from .signature import Call, modes
+
+__all__ = ["FastPath"]
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+
+
+class FastPath:
+    """Recognises calls of one signature, and finds the recording to play.
+
+    Made by `of` after a replay, where the call and the recordings of its signature allow it; `players` is the shelf's own
+    list, so that it stays current.
+    """
+
+    __slots__ = ("_check", "_count", "_modes", "players")
+
+    def __init__(self, call: Call, players: list[Player]) -> None:
+        tensors = call.tensors
+        self._count = len(tensors)
+        self._modes = modes()
+        self.players = players
+        self._check = _TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        ).check
+
+    @staticmethod
+    def of(call: Call, players: list[Player]) -> FastPath | None:
+        """For this call's signature, or None where it takes more to recognise one."""
+        args, kwargs = call.like
+        flat = not kwargs and len(args) == len(call.tensors) == len(call.leaves) > 0
+        if not flat or _TensorGuards is None or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
+            return None
+        if any(p.recording.entangling or _looks_at_arguments(p) for p in players):
+            return None
+        return FastPath(call, players)
+
+    def find(self, args: tuple[Any, ...]) -> Player | None:
+        """The recording to play for a call with these arguments; None if that is for others to say."""
+        if len(args) != self._count or not self._check(*args) or modes() != self._modes:
+            return None
+        for player in self.players:
+            if player.broken() is None and not player.held() and not player.grads_held():
+                return player
+        return None
+
+
+def _looks_at_arguments(player: Player) -> bool:
+    """Whether it matters to a recording which tensors the arguments are, and not only what they hold."""
+    recording = player.recording
+    return any(s.written or s.borrowed for s in recording.slots) or any(o.kind.startswith("argument") for o in recording.outputs)
