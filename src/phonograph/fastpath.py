@@ -7,6 +7,7 @@ and one of the process-wide modes are enough to know that the signature is that 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ __all__ = ["FastPath"]
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+
+_attributes: Any = operator.attrgetter("__dict__")
 
 
 class FastPath:
@@ -53,10 +56,10 @@ class FastPath:
 
     def find(self, args: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call with these arguments; None if that is for others to say."""
-        if len(args) != self._count or not self._check(*args) or modes() != self._modes:
+        if len(args) != self._count or not self._check(*args) or modes() != self._modes or any(map(_attributes, args)):
             return None
         for player in self.players:
-            if player.broken() is None and not player.held() and not player.grads_held():
+            if not player.held() and player.broken() is None and not player.grads_held():
                 return player
         return None
 

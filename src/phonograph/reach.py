@@ -95,8 +95,8 @@ class Reach:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
         if functions:
-            self._hold("code", lambda: tuple([x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__)]),
-                       _leave)  # fmt: skip
+            self._hold("code", lambda: tuple([x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__,
+                                                                                     len(f.__dict__))]), _leave)  # fmt: skip
         if objects:
             self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
         if modules:
@@ -147,7 +147,7 @@ class Reach:
 
         self._hold(path, lambda: (*d, *d.values()), restore, watched=watched, keyed=True)
         for k, v in list(d.items()):
-            self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{k!r:.40}]", v))
+            self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
             if not isinstance(k, (str, torch.Tensor)):
                 self._work.append((path, k))
 
@@ -202,6 +202,9 @@ class Reach:
                 self._seen.add(id(part))
                 self._keep.append(part)
                 self._dict(path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}", part, watched=True)
+            elif name == "_non_persistent_buffers_set":
+                self._seen.add(id(part))
+                self._keep.append(part)
         self._methods.append((path, type(module)))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
@@ -276,7 +279,7 @@ class Reach:
         self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
         if f.__kwdefaults__:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
-        if "__wrapped__" not in f.__dict__ and f.__qualname__.partition(".")[0] != "live":
+        if f.__dict__ and "__wrapped__" not in f.__dict__ and f.__qualname__.partition(".")[0] != "live":
             self._dict(f.__qualname__, f.__dict__)
         named = set(_names(f.__code__))
         self._names |= named
@@ -346,6 +349,11 @@ class Reach:
 
             self._hold(path, lambda: tuple([space.get(n, MISSING) for n in names]), restore)
             self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _label(key: Any) -> str:
+    """A dictionary key in a name for people. (Never the repr of a tensor: it would read its values.)"""
+    return repr(key)[:40] if isinstance(key, (int, float, tuple, bytes)) else type(key).__name__
 
 
 def _leave(_: tuple[Any, ...]) -> None:

@@ -166,7 +166,11 @@ class Recorded(Generic[P, R]):
                 if history.warm < self.options.warmup:
                     history.warm += 1
                     return self._warm_up(call, args, kwargs)
-                return self._play(self._made(call, found, history), call)
+                player = self._made(call, found, history)
+                try:
+                    return self._play(player, call)
+                finally:
+                    player.recording.reliances.grads.seal()
             except NoSignature as e:
                 refusal = Refusal(str(e))
             except Refusal as e:
@@ -306,7 +310,6 @@ class Recorded(Generic[P, R]):
         self._entangling |= recording.entangling
         self._devices.add(device)
         player = Player(recording, device)
-        recording.reliances.grads.seal()
         self._counters.recorded += 1
         totals().recorded += 1
         self._unplayed += 1

@@ -40,6 +40,8 @@ __all__ = ["record", "recording_now"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
+_SMALL = 64 << 10  # bytes of output that a recording which cannot have memory of its own hands out as copies at once
+
 _recording: list[str] = []
 
 
@@ -65,7 +67,7 @@ def record(
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    grads = Grads([t for _, t in reach.tensors.values()])
+    grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked)
     tensors = TensorSnapshot(reach)
     with _transaction(reach, grads, tensors) as snapshot:
@@ -80,7 +82,8 @@ def record(
         if changes:
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                           "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
-        grads.settle(lambda g: storage_id(g) in captured.watch.touched)
+        touched = captured.watch.touched
+        grads.settle(lambda g: (g if isinstance(g, int) else storage_id(g)) in touched)
         leases: dict[int, Lease] = {}
         plan = outputs.plan(captured, call, reach, grads, leases, device)
     if dials.lost or not captured.program.set_numbers(dials.numbers()):
@@ -88,6 +91,8 @@ def record(
         captured.program.close()
         return record(name, function, call, reach, device, blocked=blocked, borrow=borrow, follow=False)
     _separate(call, captured, reach)
+    small = sum(x.nbytes for x in leases.values()) <= _SMALL
+    copies_out = copies_out or (small and captured.program.footprint.nbytes > device.roomy)
     written = captured.watch.written
     slots = tuple(
         Slot(final, borrowed=b, written=storage_id(used) in written)
@@ -103,7 +108,7 @@ def record(
         slots=slots,
         shape=flatten(captured.result, leaves),
         outputs=plan,
-        leases=() if borrow else tuple(leases.values()),
+        leases=() if borrow or copies_out else tuple(leases.values()),
         footprint=captured.program.footprint,
         reliances=Reliances(reach, grads, dials),
         written_outside=tuple(

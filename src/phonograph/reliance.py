@@ -107,6 +107,23 @@ class TensorSnapshot:
                 t.requires_grad_(state[5])
 
 
+class _Kept:
+    """A gradient from before the call, kept alive in case it has to be put back."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self._grad = grad
+        self.ref = weakref.ref(grad)
+
+    def __call__(self) -> torch.Tensor:
+        return self._grad
+
+    def again(self) -> torch.Tensor:
+        return self._grad
+
+    def touched(self, touched: Callable[[torch.Tensor], bool]) -> bool:
+        return touched(self._grad)
+
+
 def _nothing() -> None:
     """Stands for the gradient that a recording needs not to be there."""
 
@@ -129,53 +146,74 @@ class Grads:
     holds on to one.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
-        self._before: list[torch.Tensor | None] = self.read()
+        # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
+        # the peak would be one set of gradients higher than live.
+        self._before: list[Any] = [None if g is None else outlives(g) or _Kept(g) for g in self.read()]
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
         self._needed: list[Callable[[], torch.Tensor | None]] = []
         self._needing: list[torch.Tensor] = []
-        self._holders: tuple[list[int], list[int]] = ([], [])
+        self._created: list[torch.Tensor] = []
 
     def read(self) -> list[torch.Tensor | None]:
         return list(map(_grad, self.parameters))
 
     def restore(self) -> None:
         """Put the attributes back as they were before."""
-        for p, g in zip(self.parameters, self._before, strict=True):
-            if p.grad is not g:
-                p.grad = g
+        for p, kept in zip(self.parameters, self._before, strict=True):
+            if kept is None:
+                p.grad = None
+            elif kept() is None or p.grad is not kept():
+                p.grad = kept.again()
 
     def settle(self, touched: Callable[[torch.Tensor], bool]) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` tells whether an operator of the
         call read or wrote a tensor."""
-        for p, before, after in zip(self.parameters, self._before, self.read(), strict=True):
-            if before is not after:
+        for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
+            before = None if kept is None else kept()
+            if before is not after or (kept is not None and before is None):
                 self._left.append((p, after))
-            if before is None and after is not None:
+            if kept is None and after is not None:
                 self._needing.append(p)
                 self._needed.append(_nothing)
-            elif before is not None and touched(before):
+            elif kept is not None and (touched(before) if before is not None else kept.touched(touched)):
                 self._needing.append(p)
-                self._needed.append(partial(_living, weakref.ref(before)))
+                self._needed.append(partial(_living, kept.ref))
 
     def seal(self) -> None:
-        """From now on nobody but the parameters and this recording holds the gradients that the call created."""
+        """From now on nobody but the parameters and this recording holds the gradients that the call created.
+
+        How many references that makes depends on whether the gradient stands in `p.grad` at the moment (it does after a
+        replay, and not after the user has dropped it), so both are counted.
+        """
         self._before = []
+        self._owners = [p for p, g in self._left if g is not None]
         self._created = [g for _, g in self._left if g is not None]
         self._storages = [g.untyped_storage()._cdata for g in self._created]
-        self._changed = [p for p, _ in self._left]
-        self._after = [g for _, g in self._left]
-        self._holders = self._count()
+        self._standing = self._count()
+        for p in self._owners:
+            p.grad = None
+        self._alone = self._count()
+        for p, g in zip(self._owners, self._created, strict=True):
+            p.grad = g
 
-    def _count(self) -> tuple[list[int], list[int]]:
-        return list(map(sys.getrefcount, self._created)), list(map(_use_count, self._storages))
+    def _count(self) -> list[tuple[int, int]]:
+        """References to each created gradient: Python's to the object, and tensors on its memory."""
+        return list(zip(map(sys.getrefcount, self._created), map(_use_count, self._storages), strict=True))
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites. About 0.2 us each."""
-        return bool(self._created) and any(
-            now > own for counts, owns in zip(self._count(), self._holders, strict=True)
-            for now, own in zip(counts, owns, strict=True)
+        if not self._created:
+            return False
+        now = self._count()
+        if now == self._alone:
+            return False
+        return any(
+            count > (standing if p.grad is g else alone)
+            for counts, standings, alones, p, g in zip(now, self._standing, self._alone, self._owners, self._created,
+                                                       strict=True)
+            for count, standing, alone in zip(counts, standings, alones, strict=True)
         )  # fmt: skip
 
     def fit(self) -> bool:
@@ -184,7 +222,7 @@ class Grads:
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
-        if not all(map(is_, map(_grad, self._changed), self._after)):
+        if not all(_grad(p) is g for p, g in self._left):
             for p, g in self._left:
                 p.grad = g
 
@@ -245,14 +283,15 @@ class Reliances:
         return moved
 
     def _rotate(self) -> str | None:
+        """A few at a time. What is found once is found again: the next look is a full one."""
         turn = self._turn
         entries = self._watched[turn * _ROTATE : (turn + 1) * _ROTATE]
         tensors = self._tensors[turn * 16 * _ROTATE : (turn + 1) * 16 * _ROTATE]
         self._turn = turn + 1 if entries or tensors else 0
-        for entry in entries:
-            if not _unchanged(entry):
-                return _which(entry)
-        return self._moved(tensors)
+        changed = next((_which(e) for e in entries if not _unchanged(e)), None) or self._moved(tensors)
+        if changed is not None:
+            self._epoch = -1
+        return changed
 
     def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
         for t, state in tensors:

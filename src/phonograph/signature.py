@@ -83,6 +83,8 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
     if t.layout is not torch.strided:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
+    if t.__dict__ and type(t) is torch.Tensor:
+        raise NoSignature("takes a tensor with attributes of its own")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None

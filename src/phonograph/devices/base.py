@@ -56,6 +56,9 @@ class Device(Protocol):
     def settle(self, recording: Recording) -> None:
         """A recording has been made, and all of its capture but it is gone."""
 
+    def outlives(self, t: torch.Tensor) -> Any:
+        """For a tensor whose contents outlive it during a capture: what can bring it back. Otherwise None."""
+
     def enter(self) -> None:
         """A replay begins on the current stream: it waits for the last one, if that was on another."""
 

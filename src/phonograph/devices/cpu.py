@@ -178,6 +178,8 @@ class Tape(OperatorWatch):
 @lru_cache(maxsize=None)
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], bool] | None:
     """The overload of the same operator that writes to given tensors: it, the names of those, whether it is one list."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     for name in func.overloadpacket.overloads():
@@ -373,6 +375,9 @@ class CpuDevice:
 
     def settle(self, recording: Recording) -> None:
         """Nothing: what a tape leaves behind lies outside of the arena."""
+
+    def outlives(self, t: torch.Tensor) -> None:
+        """Nothing does: memory that is freed may be written at once."""
 
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -120,6 +121,32 @@ def _on_host(args: Any, kwargs: Any) -> bool:
 def _same(a: torch.Generator, b: torch.Generator) -> bool:
     """Two Python objects may stand for one generator."""
     return a is b or a._cdata == b._cdata
+
+
+class _Ghost:
+    """A gradient in the pool from before the call, not kept alive: brought back from its address if it has to be."""
+
+    def __init__(self, t: torch.Tensor, device: torch.device) -> None:
+        self.ref = weakref.ref(t)
+        self._storage = storage_id(t)
+        self._device = device
+        self._place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
+
+    def __call__(self) -> torch.Tensor | None:
+        return self.ref()
+
+    def touched(self, touched: Callable[[Any], bool]) -> bool:
+        return touched(self._storage)
+
+    def again(self) -> torch.Tensor:
+        alive = self.ref()
+        if alive is not None:
+            return alive
+        dtype, offset, size, stride = self._shape
+        storage = torch._C._construct_storage_from_data_pointer(self._place[0], self._device, self._place[1])
+        with torch.no_grad():
+            return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
 
 
 class GraphProgram:
@@ -314,6 +341,17 @@ class CudaDevice:
                 other.spoiled.append(True)
 
     # -- around replays
+
+    def outlives(self, t: torch.Tensor) -> _Ghost | None:
+        """A tensor of the pool: nothing executes during a capture, so that its contents stay, whoever gets its memory."""
+        address, nbytes = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+        inside = self._pool_spans.covers(address, nbytes) and t.is_contiguous()
+        return _Ghost(t, self.torch_device) if inside else None
+
+    @property
+    def _pool_spans(self) -> Spans:
+        segments = torch_private.segments(self._anchor.handle)
+        return Spans((s["address"], s["total_size"]) for s in segments)
 
     def enter(self) -> None:
         stream = torch_private.raw_stream(self.index)

@@ -6,8 +6,6 @@ refuses to record and names it.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,17 +35,11 @@ def _c(name: str) -> Any:
 def segments(pool: Handle) -> list[dict[str, Any]]:
     """The allocator's segments in a pool (torch.cuda.memory_snapshot's records).
 
-    torch 2.11 gives back references to the handle's numbers that it never took: they are freed while in use, and some
-    captures later the interpreter crashes. Whatever a call takes too much is returned here. (Numbers up to 256 are kept
-    by Python itself.)
+    torch can pick out one pool itself, but 2.11 then gives back references to the handle's two numbers that it never
+    took (`sys.getrefcount` falls by one a call): numbers above 256 are freed while in use, and the interpreter crashes
+    some captures later. So all segments are asked for.
     """
-    before = [sys.getrefcount(n) for n in pool]
-    found: list[dict[str, Any]] = list(torch.cuda.memory_snapshot(pool))
-    after = [sys.getrefcount(n) for n in pool]
-    for i, taken in enumerate(b - a for b, a in zip(before, after, strict=True)):
-        for _ in range(taken if pool[i] > 256 else 0):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool[i]))
-    return found
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
 
 
 @contextmanager
