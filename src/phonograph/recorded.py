@@ -98,7 +98,7 @@ class Recorded(Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
         self._fast: FastPath | None = None
-        self._entangling: frozenset[int] = frozenset()
+        self._entangling: dict[int, Any] = {}
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
 
@@ -153,7 +153,7 @@ class Recorded(Generic[P, R]):
                     raise self._never
                 call = describe(args, kwargs)
                 self._eligible()
-                if self._entangling and any(storage_id(t) in self._entangling for t in call.tensors):
+                if self._entangling and any(self._is_state(t) for t in call.tensors):
                     raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
@@ -176,6 +176,11 @@ class Recorded(Generic[P, R]):
             except Refusal as e:
                 refusal = e
         return self._refused(refusal, args, kwargs)
+
+    def _is_state(self, t: torch.Tensor) -> bool:
+        """Whether an argument shares memory with a tensor outside that recordings write."""
+        found = self._entangling.get(storage_id(t))
+        return found is not None and found() is not None and not isinstance(t, torch.nn.Parameter)
 
     def _eligible(self) -> None:
         if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -307,7 +312,7 @@ class Recorded(Generic[P, R]):
                                borrow=self.options.outputs == "borrow")  # fmt: skip
         device.settle(recording)
         device.pool.add(recording)
-        self._entangling |= recording.entangling
+        self._entangling.update(recording.entangling)
         self._devices.add(device)
         player = Player(recording, device)
         self._counters.recorded += 1

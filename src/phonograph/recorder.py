@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -116,7 +117,7 @@ def record(
             if key in captured.watch.outside and not t.is_inference() and not captured.watch.known[key].endswith(".grad")
         ),  # fmt: skip
         like=outputs.skeleton(captured.result),
-        entangling=entangling(captured.watch, reach),
+        entangling=_weakly(entangling(captured.watch, reach), captured.watch.written, reach),
         copies_out=copies_out,
         borrow=borrow,
     )
@@ -231,6 +232,12 @@ def entangling(watch: Any, reach: Reach) -> frozenset[int]:
     if any(key in watch.slot_ids for key in watch.written):
         return frozenset(watch.outside)
     return frozenset(key for key in watch.written if key in watch.outside)
+
+
+def _weakly(ids: frozenset[int], written: dict[int, torch.Tensor], reach: Reach) -> dict[int, Any]:
+    """The storages of these identities, weakly: an identity is given out again when its storage is gone."""
+    tensors = [*written.values(), *(t for _, t in reach.tensors.values())]
+    return {storage_id(t): weakref.ref(t.untyped_storage()) for t in tensors if storage_id(t) in ids}
 
 
 @contextmanager

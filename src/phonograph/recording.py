@@ -89,7 +89,7 @@ class Recording:
     like: Any = None
     copies_out: bool = False
     borrow: bool = False
-    entangling: frozenset[int] = frozenset()
+    entangling: dict[int, Any] = field(default_factory=dict, repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
 

@@ -51,12 +51,13 @@ class OperatorWatch(TorchDispatchMode):
         self.device = device
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
         self.slot_ids = frozenset(self.known)
+        self._births: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for name, t in reach.tensors.values():
             if t.layout is torch.strided and not t.is_meta:
                 self.known.setdefault(storage_id(t), name)
-                if t.grad is not None if t.is_leaf else False:
-                    self.known.setdefault(storage_id(t.grad), f"{name}.grad")  # type: ignore[arg-type]
-        self.outside = frozenset(self.known) - self.slot_ids
+                if t.is_leaf and t.grad is not None:
+                    self._may_die(t.grad, f"{name}.grad")
+        self.outside = set(self.known) - self.slot_ids
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
         self.strangers: list[tuple[int, int, str, str]] = []  # (address, bytes, operator, line) of unknown origin
@@ -64,7 +65,6 @@ class OperatorWatch(TorchDispatchMode):
         self.operators = 0
         self.dials: Dials | None = None
         self.refusal: Refusal | None = None
-        self._births: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -94,6 +94,14 @@ class OperatorWatch(TorchDispatchMode):
             self._born(t)
         return out
 
+    def _may_die(self, t: torch.Tensor, name: str) -> None:
+        """A tensor outside that the call may let go of: its identity may be given to another storage then."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            self.known[key] = name
+            self._births[key] = weakref.ref(storage, lambda _: self.died(key))
+
     def _born(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         key = storage._cdata
@@ -103,9 +111,10 @@ class OperatorWatch(TorchDispatchMode):
             self._births[key] = weakref.ref(storage, lambda _: self.died(key))
 
     def died(self, key: int) -> None:
-        """A storage that the call created is gone."""
+        """A storage that the call created, or a gradient from before, is gone."""
         self.known.pop(key, None)
         self._births.pop(key, None)
+        self.outside.discard(key)
 
     def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         for t in operators.tensors_in(list(kwargs.values()), operators.tensors_in(args, [])):

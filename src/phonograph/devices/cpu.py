@@ -87,7 +87,7 @@ class Tape(OperatorWatch):
         self._places: dict[int, _Place] = {}
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
-        self._theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=True) if b}
+        self._theirs = set(self.outside) | {storage_id(s) for s, b in zip(slots, borrowed, strict=True) if b}
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
@@ -165,7 +165,7 @@ class Tape(OperatorWatch):
         made: dict[int, Made] = {}
         for key, birth in list(self._births.items()):
             storage, place = birth(), self._places.get(key)
-            if storage is None or place is None:
+            if storage is None or place is None or not place.planned:
                 continue
             if key in leaving:
                 made[key] = Made(place.address, place.nbytes)

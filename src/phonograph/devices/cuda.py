@@ -212,6 +212,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._last = -1  # the stream of the last replay
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -222,8 +223,12 @@ class CudaDevice:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
         accumulation nodes for that stream, and the capture finds its memory already there. What they make may live long
         (an optimizer's state), so it must not lie where a recording writes."""
-        with self._on_stream(), self._undisturbed(self.pool.footprints() | self.pool.protected()), torch_private.route_to_pool(self.index, self._anchor.handle):
-            yield
+        clear_of = self.pool.footprints() | self.pool.protected()
+        with self._on_stream(), self._undisturbed(clear_of):
+            with torch_private.route_to_pool(self.index, self._anchor.handle):
+                yield
+            segments = torch_private.segments(self._anchor.handle)
+            self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -345,13 +350,7 @@ class CudaDevice:
     def outlives(self, t: torch.Tensor) -> _Ghost | None:
         """A tensor of the pool: nothing executes during a capture, so that its contents stay, whoever gets its memory."""
         address, nbytes = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
-        inside = self._pool_spans.covers(address, nbytes) and t.is_contiguous()
-        return _Ghost(t, self.torch_device) if inside else None
-
-    @property
-    def _pool_spans(self) -> Spans:
-        segments = torch_private.segments(self._anchor.handle)
-        return Spans((s["address"], s["total_size"]) for s in segments)
+        return _Ghost(t, self.torch_device) if self._pool_spans.covers(address, nbytes) else None
 
     def enter(self) -> None:
         stream = torch_private.raw_stream(self.index)
