@@ -20,9 +20,7 @@ TARGET = "the recorded step is faster than the live one, and bitwise equal"
 def run_once(steps: int, seed: int) -> Outcome:
     device = torch.device("cpu")
     images, labels = digits.load(device)
-    return race(
-        lambda: digits.make_job(images, labels, steps, seed), steps, device, block=25, advance=lambda done: None
-    )
+    return race(lambda: digits.make_job(images, labels, steps, seed), steps, device, block=25, advance=lambda done: None)
 
 
 def main() -> int:

@@ -108,9 +108,7 @@ def llama_model(device: str) -> nn.Module:
         return LlamaForCausalLM(LlamaConfig(max_position_embeddings=2048, **shape)).to(torch.bfloat16).eval()
 
 
-def llama_decoding(
-    model: nn.Module, device: str, prompt: int = 16, wrap: Callable[[Any], Any] = lambda f: f
-) -> Decoding:
+def llama_decoding(model: nn.Module, device: str, prompt: int = 16, wrap: Callable[[Any], Any] = lambda f: f) -> Decoding:
     """A step over a static cache of its own, `prompt` random tokens already read."""
     from transformers import StaticCache
 

@@ -39,11 +39,11 @@ class Borrowed(torch.Tensor):
     """A tensor on borrowed memory. Views of it are borrowed too; anything computed from it is an ordinary tensor."""
 
     loan: Loan
-    inner: torch.Tensor
+    inner: Any
 
     @staticmethod
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
-        lent: Borrowed = torch.Tensor._make_subclass(Borrowed, t)  # type: ignore[attr-defined]
+        lent: Borrowed = torch.Tensor._make_subclass(Borrowed, t)
         lent.loan, lent.inner = loan, t
         return lent
 
@@ -63,7 +63,8 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(t, Borrowed):
         t.loan.check()
-        return t.inner
+        inner: torch.Tensor = t.inner
+        return inner
     return t
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +53,7 @@ class Dial(float):
         return (float, (self.formula(self.dials.values),))
 
     def __bool__(self) -> bool:
-        return self.dials.decide(self.formula, bool)
+        return bool(self.dials.decide(self.formula, bool))
 
     __hash__ = float.__hash__
 
@@ -87,7 +88,12 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], A
 
 def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
     plain = getattr(float, name)
-    return lambda self: self.dials.derive(plain(self), lambda v, f=self.formula: function(f(v)))
+
+    def method(self: Dial) -> Any:
+        mine = self.formula
+        return self.dials.derive(plain(self), lambda v: function(mine(v)))
+
+    return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
@@ -97,6 +103,15 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Dial, f"__{_name}__", _comparison(getattr(operator, _name)))
 for _name in ("neg", "abs"):
     setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
+
+
+def _probe() -> float:
+    """A random number of which 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
+    while True:
+        x = _random.uniform(0.25, 0.75)
+        single = struct.unpack("f", struct.pack("f", x))[0]
+        if struct.pack("f", 1 / x) != struct.pack("f", 1 / single):
+            return x
 
 
 class Dials:
@@ -129,7 +144,7 @@ class Dials:
             self._touched.add(i)
             return values[i]
 
-        return self.derive(_random.uniform(0.25, 0.75), formula)
+        return self.derive(_probe(), formula)
 
     def derive(self, probe: float, formula: Formula) -> Dial:
         dial = Dial(probe)
@@ -170,7 +185,7 @@ class Dials:
         if any(type(v) not in (float, int) for v in now):
             self.values = ()
             return True
-        values = tuple(map(float, now))
+        values = tuple([float(v) for v in now if v is not None])
         changed, self.values = values != self.values, values
         return changed
 
@@ -182,7 +197,7 @@ class Dials:
 @contextmanager
 def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
-    dials = Dials([o for o in reach.optimizers] if wanted and not reach.compiles_a_step else [])
+    dials = Dials(reach.optimizers if wanted and not reach.compiles_a_step else ())
     probes = [dials.source(i) for i in range(len(dials.sources))]
 
     def put(values: Sequence[Any]) -> Callable[..., None]:

@@ -67,4 +67,6 @@ class FastPath:
 def _looks_at_arguments(player: Player) -> bool:
     """Whether it matters to a recording which tensors the arguments are, and not only what they hold."""
     recording = player.recording
-    return any(s.written or s.borrowed for s in recording.slots) or any(o.kind.startswith("argument") for o in recording.outputs)
+    return any(s.written or s.borrowed for s in recording.slots) or any(
+        o.kind.startswith("argument") for o in recording.outputs
+    )

@@ -8,7 +8,7 @@ here, each with its reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,7 @@ _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
     "float(), bool() or `if`; or return the tensor and read it outside",
     "aten::equal": "torch.equal answers on the host; use (a == b).all()",
-    "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or "
-    "torch.nonzero_static",
+    "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or torch.nonzero_static",
     "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",
     "aten::masked_select": "use torch.where or multiply by the mask",
     "aten::repeat_interleave": "pass output_size=",
@@ -64,13 +63,11 @@ _REMEDIES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def meaning(func: torch._ops.OpOverload) -> Meaning:
     """What `func` means; worked out once an overload."""
     schema, tags = func._schema, func.tags
-    writes = tuple(
-        i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write
-    )
+    writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     return Meaning(
         schema.name,

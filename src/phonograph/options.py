@@ -41,7 +41,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 _environment: Any = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04
-_NAME: Any = os.environ.encodekey("PHONOGRAPH") if _environment is not None else None  # type: ignore[attr-defined]
+_NAME: Any = os.environ.encodekey("PHONOGRAPH") if _environment is not None else None
 
 
 def switched_off() -> bool:

@@ -96,14 +96,14 @@ def _place(
         if key == storage_id(slot):
             # A view of an argument becomes a view of the caller's tensor.
             return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
-                          offset=t.storage_offset() - slot.storage_offset())  # fmt: skip
+                          offset=int(t.storage_offset() - slot.storage_offset()))  # fmt: skip
     outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
     for x in outside:
         if t is x:
             return Output("outside", x)
     for x in outside:
         if key == storage_id(x):
-            return Output("outside view", x.detach(), size=tuple(t.shape), stride=t.stride(), offset=t.storage_offset(),
+            return Output("outside view", x.detach(), size=tuple(t.shape), stride=t.stride(), offset=int(t.storage_offset()),
                           dtype=t.dtype)  # fmt: skip
     if t.device != device.torch_device:
         raise Refusal(f"returns a tensor on {t.device}", f"return it on {device.torch_device}")
@@ -114,7 +114,7 @@ def _place(
     if key not in leases:
         made = captured.made[key]
         leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor())
-    template = leases[key].template(t.dtype, t.size(), t.stride(), t.storage_offset())
+    template = leases[key].template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
     return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad)
 
 

@@ -74,7 +74,13 @@ class Player:
     def _one_output(self) -> torch.Tensor | None:
         """The template, where the result is one plain tensor."""
         outs = self.recording.outputs
-        if self.recording.shape is None and len(outs) == 1 and outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy:
+        if (
+            self.recording.shape is None
+            and len(outs) == 1
+            and outs[0].kind == "lease"
+            and not outs[0].consumed
+            and not outs[0].lazy
+        ):
             return None if self.recording.copies_out or self.recording.borrow else outs[0].template
         return None
 
@@ -118,7 +124,7 @@ class Player:
         start = slot.untyped_storage().data_ptr()
         if argument.data_ptr() == slot.data_ptr():
             return False
-        return self.pool.protected().meets(start, slot.untyped_storage().nbytes())
+        return bool(self.pool.protected().meets(start, slot.untyped_storage().nbytes()))
 
     def close(self) -> None:
         """Drop the recording. Outputs that are held stay valid."""
@@ -216,7 +222,7 @@ class Player:
         if o.kind == "argument view":
             assert call is not None
             base = call.tensors[o.index]
-            offset += base.storage_offset()
+            offset += int(base.storage_offset())
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
         return base.as_strided(o.size, o.stride, offset)
@@ -229,7 +235,8 @@ class Player:
 
     def _copy_of(self, o: Output, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""
-        assert o.lease is not None and o.template is not None
+        assert o.lease is not None
+        assert o.template is not None
         if o.lease.cdata not in copies:
             copies[o.lease.cdata] = o.lease.bytes().clone().untyped_storage()
         t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
@@ -240,4 +247,3 @@ def _with_history(t: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         out: torch.Tensor = _Consumed.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
     return out
-

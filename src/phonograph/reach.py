@@ -62,7 +62,8 @@ class Holder(NamedTuple):
 _ARRAY = 4096  # bytes of a NumPy array that are compared before each replay; larger ones are refused
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _TORCH_OBJECTS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-_ITERATORS = (GeneratorType, *(type(iter(x)) for x in ((), [], {}, set(), range(0), {}.items(), {}.values())), zip, map,
+_SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
+_ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map,
               filter, enumerate)  # fmt: skip
 _LEAVES = (int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type, ModuleType,
            BuiltinFunctionType)  # fmt: skip
@@ -180,6 +181,7 @@ class Reach:
             self._objects.append(thing)
         slots = [s for c in type(thing).__mro__ for s in _slots(c)]
         if slots:
+
             def read() -> tuple[Any, ...]:
                 return tuple(getattr(thing, s, MISSING) for s in slots)
 
@@ -191,7 +193,8 @@ class Reach:
             self._hold(path, read, restore)
             self._fixed(path, read())
         if isinstance(thing, (dict, list)):  # a subclass with contents of its own
-            (self._dict if isinstance(thing, dict) else self._list)(path, thing)  # type: ignore[operator]
+            contents: Any = self._dict if isinstance(thing, dict) else self._list
+            contents(path, thing)
         self._methods.append((path, type(thing)))
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
@@ -236,8 +239,7 @@ class Reach:
         self._hold(path, read, restore)
         for key in LIVE:
             if key in group:
-                self.holders.append(Holder(f"{path}.{key}", lambda k=key: (group.get(k, MISSING),),  # type: ignore[misc]
-                                           lambda v, k=key: group.__setitem__(k, v[0]), dial=(id(group), key)))  # fmt: skip
+                self.holders.append(_live_place(path, group, key))
         self._fixed(path, group.values())
 
     def _array(self, path: str, array: Any) -> None:
@@ -304,6 +306,7 @@ class Reach:
     def _globals(self, space: dict[str, Any], names: list[str]) -> None:
         if not names:
             return
+
         def read() -> tuple[Any, ...]:
             return tuple([space.get(n, MISSING) for n in names])
 
@@ -349,6 +352,15 @@ class Reach:
 
             self._hold(path, lambda: tuple([space.get(n, MISSING) for n in names]), restore)
             self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
+    """One hyper-parameter that a replay may follow."""
+
+    def restore(values: tuple[Any, ...]) -> None:
+        group[key] = values[0]
+
+    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(id(group), key))
 
 
 def _label(key: Any) -> str:

@@ -35,8 +35,8 @@ from .reach import Reach
 from .recorder import record, recording_now
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
-from .watch import storage_id
 from .verify import verified
+from .watch import storage_id
 from .where import users_line
 
 __all__ = ["Recorded", "live"]
@@ -88,9 +88,9 @@ class Recorded(Generic[P, R]):
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
-        self._function = function
+        self._function: Callable[P, R] = function
         self.options = options
-        self.name = options.name or getattr(function, "__qualname__", type(function).__qualname__)
+        self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         self._shelf = Shelf(options.max_recordings)
         self._histories: OrderedDict[Any, _History] = OrderedDict()
         self._counters = Counters()
@@ -114,7 +114,7 @@ class Recorded(Generic[P, R]):
             return MethodType(self, instance)  # with __slots__: the instance is an argument like any other
         place = f"_phonograph_{self._function.__name__}"
         mine = kept.get(place)
-        if not isinstance(mine, Recorded) or mine._function.__self__ is not instance:  # e.g. a copy of the instance
+        if not isinstance(mine, Recorded) or getattr(mine._function, "__self__", None) is not instance:  # e.g. a copy of the instance
             mine = kept[place] = Recorded(MethodType(self._function, instance), self.options)
             self._bound.add(mine)
         return mine
@@ -138,7 +138,7 @@ class Recorded(Generic[P, R]):
                 player = fast.find(args)
                 if player is not None:
                     counters = self._counters
-                    result, copied = player.play_flat(args)
+                    result, copied = player.play_flat(args)  # type: ignore[arg-type]
                     counters.calls += 1
                     counters.replayed += 1
                     counters.bytes_copied += copied

@@ -52,8 +52,15 @@ def recording_now() -> str | None:
 
 
 def record(
-    name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, *, blocked: int = 0,
-    borrow: bool = False, follow: bool = True,
+    name: str,
+    function: Callable[..., Any],
+    call: Call,
+    reach: Reach,
+    device: Any,
+    *,
+    blocked: int = 0,
+    borrow: bool = False,
+    follow: bool = True,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
@@ -84,7 +91,7 @@ def record(
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                           "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
         touched = captured.watch.touched
-        grads.settle(lambda g: (g if isinstance(g, int) else storage_id(g)) in touched)
+        grads.settle(touched)
         leases: dict[int, Lease] = {}
         plan = outputs.plan(captured, call, reach, grads, leases, device)
     if dials.lost or not captured.program.set_numbers(dials.numbers()):
@@ -113,9 +120,10 @@ def record(
         footprint=captured.program.footprint,
         reliances=Reliances(reach, grads, dials),
         written_outside=tuple(
-            t for key, t in written.items()
+            t
+            for key, t in written.items()
             if key in captured.watch.outside and not t.is_inference() and not captured.watch.known[key].endswith(".grad")
-        ),  # fmt: skip
+        ),
         like=outputs.skeleton(captured.result),
         entangling=_weakly(entangling(captured.watch, reach), captured.watch.written, reach),
         copies_out=copies_out,
@@ -267,7 +275,7 @@ class _HostRandom:
 
     def __init__(self, reach: Reach) -> None:
         self._torch = torch.get_rng_state()
-        self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]  # type: ignore[attr-defined]
+        self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random if numpy is not None and hasattr(numpy, "random") else None
         self._global = self._numpy.get_state() if self._numpy is not None else None

@@ -52,10 +52,11 @@ class Slot:
 class Output:
     """How one leaf of the result is made.
 
-    `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on a lease), ``"argument"`` (the
-    caller's own tensor number `index`), ``"argument view"``, ``"outside"`` (the very tensor `value`), ``"outside view"``
-    (a view of `value`), ``"same"`` (the object that output `index` became). `consumed` outputs get the history of one
-    whose backward already ran; `lazy` (conjugation, negation) is applied last.
+    `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
+    ``"empty"`` (a tensor without elements), ``"argument"`` (the caller's own tensor number `index`), ``"argument view"``,
+    ``"outside"`` (the very tensor `value`), ``"outside view"`` (a view of `value`), ``"same"`` (the object that output
+    `index` became). `consumed` outputs get the history of one whose backward already ran; `lazy` (conjugation, negation)
+    is applied last.
     """
 
     kind: str
@@ -73,7 +74,11 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One captured call. `entangling` are storages outside that no argument may share; `rivals` (the leases that it would overwrite) is kept current by the pool."""
+    """One captured call.
+
+    `entangling` are storages outside that no argument may share. `rivals`, the leases that playing it would overwrite, is
+    kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
+    """
 
     name: str
     key: tuple[Any, ...]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -113,15 +113,13 @@ class _Kept:
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad = grad
         self.ref = weakref.ref(grad)
+        self.storage = grad.untyped_storage()._cdata
 
     def __call__(self) -> torch.Tensor:
         return self._grad
 
     def again(self) -> torch.Tensor:
         return self._grad
-
-    def touched(self, touched: Callable[[torch.Tensor], bool]) -> bool:
-        return touched(self._grad)
 
 
 def _nothing() -> None:
@@ -167,9 +165,9 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Callable[[torch.Tensor], bool]) -> None:
-        """The call has been captured: note what it left, and what it needs. `touched` tells whether an operator of the
-        call read or wrote a tensor."""
+    def settle(self, touched: Set[int]) -> None:
+        """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that
+        an operator of the call read or wrote."""
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
@@ -177,7 +175,7 @@ class Grads:
             if kept is None and after is not None:
                 self._needing.append(p)
                 self._needed.append(_nothing)
-            elif kept is not None and (touched(before) if before is not None else kept.touched(touched)):
+            elif kept is not None and kept.storage in touched:
                 self._needing.append(p)
                 self._needed.append(partial(_living, kept.ref))
 

@@ -14,6 +14,7 @@ from .signature import Call
 
 __all__ = ["Found", "Shelf"]
 
+
 class Found:
     """The answer of a look-up: a player, or why there is none."""
 
@@ -73,5 +74,3 @@ class Shelf:
         gone = list(self)
         self._by_key.clear()
         return gone
-
-

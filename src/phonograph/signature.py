@@ -118,7 +118,7 @@ def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     groups = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
     if groups == list(range(len(tensors))):
         return ()
-    return tuple(v for t, g in zip(tensors, groups, strict=True) for v in (g, t.storage_offset()))
+    return tuple(v for t, g in zip(tensors, groups, strict=True) for v in (g, int(t.storage_offset())))
 
 
 def _getters() -> list[Callable[[], Any]]:

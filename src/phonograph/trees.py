@@ -108,9 +108,12 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
     if _is_namedtuple(node.kind):
         return kind(*values)
     if kind is defaultdict:
-        return defaultdict(like.default_factory if like is not None else None, zip(node.names, values, strict=True))
+        filled: defaultdict[Any, Any] = defaultdict(like.default_factory if like is not None else None)
+        filled.update(zip(node.names, values, strict=True))
+        return filled
     if kind in _DICTS:
-        return kind(zip(node.names, values, strict=True))
+        build: Callable[..., Any] = node.kind
+        return build(zip(node.names, values, strict=True))
     if node.kind in _pytree.SUPPORTED_NODES:
         return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
     made = copy.copy(like)

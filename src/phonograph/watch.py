@@ -13,6 +13,7 @@ eagerly, and stay so for ever.
 from __future__ import annotations
 
 import _warnings
+import operator
 import os
 import sys
 import time
@@ -36,7 +37,10 @@ __all__ = ["OperatorWatch", "storage_id", "watching_python"]
 
 def storage_id(t: torch.Tensor) -> int:
     """The identity of a tensor's memory: the same for all its views, for as long as it lives."""
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
+
+
+_cdata: Any = operator.attrgetter("_cdata")
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -47,7 +51,7 @@ class OperatorWatch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
         self.slot_ids = frozenset(self.known)
@@ -131,7 +135,7 @@ class OperatorWatch(TorchDispatchMode):
             _numbers_in(args, self.dials)
             _numbers_in(list(kwargs.values()), self.dials)
         generator = kwargs.get("generator")
-        if generator is not None and all(generator is not g and generator._cdata != g._cdata for g in self.generators):
+        if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
             self.meet(generator)
 
     def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 
 import torch
@@ -18,7 +18,7 @@ _STDLIB = tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdl
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_users(filename: str) -> bool:
     """Whether a source file is the user's own (not ours, torch's, the standard library's or an installed package)."""
     if filename.startswith(("<frozen", "<string>")):

@@ -426,9 +426,7 @@ REPLACEMENTS = {
     "vector_to_parameters": lambda net: torch.nn.utils.vector_to_parameters(
         torch.randn(sum(p.numel() for p in net.parameters()), device=net.shift.device), net.parameters()
     ),
-    "a parametrization": lambda net: torch.nn.utils.parametrize.register_parametrization(
-        net.first, "weight", Doubling()
-    ),
+    "a parametrization": lambda net: torch.nn.utils.parametrize.register_parametrization(net.first, "weight", Doubling()),
     "pruning": lambda net: prune_half(net.first),
 }
 
@@ -530,9 +528,7 @@ HOLDERS = {
         {"l": [(ramp(d, 3),)]}, lambda s, x: x * s["l"][0][0], lambda s, w: s["l"].__setitem__(0, (w,))
     ),
     "deque": lambda d: _with_state(deque([ramp(d, 3)]), lambda s, x: x * s[0], lambda s, w: s.__setitem__(0, w)),
-    "dataclass": lambda d: _with_state(
-        Prompt(ramp(d, 3)), lambda s, x: x * s.value, lambda s, w: setattr(s, "value", w)
-    ),
+    "dataclass": lambda d: _with_state(Prompt(ramp(d, 3)), lambda s, x: x * s.value, lambda s, w: setattr(s, "value", w)),
     "slots": lambda d: _with_state(Slotted(ramp(d, 3)), lambda s, x: x * s.w, lambda s, w: setattr(s, "w", w)),
 }
 

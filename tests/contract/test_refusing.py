@@ -101,7 +101,7 @@ SYNCS = {  # function: names, one of which the reason must contain
     item: ["_local_scalar_dense", "item"],
     truth: ["_local_scalar_dense", "is_nonzero", "item", "__bool__"],
     number: ["_local_scalar_dense", "item"],
-    listing: ["_local_scalar_dense", "tolist", "item"],
+    listing: ["_local_scalar_dense", "tolist", "item", "to_copy"],
     nonzero: ["nonzero"],
     mask: ["nonzero", "index"],
     selected: ["masked_select"],

@@ -386,6 +386,7 @@ def test_c06_the_optimizer_steps_on_the_gradients_of_the_call_before(device, set
         both(*batch(device))
 
 
+@may_run_live
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_c06_the_caller_zeroes_the_gradients_between_calls(device, set_to_none):
     both = steps(device, step_of=backward_only)

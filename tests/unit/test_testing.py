@@ -368,9 +368,7 @@ def test_it(both_devices):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without CUDA")
-@pytest.mark.parametrize(
-    ("required", "outcomes"), [("", {"passed": 1, "skipped": 1}), ("1", {"passed": 1, "errors": 1})]
-)
+@pytest.mark.parametrize(("required", "outcomes"), [("", {"passed": 1, "skipped": 1}), ("1", {"passed": 1, "errors": 1})])
 def test_both_devices_skips_or_fails_without_cuda(pytester, monkeypatch, required, outcomes):
     monkeypatch.setenv("PHONOGRAPH_REQUIRE_CUDA", required)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -112,9 +112,7 @@ def _make_deterministic(device: torch.device) -> None:
 def _train_digits(device: torch.device, steps: int, shown: bool) -> Training:
     images, labels = digits.load(device)
     with progress("digits", 2 * steps, shown=shown) as advance:
-        outcome = race(
-            lambda: digits.make_job(images, labels, steps, _SEED), steps, device, block=_BLOCK, advance=advance
-        )
+        outcome = race(lambda: digits.make_job(images, labels, steps, _SEED), steps, device, block=_BLOCK, advance=advance)
     accuracy = digits.accuracy(outcome.recorded.job.weights(), images, labels)
     return _training(digits.DESCRIPTION, outcome, accuracy)
 

@@ -21,7 +21,7 @@ def device_for(device: torch.device) -> Any:
     Raises:
         Refusal: no recordings can be made on it.
     """
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in _devices:
         _devices[device] = _make(device)

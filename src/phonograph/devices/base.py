@@ -94,5 +94,3 @@ class Device(Protocol):
 
     def frames_refused(self) -> Callable[[Any], Any]:
         """A check for the start of Python functions that this device cannot capture."""
-
-

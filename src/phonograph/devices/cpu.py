@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -106,9 +106,9 @@ class Tape(OperatorWatch):
         results = operators.tensors_in(out, [])
         fresh = [storage_id(t) not in self.known for t in results]
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
-        if m.writes or m.writes_named or any(fresh) or not results:
-            if not m.name.startswith("profiler::"):
-                self._steps.append(_Step(func, *noted, operands))
+        works = bool(m.writes or m.writes_named or any(fresh) or not results)
+        if works and not m.name.startswith("profiler::"):
+            self._steps.append(_Step(func, *noted, operands))
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Tape(OperatorWatch):
         return self._steps, made
 
 
-@lru_cache(maxsize=None)
+@cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], bool] | None:
     """The overload of the same operator that writes to given tensors: it, the names of those, whether it is one list."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -308,8 +308,8 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
 class _HostReads(TorchFunctionMode):
     """Refuses what reads a tensor's memory without an operator; on CUDA the same calls copy to the host."""
 
-    _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-    _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}  # by the values of a tensor, read without an operator
+    _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+    _SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})  # by the values of a tensor, read without an operator
 
     def __init__(self, watch: OperatorWatch) -> None:
         super().__init__()
@@ -415,4 +415,3 @@ def _extent(t: torch.Tensor) -> int:
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-

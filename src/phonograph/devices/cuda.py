@@ -120,7 +120,7 @@ def _on_host(args: Any, kwargs: Any) -> bool:
 
 def _same(a: torch.Generator, b: torch.Generator) -> bool:
     """Two Python objects may stand for one generator."""
-    return a is b or a._cdata == b._cdata
+    return a is b or getattr(a, "_cdata", a) == getattr(b, "_cdata", b)
 
 
 class _Ghost:
@@ -128,16 +128,13 @@ class _Ghost:
 
     def __init__(self, t: torch.Tensor, device: torch.device) -> None:
         self.ref = weakref.ref(t)
-        self._storage = storage_id(t)
+        self.storage = storage_id(t)
         self._device = device
         self._place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
         self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
 
     def __call__(self) -> torch.Tensor | None:
         return self.ref()
-
-    def touched(self, touched: Callable[[Any], bool]) -> bool:
-        return touched(self._storage)
 
     def again(self) -> torch.Tensor:
         alive = self.ref()
@@ -273,7 +270,11 @@ class CudaDevice:
         dials: Dials,
     ) -> Captured:
         for g in reach.generators:
-            if g.device.type == "cuda" and g.device.index in (None, self.index) and all(not _same(g, known) for known in self._generators):
+            if (
+                g.device.type == "cuda"
+                and g.device.index in (None, self.index)
+                and all(not _same(g, known) for known in self._generators)
+            ):
                 self._generators.append(g)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for g in self._generators:
@@ -308,7 +309,7 @@ class CudaDevice:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 yield
             except BaseException:
@@ -334,7 +335,10 @@ class CudaDevice:
             if nbytes and not footprint.covers(address, nbytes):
                 raise Refusal(
                     f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
-                    "variables", "pass it as an argument, or keep it as an attribute, closure variable or global", line)  # fmt: skip
+                    "variables",
+                    "pass it as an argument, or keep it as an attribute, closure variable or global",
+                    line,
+                )
 
     def settle(self, recording: Recording) -> None:
         """Recordings can leave tensors behind in the pool that live on outside (gradients). Where one lies in the

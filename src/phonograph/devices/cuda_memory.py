@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 from ..spans import Spans
 from . import torch_private
 from .torch_private import Handle, segments

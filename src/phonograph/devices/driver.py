@@ -8,9 +8,10 @@ against 1.65 us through cuda-bindings and 2.3 us through `CUDAGraph.replay()`; b
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 __all__ = ["DriverError", "KernelNumbers", "end_broken_capture", "launcher"]
@@ -23,12 +24,12 @@ class DriverError(RuntimeError):
     """A driver function failed; the message has its name and CUresult."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function(name: str, *types: Any) -> Any:
     f = getattr(_library(), name)
     f.argtypes = types
@@ -40,7 +41,7 @@ def launcher(graph_exec: int) -> Callable[[int], int]:
     """A function of a stream that launches an instantiated graph on it; returns the CUresult (0: success)."""
     launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
     handle = ctypes.c_void_p(graph_exec)
-    return lambda stream: launch(handle, stream)  # type: ignore[no-any-return]
+    return lambda stream: launch(handle, stream)
 
 
 def end_broken_capture(stream: int) -> None:
@@ -84,7 +85,7 @@ def _kernel_nodes(graph: int) -> Iterator[int]:
     for node in nodes:
         kind = ctypes.c_int(-1)
         kind_of(node, ctypes.byref(kind))
-        if kind.value == 0:
+        if kind.value == 0 and node is not None:
             yield node
 
 
@@ -110,14 +111,18 @@ class _Kernel:
         self.params.params = ctypes.cast(self.pointers, ctypes.POINTER(ctypes.c_void_p))
 
 
-def _reciprocal(x: float) -> float:
-    """1 / x as a kernel launcher computes it in float32. (In double and then rounded is the same.)"""
-    single: float = struct.unpack("f", struct.pack("f", x))[0]
-    return 1.0 / single if single else float("inf")
+def reciprocal(x: float) -> float:
+    """1 / x, infinite for 0."""
+    return 1.0 / x if x else math.inf
+
+
+def reciprocal_of_single(x: float) -> float:
+    """1 / x as a launcher computes it that has made x a float32 before."""
+    return reciprocal(struct.unpack("f", struct.pack("f", x))[0])
 
 
 # What a launcher does to a scalar before it hands it to a kernel: nothing, `sub` negates, `div` takes the reciprocal.
-_FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, _reciprocal)
+_FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, reciprocal_of_single, reciprocal)
 
 
 class KernelNumbers:
@@ -127,7 +132,12 @@ class KernelNumbers:
     """
 
     def __init__(self, graph: int, numbers: Mapping[float, float]) -> None:
-        patterns = {struct.pack(f, form(n)): (f, n, form) for n in numbers for f in "fd" for form in _FORMS}
+        patterns: dict[bytes, Any] = {}
+        for n, f, form in ((n, f, form) for n in numbers for f in "fd" for form in _FORMS):
+            pattern = struct.pack(f, form(n))
+            # Two forms that agree on the probe need not agree on the real number: then it is not known which was meant.
+            patterns[pattern] = None if pattern in patterns else (f, n, form)
+        patterns = {pattern: meant for pattern, meant in patterns.items() if meant is not None}
         self._kernels: list[_Kernel] = []
         self.found: set[float] = set()
         get = _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
