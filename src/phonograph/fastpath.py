@@ -7,20 +7,22 @@ and one of the process-wide modes are enough to know that the signature is that 
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
 from .player import Player
-from .signature import Call, modes
+from .signature import ALIGNMENT, Call, modes
 
 __all__ = ["FastPath"]
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
-_attributes: Any = operator.attrgetter("__dict__")
+
+def _unusual(t: torch.Tensor) -> bool:
+    """What `TensorGuards` does not look at: attributes of the tensor's own, and where its memory begins."""
+    return bool(t.data_ptr() % ALIGNMENT or t.__dict__)
 
 
 class FastPath:
@@ -50,13 +52,15 @@ class FastPath:
         flat = not kwargs and len(args) == len(call.tensors) == len(call.leaves) > 0
         if not flat or _TensorGuards is None or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
             return None
+        if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
+            return None
         if any(p.recording.entangling or _looks_at_arguments(p) for p in players):
             return None
         return FastPath(call, players)
 
     def find(self, args: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call with these arguments; None if that is for others to say."""
-        if len(args) != self._count or not self._check(*args) or modes() != self._modes or any(map(_attributes, args)):
+        if len(args) != self._count or not self._check(*args) or modes() != self._modes or any(map(_unusual, args)):
             return None
         for player in self.players:
             if not player.held() and player.broken() is None and not player.grads_held():

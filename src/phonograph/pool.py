@@ -37,7 +37,7 @@ from .spans import Spans
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Lease", "Pool", "once", "unowned"]
+__all__ = ["Lease", "Pool", "extent", "once", "unowned"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references: Callable[[object], int] = sys.getrefcount
@@ -58,6 +58,13 @@ def once(t: torch.Tensor) -> torch.Tensor:
         if s == 0 and n > 1:
             t = t.narrow(dim, 0, 1)
     return t
+
+
+def extent(t: torch.Tensor) -> int:
+    """How many elements of storage a tensor spans, from its first to its last."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 class Lease:

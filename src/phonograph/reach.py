@@ -92,6 +92,11 @@ class Reach:
         self._drain()
         self._whole()
 
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether the code may decide something by whether a gradient is there, as optimizers do."""
+        return bool(self.optimizers) or any(word in name for name in self._names for word in ("grad", "step", "clip"))
+
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules

@@ -114,7 +114,9 @@ class Recorded(Generic[P, R]):
             return MethodType(self, instance)  # with __slots__: the instance is an argument like any other
         place = f"_phonograph_{self._function.__name__}"
         mine = kept.get(place)
-        if not isinstance(mine, Recorded) or getattr(mine._function, "__self__", None) is not instance:  # e.g. a copy of the instance
+        if (
+            not isinstance(mine, Recorded) or getattr(mine._function, "__self__", None) is not instance
+        ):  # e.g. a copy of the instance
             mine = kept[place] = Recorded(MethodType(self._function, instance), self.options)
             self._bound.add(mine)
         return mine
@@ -151,8 +153,8 @@ class Recorded(Generic[P, R]):
             try:
                 if self._never is not None:
                     raise self._never
-                call = describe(args, kwargs)
                 self._eligible()
+                call = describe(args, kwargs)
                 if self._entangling and any(self._is_state(t) for t in call.tensors):
                     raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)

@@ -91,7 +91,7 @@ def record(
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                           "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
         touched = captured.watch.touched
-        grads.settle(touched)
+        grads.settle(touched, reach.looks_at_gradients)
         leases: dict[int, Lease] = {}
         plan = outputs.plan(captured, call, reach, grads, leases, device)
     if dials.lost or not captured.program.set_numbers(dials.numbers()):

@@ -165,14 +165,14 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Set[int]) -> None:
+    def settle(self, touched: Set[int], looks: bool) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that
-        an operator of the call read or wrote."""
+        an operator of the call read or wrote; `looks` says that the code may decide by whether a gradient is there."""
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
                 self._left.append((p, after))
-            if kept is None and after is not None:
+            if kept is None and (after is not None or looks):
                 self._needing.append(p)
                 self._needed.append(_nothing)
             elif kept is not None and kept.storage in touched:

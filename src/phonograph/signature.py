@@ -21,7 +21,10 @@ import torch
 from .borrowed import Borrowed, plain
 from .trees import Node, flatten
 
-__all__ = ["Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+__all__ = ["ALIGNMENT", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+
+
+ALIGNMENT = 16  # bytes: the widest load of a GPU
 
 
 class NoSignature(Exception):
@@ -88,7 +91,9 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
-    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), identity)
+    # Kernels load aligned data several elements at a time, and dropout then draws in another order.
+    alignment = t.data_ptr() % ALIGNMENT
+    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, identity)
 
 
 def plain_key(value: Any) -> Any:

@@ -391,6 +391,7 @@ def test_c15_branches_with_all_outputs_held(device):
 
 def test_c15_memory_is_that_of_the_worst_path_not_the_sum(device, monkeypatch):
     monkeypatch.setattr(device_for(device), "roomy", 0)  # as if memory were scarce: small recordings do not share it
+
     def heavy(k):
         return pg.record(lambda x: torch.cat([(x + i + k).sin() for i in range(16)]).sum(), warmup=1)
 

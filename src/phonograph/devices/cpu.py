@@ -25,9 +25,10 @@ from ..arena import Arena
 from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning
-from ..pool import Pool, once
+from ..pool import Pool, extent, once
 from ..reach import Reach
 from ..recording import Recording
+from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
@@ -339,10 +340,11 @@ class CpuDevice:
         return nullcontext()
 
     def slot(self, t: torch.Tensor) -> torch.Tensor:
-        storage_bytes = _extent(t) * t.element_size()
-        place = _Place(self._arena.take(storage_bytes), storage_bytes, planned=True)
+        shift = t.data_ptr() % ALIGNMENT // t.element_size()
+        nbytes = (shift + extent(t)) * t.element_size()
+        place = _Place(self._arena.take(nbytes), nbytes, planned=True)
         with torch.inference_mode(False):
-            slot = torch.empty(0, dtype=t.dtype).set_(place.storage(), 0, t.size(), t.stride())
+            slot = torch.empty(0, dtype=t.dtype).set_(place.storage(), shift, t.size(), t.stride())
             once(slot).copy_(once(t.detach()))
         return slot
 
@@ -408,10 +410,3 @@ def _compiled(frame: FrameType) -> Refusal | None:
         return Refusal("calls a torch.compile'd function, whose kernels the CPU device cannot see", where=users_line(frame),
                        remedy="record the uncompiled function on the CPU")  # fmt: skip
     return None
-
-
-def _extent(t: torch.Tensor) -> int:
-    """How many elements of storage a tensor spans, from its first to its last."""
-    if t.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

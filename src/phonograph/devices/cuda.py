@@ -29,9 +29,10 @@ import torch
 from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
-from ..pool import Pool, unowned
+from ..pool import Pool, extent, unowned
 from ..reach import Reach
 from ..recording import Program, Recording
+from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
@@ -116,6 +117,13 @@ def _on_host(args: Any, kwargs: Any) -> bool:
     if tensors:
         return all(t.device.type == "cpu" for t in tensors)
     return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+
+
+def _slot(t: torch.Tensor) -> torch.Tensor:
+    """New memory with the metadata of `t`, beginning as far from an aligned address as `t` does."""
+    shift = t.data_ptr() % ALIGNMENT // t.element_size()
+    memory = torch.empty(shift + extent(t), dtype=t.dtype, device=t.device)
+    return memory.as_strided(t.size(), t.stride(), shift)
 
 
 def _same(a: torch.Generator, b: torch.Generator) -> bool:
@@ -285,8 +293,7 @@ class CudaDevice:
             with torch_private.allocations_since(self.index) as allocated:
                 torch_private.clear_cublas_workspaces()
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
-                    slots = [t if b else torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
-                             for t, b in zip(arguments, borrowed, strict=True)]  # fmt: skip
+                    slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 watch = CudaWatch(self.torch_device, reach, slots, self._generators)
                 watch.dials = dials
                 with self._capturing(graph, handle), watch:
