@@ -219,8 +219,10 @@ class Recorded(Generic[P, R]):
             raise history.refusal
         if found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
+        spoiled = self._shelf.discard_spoiled(call.key)
+        self._drop(spoiled)
         try:
-            return self._record(call, found.blocked)
+            return self._record(call, found.blocked, apart=bool(spoiled))
         except Refusal as refusal:
             refusal.history = history
             if refusal.this_call or refusal.cause is not None:
@@ -301,7 +303,7 @@ class Recorded(Generic[P, R]):
             kinds = {outside[0]}
         return device_for(next(iter(kinds), torch.device("cpu")))
 
-    def _record(self, call: Call, blocked: int) -> Player:
+    def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
         reach = self._reach(call)
@@ -311,6 +313,7 @@ class Recorded(Generic[P, R]):
         device.pool.take_back()
         with _Within():
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,
+                apart=apart,
                                borrow=self.options.outputs == "borrow")  # fmt: skip
         device.settle(recording)
         device.pool.add(recording)

@@ -59,6 +59,7 @@ def record(
     device: Any,
     *,
     blocked: int = 0,
+    apart: bool = False,
     borrow: bool = False,
     follow: bool = True,
 ) -> Recording:
@@ -76,7 +77,7 @@ def record(
     if reach.arrays:
         raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
-    protected, copies_out = _clearance(device, blocked)
+    protected, copies_out = _clearance(device, blocked, apart)
     tensors = TensorSnapshot(reach)
     with _transaction(reach, grads, tensors) as snapshot:
         borrowed = [device.pool.lease_of(t) is not None for t in call.tensors]
@@ -97,7 +98,7 @@ def record(
     if dials.lost or not captured.program.set_numbers(dials.numbers()):
         # Some number could not be found in the program: then they are all baked in.
         captured.program.close()
-        return record(name, function, call, reach, device, blocked=blocked, borrow=borrow, follow=False)
+        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False)
     _separate(call, captured, reach)
     small = sum(x.nbytes for x in leases.values()) <= _SMALL
     copies_out = copies_out or (small and captured.program.footprint.nbytes > device.roomy)
@@ -131,15 +132,16 @@ def record(
     )
 
 
-def _clearance(device: Any, blocked: int) -> tuple[Spans, bool]:
+def _clearance(device: Any, blocked: int, apart: bool) -> tuple[Spans, bool]:
     """Which addresses the new recording keeps clear of, and whether it hands out copies.
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
     room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
-    to recordings in each other's way, the new one keeps clear of every output and never holds one itself.
+    to recordings in each other's way, the new one keeps clear of every output and never holds one itself. One that is made
+    because another has left a tensor in the memory of its predecessor keeps `apart` from all.
     """
     pool = device.pool
-    if pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS:
+    if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
         return pool.footprints() | pool.protected(), False
     if not blocked:
         return pool.protected(), False

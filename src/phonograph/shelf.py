@@ -70,6 +70,13 @@ class Shelf:
                 del self._by_key[oldest]
         return gone
 
+    def discard_spoiled(self, key: Any) -> list[Player]:
+        """Take out the recordings of a signature whose memory was given away; returns them."""
+        players = self._by_key.get(key, [])
+        gone = [p for p in players if p.recording.spoiled]
+        players[:] = [p for p in players if not p.recording.spoiled]
+        return gone
+
     def clear(self) -> list[Player]:
         gone = list(self)
         self._by_key.clear()
