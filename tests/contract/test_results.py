@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import typing
+import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
@@ -1018,3 +1019,14 @@ def test_c05_a_call_that_follows_many_dropped_ones_by_the_helper_for_users(devic
     both = assert_matches_live(lambda: lambda x, scale: x * scale, calls, hold=False)
     gc.collect()
     assert counts(both) == (1, 1, 4)
+
+
+def test_c03_a_refused_call_writes_two_arguments_that_share_memory_exactly_once(device):
+    """Both arguments are an earlier result, and each is written: what the failed capture did must be taken back."""
+    make = pg.record(lambda x: x * 2, warmup=1)
+    write = pg.record(lambda a, b: (a.add_(1), b[:1].zero_())[0], warmup=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for _ in range(4):
+            y = make(ramp(device, 4))
+            assert_same(write(y, y.view(4)), torch.tensor([0.0, 5.0, 7.0, 9.0], device=device))

@@ -155,7 +155,8 @@ class Tape(OperatorWatch):
 
     def undo(self) -> None:
         """Put back everything that the call wrote outside, and the generators."""
-        for storage, old in self._undo:
+        # Backwards: two storage objects may stand for one memory (borrowed arguments), and the first copy is the oldest.
+        for storage, old in reversed(self._undo):
             storage.copy_(old)
         for generator, state in self._generator_states:
             generator.set_state(state)
