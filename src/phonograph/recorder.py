@@ -79,35 +79,37 @@ def record(
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     tensors = TensorSnapshot(reach)
-    with _transaction(reach, grads, tensors) as snapshot:
-        borrowed = [device.pool.lease_of(t) is not None for t in call.tensors]
-        arguments = [unowned(t) if b else t for t, b in zip(call.tensors, borrowed, strict=True)]
-        parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
-        arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
-        fixed = [b or i in parameters for i, b in enumerate(borrowed)]
-        with probing(reach, follow) as dials:
-            captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials)
-        changes = [*snapshot.changes(), *tensors.changes()]
-        if changes:
-            raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
-                          "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
-        touched = captured.watch.touched
-        grads.settle(touched, reach.looks_at_gradients)
-        leases: dict[int, Lease] = {}
-        plan = outputs.plan(captured, call, reach, grads, leases, device)
-    if dials.lost or not captured.program.set_numbers(dials.numbers()):
+    try:
+        with _transaction(reach, grads, tensors) as snapshot:
+            borrowed = [device.pool.lease_of(t) is not None for t in call.tensors]
+            arguments = [unowned(t) if b else t for t, b in zip(call.tensors, borrowed, strict=True)]
+            parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
+            arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
+            fixed = [b or i in parameters for i, b in enumerate(borrowed)]
+            with probing(reach, follow) as dials:
+                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials)
+            changes = [*snapshot.changes(), *tensors.changes()]
+            if changes:
+                raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
+                              "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
+            touched = captured.watch.touched
+            grads.settle(touched, reach.looks_at_gradients)
+            leases: dict[int, Lease] = {}
+            plan = outputs.plan(captured, call, reach, grads, leases, device)
+            _separate(call, captured, reach)
+            slots = tuple(
+                Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
+                for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
+            )
+            _no_overlap(call, slots)
+            if dials.lost or not captured.program.set_numbers(dials.numbers()):
+                raise _Unfollowed
+    except _Unfollowed:
         # Some number could not be found in the program: then they are all baked in.
-        captured.program.close()
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False)
-    _separate(call, captured, reach)
     small = sum(x.nbytes for x in leases.values()) <= _SMALL
     copies_out = copies_out or (small and captured.program.footprint.nbytes > device.roomy)
     written = captured.watch.written
-    slots = tuple(
-        Slot(final, borrowed=b, written=storage_id(used) in written)
-        for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
-    )
-    _no_overlap(call, slots)
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -130,6 +132,10 @@ def record(
         copies_out=copies_out,
         borrow=borrow,
     )
+
+
+class _Unfollowed(Exception):
+    """A capture is taken back and made again, with hyper-parameters baked in."""
 
 
 def _clearance(device: Any, blocked: int, apart: bool) -> tuple[Spans, bool]:

@@ -708,3 +708,25 @@ def test_c13_nothing_is_logged_as_an_error_for_a_users_exception(device, caplog)
             with pytest.raises(ValueError, match="mine"):
                 f(ramp(device, 3))
     assert not [r for r in caplog.records if r.name.startswith("phonograph")]
+
+
+def test_c12_a_capture_refused_at_its_end_leaves_the_gradients_as_they_were(device):
+    """What is refused is known only after the whole call was captured, with its backward."""
+    weights = [torch.ones(4, device=device, requires_grad=True) for _ in range(2)]
+
+    def step_of(weight):
+        def step(a, b):
+            (weight * b.detach().clone()).sum().backward()
+            return a.add_(1).clone()
+
+        return step
+
+    recorded, live = pg.record(step_of(weights[0]), warmup=1), step_of(weights[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for n in range(5):
+            if n == 1:  # the capture makes a gradient, which must not be there for the live run
+                weights[0].grad = weights[1].grad = None
+            x, y = ramp(device, 4), ramp(device, 4)
+            assert_same(recorded(x, x.view(4)), live(y, y.view(4)))
+            assert_same(weights[0].grad, weights[1].grad)
