@@ -47,8 +47,8 @@ class Refusal(Exception):
     """Why a call cannot be recorded.
 
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
-    that trying again would give the same answer, `this_call` that it concerns no other call. `cause` is the exception
-    that ended a capture: if the live run raises as well, that is the answer to the call.
+    that trying again would give the same answer, `this_call` that it concerns no other call, `failed` that an exception
+    ended the capture: if the live run raises as well, that is the answer to the call.
     """
 
     reason: str
@@ -56,10 +56,14 @@ class Refusal(Exception):
     where: str = ""
     final: bool = True
     this_call: bool = False
-    cause: BaseException | None = None
+    failed: bool = False
     history: Any = None
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         advice = f" ({self.remedy})" if self.remedy else ""
         return f"{self.reason}{place}{advice}"
+
+    def let_go(self) -> None:
+        """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
+        self.__traceback__ = self.__cause__ = self.__context__ = None

@@ -62,7 +62,7 @@ class Player:
         self._positions = copied
         self._plain = len(copied) == len(recording.slots)
         self._nbytes = sum(t.nbytes for t in self._targets)
-        self._written = [i for i in copied if recording.slots[i].written]
+        self._written = [i for i, slot in enumerate(recording.slots) if slot.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._launch = recording.program.launch
         self._single = self._one_output()
@@ -191,9 +191,11 @@ class Player:
     def _write_back(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for i in self._written:
-                slot = self.recording.slots[i].tensor
-                if tensors[i].data_ptr() != slot.data_ptr():
-                    once(tensors[i]).copy_(once(slot))
+                slot, theirs = self.recording.slots[i].tensor, tensors[i]
+                if theirs.data_ptr() != slot.data_ptr():
+                    once(theirs).copy_(once(slot))
+                elif not theirs.is_inference():
+                    torch._C._increment_version([theirs])
 
     def _hand_out(self, call: Call | None) -> Any:
         made: list[Any] = []

@@ -32,7 +32,7 @@ from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
-from .recorder import record, recording_now
+from .recorder import record, recording_here
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
 from .verify import verified
@@ -177,6 +177,7 @@ class Recorded(Generic[P, R]):
                 refusal = Refusal(str(e))
             except Refusal as e:
                 refusal = e
+        refusal.let_go()
         return self._refused(refusal, args, kwargs)
 
     def _is_state(self, t: torch.Tensor) -> bool:
@@ -193,7 +194,7 @@ class Recorded(Generic[P, R]):
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
         counters.replayed += 1
-        if self.options.verify and counters.replayed % self.options.verify == 0:
+        if player.played and self.options.verify and counters.replayed % self.options.verify == 0:
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
@@ -225,7 +226,7 @@ class Recorded(Generic[P, R]):
             return self._record(call, found.blocked, apart=bool(spoiled))
         except Refusal as refusal:
             refusal.history = history
-            if refusal.this_call or refusal.cause is not None:
+            if refusal.this_call or refusal.failed:
                 raise
             history.attempts += 1
             if refusal.final or history.attempts >= _ATTEMPTS:
@@ -256,7 +257,7 @@ class Recorded(Generic[P, R]):
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
-        if refusal.cause is None:
+        if not refusal.failed:
             self._count(refusal)
             self._counters.live += 1
             return self._function(*args, **kwargs)
@@ -271,7 +272,7 @@ class Recorded(Generic[P, R]):
         if refusal.history is not None:
             refusal.history.attempts += 1
             if refusal.history.attempts >= _ATTEMPTS:
-                refusal.history.refusal = replace(refusal, cause=None)
+                refusal.history.refusal = replace(refusal, failed=False, history=None)
 
     def _count(self, refusal: Refusal) -> None:
         if self._counters.refuse(refusal.reason):
@@ -390,7 +391,7 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if recording_now() is not None:
+        if recording_here():
             name = getattr(function, "__qualname__", repr(function))
             raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
                           where=users_line())  # fmt: skip

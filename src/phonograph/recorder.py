@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,18 +38,20 @@ from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id, watching_python
 
-__all__ = ["record", "recording_now"]
+__all__ = ["record", "recording_here"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
 _SMALL = 64 << 10  # bytes of output that a recording which cannot have memory of its own hands out as copies at once
 
-_recording: list[str] = []
+_recording: list[int] = []  # the thread that captures at the moment
 
 
-def recording_now() -> str | None:
-    """The name of the function that is being recorded at this moment, if any."""
-    return _recording[-1] if _recording else None
+def recording_here() -> bool:
+    """Whether the calling thread is part of a capture: it captures, or it is autograd's, which is no thread of Python's
+    making. Another thread of the user's is not concerned by the capture."""
+    mine = threading.get_ident() in _recording
+    return mine or (bool(_recording) and isinstance(threading.current_thread(), threading._DummyThread))
 
 
 def record(
@@ -182,14 +185,14 @@ def _capture(
         staying = {storage_id(g) for g in grads.read() if g is not None}
         return [x for x in leaves if isinstance(x, torch.Tensor) and _ordinary(x) and storage_id(x) not in staying]
 
-    _recording.append(name)
+    _recording.append(threading.get_ident())
     try:
         return device.capture(arguments, fixed, reach, run, leaving, protected, dials)._replace(containers=frozenset(given))
     except Refusal:
         raise
     except Exception as e:
         first = str(e).strip().split("\n", 1)[0]
-        raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False, cause=e) from e
+        raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False, failed=True) from e
     finally:
         _recording.pop()
 

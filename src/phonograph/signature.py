@@ -155,4 +155,5 @@ def _autocast() -> tuple[Any, ...]:
 
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
-    return (*[get() for get in _GETTERS], _autocast(), torch._C._len_torch_function_stack())
+    c = torch._C
+    return (*[get() for get in _GETTERS], _autocast(), c._len_torch_function_stack(), c._len_torch_dispatch_stack())

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import phonograph as pg
 from phonograph.devices import device_for
@@ -961,3 +962,40 @@ def test_c20_importing_is_quiet_and_touches_no_gpu():
     ended = run_python("import phonograph, torch; print(torch.cuda.is_initialized())")
     assert (ended.stdout, ended.stderr) == ("False\n", "")
     assert time.perf_counter() - started < 100
+
+
+@may_run_live
+def test_c14_a_dispatch_mode_that_comes_later_sees_every_operator(device):
+    f = pg.record(lambda x: x * 2 + 1, warmup=1)
+    for _ in range(5):
+        f(torch.ones(3, device=device))
+
+    class Counts(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counts.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, device=device)
+    with Counts():
+        f(x)
+    assert Counts.seen == 2
+
+
+def test_c14_another_thread_calls_a_live_function_during_a_recording(device):
+    always = pg.live(lambda: threading.get_ident())
+    seen = []
+
+    def f(x):
+        other = threading.Thread(target=lambda: seen.append(always()))
+        other.start()
+        other.join()
+        return x * 2
+
+    recorded = pg.record(f, warmup=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for _ in range(4):
+            assert recorded(torch.ones(3, device=device)).tolist() == [2.0] * 3
+    assert len(seen) >= 2

@@ -8,6 +8,7 @@ import logging
 import sys
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -730,3 +731,16 @@ def test_c12_a_capture_refused_at_its_end_leaves_the_gradients_as_they_were(devi
             x, y = ramp(device, 4), ramp(device, 4)
             assert_same(recorded(x, x.view(4)), live(y, y.view(4)))
             assert_same(weights[0].grad, weights[1].grad)
+
+
+@may_run_live
+def test_c12_a_refused_function_does_not_keep_its_arguments(device):
+    f = pg.record(item, warmup=1)
+    gone = []
+    for n in range(5):
+        x = ramp(device, 4, start=n)
+        gone.append(weakref.ref(x))
+        f(x)
+        del x
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 5

@@ -1030,3 +1030,31 @@ def test_c03_a_refused_call_writes_two_arguments_that_share_memory_exactly_once(
         for _ in range(4):
             y = make(ramp(device, 4))
             assert_same(write(y, y.view(4)), torch.tensor([0.0, 5.0, 7.0, 9.0], device=device))
+
+
+@pytest.mark.parametrize("parameter", [False, True], ids=["an earlier result", "a parameter"])
+def test_c03_autograd_notices_an_argument_that_a_replay_writes_in_place(device, parameter):
+    make = pg.record(lambda x: x * 2, warmup=1)
+    write = pg.record(torch.no_grad()(lambda a: a.add_(1).sum()), warmup=1)
+    kept = torch.nn.Parameter(ramp(device, 4))
+    for _ in range(5):
+        a = kept if parameter else make(ramp(device, 4))
+        w = torch.ones(4, device=device, requires_grad=True)
+        product = (w * a).sum()
+        write(a)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+def test_c10_verify_from_the_first_replay_on_with_a_gradient_that_is_made_anew(device):
+    weight = torch.ones(4, device=device, requires_grad=True)
+
+    def step(x):
+        (weight * x).sum().backward()
+        return x + 1
+
+    f = pg.record(step, warmup=1, verify=1)
+    for n in range(5):
+        weight.grad = None
+        f(ramp(device, 4, start=n))
+        assert_same(weight.grad, ramp(device, 4, start=n))
