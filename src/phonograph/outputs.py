@@ -7,7 +7,7 @@ replay could hand out faithfully is refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from .devices.base import Captured
 from .errors import Refusal
-from .pool import Lease
+from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
@@ -23,7 +23,7 @@ from .signature import Call, NoSignature, plain_key
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["plan", "skeleton"]
+__all__ = ["moulds", "plan", "skeleton"]
 
 
 def plan(
@@ -49,6 +49,17 @@ def plan(
             found.append(_tensor(leaf, captured, call, reach, grads, leases, device))
         else:
             found.append(_value(leaf, reach))
+    return tuple(found)
+
+
+def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Tensor, ...]:
+    """For each of these memories the tensor that a replay copies: the output itself, where that is all there is on it,
+    and otherwise the bytes, of which the outputs are views."""
+    found = []
+    for lease in copied:
+        templates = [o.template for o in plan if o.lease is lease and o.template is not None]
+        whole = len(templates) == 1 and dense(templates[0]) and templates[0].nbytes == lease.nbytes
+        found.append(templates[0] if whole else lease.bytes())
     return tuple(found)
 
 

@@ -1,7 +1,7 @@
 """Playing a recording: put the inputs in, launch, hand the outputs out.
 
 `play` is the whole of it. Everything that does not change between replays was worked out when the recording was made,
-so that a call with one input and one output is a fused copy, a launch and an alias.
+so that a call with one input and one output is little more than a launch.
 
 The order matters in three places. Arguments are copied *before* the launch and written ones back *after* it, on the
 same stream, so that a function which writes its argument is seen to do so. The version counters of tensors that the
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .borrowed import Borrowed, Loan
-from .pool import once
+from .pool import Fill, once
 from .recording import Output, Recording
 from .signature import Call
 from .trees import unflatten
@@ -54,35 +55,29 @@ class Player:
     def __init__(self, recording: Recording, device: Any) -> None:
         self.recording = recording
         self._device = device
-        copied = [i for i, s in enumerate(recording.slots) if not isinstance(s.tensor, torch.nn.Parameter)]
-        self._all = [(i, recording.slots[i].tensor, recording.slots[i].borrowed) for i in copied]
-        self._targets = [once(recording.slots[i].tensor) for i in copied]
-        self._always = all(not borrowed for _, _, borrowed in self._all)
-        self._dense = all(t is recording.slots[i].tensor for t, i in zip(self._targets, copied, strict=True))
-        self._positions = copied
-        self._plain = len(copied) == len(recording.slots)
-        self._nbytes = sum(t.nbytes for t in self._targets)
-        self._written = [i for i, slot in enumerate(recording.slots) if slot.written]
+        slots = list(enumerate(recording.slots))
+        outer = [(i, s) for i, s in slots if not isinstance(s.tensor, torch.nn.Parameter)]
+        self._fed = [i for i, s in outer if not s.borrowed]
+        self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
+        self._feeds_all = len(self._fed) == len(slots)
+        self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
+        self._written = [i for i, s in slots if s.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
-        self._launch = recording.program.launch
+        self._run: Callable[..., None] = recording.program.run
+        self._new = [partial(torch.empty_like, m) for m in recording.program.outs]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials
         self._turned = False
         self.played = 0
 
-    def _one_output(self) -> torch.Tensor | None:
-        """The template, where the result is one plain tensor."""
+    def _one_output(self) -> Output | None:
+        """The output, where the result is one plain tensor."""
         outs = self.recording.outputs
-        if (
-            self.recording.shape is None
-            and len(outs) == 1
-            and outs[0].kind == "lease"
-            and not outs[0].consumed
-            and not outs[0].lazy
-        ):
-            return None if self.recording.copies_out or self.recording.borrow else outs[0].template
-        return None
+        if self.recording.shape is not None or len(outs) != 1 or self.recording.borrow:
+            return None
+        whole = not self._new or outs[0].template is self.recording.program.outs[0]
+        return outs[0] if outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy and whole else None
 
     @property
     def pool(self) -> Any:
@@ -117,7 +112,7 @@ class Player:
         """Whether this call cannot be played because of tensors that are held."""
         if self.held():
             return True
-        return not self._always and any(self._in_use(slot, call.tensors[i]) for i, slot, borrowed in self._all if borrowed)
+        return any(self._in_use(slot, call.tensors[i]) for i, slot in self._lent)
 
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
         """Whether an argument that is not in place cannot be copied to its place, which another recording's output has."""
@@ -130,31 +125,27 @@ class Player:
         """Drop the recording. Outputs that are held stay valid."""
         self._device.pool.remove(self.recording)
         self.recording.program.close()
+        self._run = _closed
 
     def play(self, call: Call) -> tuple[Any, int]:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
         self._enter()
-        copied = self._fill(call.tensors)
-        self._launch()
+        tensors = call.tensors
+        copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
+        targets = [new() for new in self._new]
+        self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
         if self._written:
-            self._write_back(call.tensors)
+            self._write_back(tensors)
         self._after()
-        if self._single is not None:
-            return _data(self._single), copied
-        return self._hand_out(call), copied
+        return self._hand_out(call, targets), copied
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
         """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
         self._enter()
-        if self._dense:
-            self._device.copy(self._targets, tensors)
-        else:
-            self._device.copy(self._targets, [once(t) for t in tensors])
-        self._launch()
+        targets = [new() for new in self._new]
+        self._run(tensors, targets)
         self._after()
-        if self._single is not None:
-            return _data(self._single), self._nbytes
-        return self._hand_out(None), self._nbytes
+        return self._hand_out(None, targets), self._nbytes
 
     def _enter(self) -> None:
         self.played += 1
@@ -171,22 +162,12 @@ class Player:
         if self._grads is not None:
             self._grads.leave()
 
-    def _fill(self, tensors: list[torch.Tensor]) -> int:
-        if not self._targets:
-            return 0
-        if self._always and self._dense:
-            with torch.no_grad():
-                self._device.copy(self._targets, tensors if self._plain else [tensors[i] for i in self._positions])
-            return self._nbytes
-        targets, sources = [], []
-        for (i, slot, _), target in zip(self._all, self._targets, strict=True):
-            if tensors[i].data_ptr() != slot.data_ptr():
-                targets.append(target)
-                sources.append(once(tensors[i]))
-        if targets:
-            with torch.no_grad():
-                self._device.copy(targets, sources)
-        return sum(t.nbytes for t in targets)
+    def _lend_in(self, tensors: list[torch.Tensor]) -> int:
+        """Copy to their places those arguments that lie where another recording left them last time, and not now."""
+        moved = [(slot, tensors[i]) for i, slot in self._lent if tensors[i].data_ptr() != slot.data_ptr()]
+        with torch.no_grad():
+            Fill([slot for slot, _ in moved])([t for _, t in moved])
+        return sum(once(slot).nbytes for slot, _ in moved)
 
     def _write_back(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -197,19 +178,20 @@ class Player:
                 elif not theirs.is_inference():
                     torch._C._increment_version([theirs])
 
-    def _hand_out(self, call: Call | None) -> Any:
+    def _hand_out(self, call: Call | None, targets: list[torch.Tensor]) -> Any:
+        if self._single is not None:
+            return targets[0] if targets else _data(self._single.template)
         made: list[Any] = []
-        copies: dict[int, torch.UntypedStorage] = {}
         for o in self.recording.outputs:
-            t = self._make(o, call, made, copies)
+            t = self._make(o, call, made, targets)
             t = _with_history(t) if o.consumed else t
             made.append(o.lazy(t) if o.lazy is not None else t)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
-    def _make(self, o: Output, call: Call | None, made: list[Any], copies: dict[int, torch.UntypedStorage]) -> Any:
+    def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
-            if self.recording.copies_out:
-                return self._copy_of(o, copies)
+            if targets:
+                return self._on_copy(o, targets)
             return self._lend(o) if self.recording.borrow else _data(o.template)
         if o.kind in ("value", "outside"):
             return o.value
@@ -235,14 +217,19 @@ class Player:
         self.pool.loans.add(loan)
         return Borrowed.lend(_data(o.template), loan)
 
-    def _copy_of(self, o: Output, copies: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    def _on_copy(self, o: Output, targets: list[torch.Tensor]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""
         assert o.lease is not None
         assert o.template is not None
-        if o.lease.cdata not in copies:
-            copies[o.lease.cdata] = o.lease.bytes().clone().untyped_storage()
+        i = self.recording.copied.index(o.lease)
+        if o.template is self.recording.program.outs[i]:
+            return targets[i]
         t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
-        return t.set_(copies[o.lease.cdata], o.template.storage_offset(), o.template.size(), o.template.stride())
+        return t.set_(targets[i].untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+
+
+def _closed(*_: Any) -> None:
+    raise RuntimeError("this recording was closed, and its memory may be another's now")
 
 
 def _with_history(t: torch.Tensor) -> torch.Tensor:

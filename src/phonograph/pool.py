@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +37,7 @@ from .spans import Spans
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Lease", "Pool", "extent", "once", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "dense", "extent", "once", "unowned"]
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references: Callable[[object], int] = sys.getrefcount
@@ -60,11 +60,33 @@ def once(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+class Fill:
+    """Copies tensors to fixed places of the same metadata, all in one go where torch has a kernel for it."""
+
+    def __init__(self, places: Sequence[torch.Tensor]) -> None:
+        self.places = [once(p) for p in places]
+        self._plain = all(a is b for a, b in zip(self.places, places, strict=True))
+
+    def __call__(self, sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
+        if self.places:
+            torch._foreach_copy_(self.places, sources if self._plain else [once(s) for s in sources])
+
+
 def extent(t: torch.Tensor) -> int:
     """How many elements of storage a tensor spans, from its first to its last."""
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def dense(t: torch.Tensor) -> bool:
+    """Whether a tensor covers its memory from its first to its last element, each once."""
+    step = 1
+    for s, n in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1):
+        if s != step:
+            return False
+        step *= n
+    return t.numel() > 0
 
 
 class Lease:

@@ -13,6 +13,7 @@ failed capture never reaches the user, because if the function itself is at faul
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -38,11 +39,11 @@ from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id, watching_python
 
-__all__ = ["record", "recording_here"]
+__all__ = ["SMALL", "record", "recording_here"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
-_SMALL = 64 << 10  # bytes of output that a recording which cannot have memory of its own hands out as copies at once
+SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
 _recording: list[int] = []  # the thread that captures at the moment
 
@@ -89,8 +90,9 @@ def record(
             parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
             arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
             fixed = [b or i in parameters for i, b in enumerate(borrowed)]
+            most = 0 if borrow else math.inf if copies_out else SMALL
             with probing(reach, follow) as dials:
-                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials)
+                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most)
             changes = [*snapshot.changes(), *tensors.changes()]
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -99,6 +101,8 @@ def record(
             grads.settle(touched, reach.looks_at_gradients)
             leases: dict[int, Lease] = {}
             plan = outputs.plan(captured, call, reach, grads, leases, device)
+            copied = tuple(leases.pop(key) for key in captured.copied)
+            captured.program.outs = outputs.moulds(plan, copied)
             _separate(call, captured, reach)
             slots = tuple(
                 Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
@@ -110,8 +114,6 @@ def record(
     except _Unfollowed:
         # Some number could not be found in the program: then they are all baked in.
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False)
-    small = sum(x.nbytes for x in leases.values()) <= _SMALL
-    copies_out = copies_out or (small and captured.program.footprint.nbytes > device.roomy)
     written = captured.watch.written
     leaves: list[Any] = []
     return Recording(
@@ -122,7 +124,8 @@ def record(
         slots=slots,
         shape=flatten(captured.result, leaves),
         outputs=plan,
-        leases=() if borrow or copies_out else tuple(leases.values()),
+        leases=() if borrow else tuple(leases.values()),
+        copied=copied,
         footprint=captured.program.footprint,
         reliances=Reliances(reach, grads, dials),
         written_outside=tuple(
@@ -132,7 +135,6 @@ def record(
         ),
         like=outputs.skeleton(captured.result),
         entangling=_weakly(entangling(captured.watch, reach), captured.watch.written, reach),
-        copies_out=copies_out,
         borrow=borrow,
     )
 
@@ -160,7 +162,7 @@ def _clearance(device: Any, blocked: int, apart: bool) -> tuple[Spans, bool]:
 def _capture(
     name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
-    dials: Dials,
+    dials: Dials, most: float,
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
@@ -187,7 +189,8 @@ def _capture(
 
     _recording.append(threading.get_ident())
     try:
-        return device.capture(arguments, fixed, reach, run, leaving, protected, dials)._replace(containers=frozenset(given))
+        captured = device.capture(arguments, fixed, reach, run, leaving, protected, dials, most)
+        return captured._replace(containers=frozenset(given))
     except Refusal:
         raise
     except Exception as e:

@@ -13,7 +13,9 @@ from .reliance import Reliances
 from .spans import Spans
 from .trees import Node
 
-__all__ = ["Output", "Program", "Recording", "Slot"]
+__all__ = ["Output", "Program", "Recording", "Slot", "Tensors"]
+
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 class Program(Protocol):
@@ -24,8 +26,12 @@ class Program(Protocol):
     """Pool memory in the footprint that tensors outside own (gradients that the call created)."""
     operators: int
 
-    def launch(self) -> None:
-        """Run it on the current stream, with the slots filled. Does not wait."""
+    outs: tuple[torch.Tensor, ...]
+    """The results that every run copies to memory of the caller's own. Set once they are known."""
+
+    def run(self, sources: Tensors, targets: Tensors) -> None:
+        """Run it on the current stream, with the values of `sources` in the slots that are no other's memory, and copy
+        `outs` to `targets`, which have their metadata. Does not wait; `sources` may be dropped or written at once."""
 
     def set_numbers(self, numbers: Mapping[float, float]) -> bool:
         """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on.
@@ -76,6 +82,8 @@ class Output:
 class Recording:
     """One captured call.
 
+    Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
+    What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
     `entangling` are storages outside that no argument may share. `rivals`, the leases that playing it would overwrite, is
     kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
     """
@@ -88,11 +96,11 @@ class Recording:
     shape: Node | None
     outputs: tuple[Output, ...]
     leases: tuple[Lease, ...]
+    copied: tuple[Lease, ...]
     footprint: Spans
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
-    copies_out: bool = False
     borrow: bool = False
     entangling: dict[int, Any] = field(default_factory=dict, repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)

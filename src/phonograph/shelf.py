@@ -60,12 +60,15 @@ class Shelf:
 
     def add(self, key: Any, player: Player) -> list[Player]:
         """Put a recording on the shelf; returns those that had to go."""
-        self._by_key.setdefault(key, []).insert(0, player)
+        players = self._by_key.setdefault(key, [])
+        # One that copies its results may always be played, but those that need not copy come first.
+        players.insert(len(players) if player.recording.copied else 0, player)
         self._by_key.move_to_end(key)
         gone: list[Player] = []
         while len(self) > self.limit:
             oldest = next(iter(self._by_key))
-            gone.append(self._by_key[oldest].pop())
+            gone.append(next(p for p in reversed(self._by_key[oldest]) if p is not player))
+            self._by_key[oldest].remove(gone[-1])
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
         return gone

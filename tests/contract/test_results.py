@@ -876,14 +876,14 @@ OWNERS = {
 }
 
 
-# An output lies in the recording's memory, which torch offers no way to resize: docs/limits.md.
+# A large output lies in the recording's memory, which torch offers no way to resize: docs/limits.md.
 RESIZES = pytest.mark.xfail(raises=RuntimeError, strict=True, reason="a replayed output cannot be made larger in place")
 
 
-@pytest.mark.parametrize(
-    "own", [pytest.param(own, id=name, marks=RESIZES if name in ("resize_", "storage") else ()) for name, own in OWNERS.items()]
-)
-def test_c05_whatever_an_owner_does_with_an_output(device, own):
+@pytest.mark.parametrize("own", OWNERS.values(), ids=OWNERS)
+def test_c05_whatever_an_owner_does_with_an_output(device, own, results_are, request):
+    if results_are == "leased" and own in (OWNERS["resize_"], OWNERS["storage"]):
+        request.applymarker(RESIZES)
     f, g = plain(lambda x: x * 2, hold=True), plain(lambda x: x.cos(), hold=True)
     for n in range(8):
         f(ramp(device, 5, start=n)).each(own)

@@ -30,7 +30,8 @@ class Captured(NamedTuple):
 
     `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
     are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
-    `containers` are the identities of the containers that the call got as arguments.
+    `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
+    identities of the containers that the call got as arguments.
     """
 
     result: Any
@@ -39,6 +40,7 @@ class Captured(NamedTuple):
     watch: OperatorWatch
     used: list[torch.Tensor]
     slots: list[torch.Tensor]
+    copied: tuple[int, ...] = ()
     containers: frozenset[int] = frozenset()
 
 
@@ -74,16 +76,15 @@ class Device(Protocol):
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
+        copied: float,
     ) -> Captured:
         """Dry-run ``call(slots)`` and keep what it did as a program.
 
         `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
+        Results of at most `copied` bytes in all are copied out by each run.
 
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """One fused copy."""
 
     def tidy(self) -> None:
         """Return memory that nothing needs any more, if recordings have gone."""

@@ -25,9 +25,9 @@ from ..arena import Arena
 from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning
-from ..pool import Pool, extent, once
+from ..pool import Fill, Pool, extent, once
 from ..reach import Reach
-from ..recording import Recording
+from ..recording import Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
@@ -207,10 +207,12 @@ _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_stride
 class TapeProgram:
     """A tape with its memory fixed: a list of calls without arguments."""
 
-    def __init__(self, steps: list[_Step], footprint: Spans, keep: Any) -> None:
+    def __init__(self, steps: list[_Step], footprint: Spans, slots: list[torch.Tensor], keep: Any) -> None:
         self.footprint = footprint
         self.operators = len(steps)
         self.owned = Spans()
+        self.outs: tuple[torch.Tensor, ...] = ()
+        self._fill = Fill(slots)
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         self._steps = steps
@@ -218,10 +220,13 @@ class TapeProgram:
         with torch.inference_mode(False), torch.no_grad():
             self.calls = [self._call(step) for step in steps]
 
-    def launch(self) -> None:
+    def run(self, sources: Tensors, targets: Tensors) -> None:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            self._fill(sources)
             for call in self.calls:
                 call()
+            if targets:
+                torch._foreach_copy_(targets, self.outs)
 
     def close(self) -> None:
         self.calls = []
@@ -358,6 +363,7 @@ class CpuDevice:
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
+        copied: float,
     ) -> Captured:
         self._arena.open(protected)
         slots = [t if b else self.slot(t) for t, b in zip(arguments, borrowed, strict=True)]
@@ -370,11 +376,12 @@ class CpuDevice:
                 raise tape.refusal
             steps, made = tape.close({storage_id(t) for t in outputs_of(result)})
             footprint = Spans(self._arena.used)
-            keep = (list(self._arena.segments), slots)
-            program = TapeProgram(steps, footprint, keep)
+            filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
+            program = TapeProgram(steps, footprint, filled, (list(self._arena.segments), slots))
         finally:
             tape.undo()
-        return Captured(result, program, made, tape, slots, slots)
+        out = tuple(key for key, m in made.items() if m.nbytes) if sum(m.nbytes for m in made.values()) <= copied else ()
+        return Captured(result, program, made, tape, slots, slots, out)
 
     def settle(self, recording: Recording) -> None:
         """Nothing: what a tape leaves behind lies outside of the arena."""
@@ -388,9 +395,6 @@ class CpuDevice:
     def anchor(self) -> Any:
         """What owns the pool's memory."""
         return list(self._arena.segments)
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(targets, sources)
 
     def tidy(self) -> None:
         if self.pool.untidy:

@@ -17,6 +17,7 @@ due to a previous error during capture", and leaves the thread on the capture st
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,18 +30,20 @@ import torch
 from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
-from ..pool import Pool, extent, unowned
+from ..pool import Fill, Pool, dense, extent, unowned
 from ..reach import Reach
-from ..recording import Program, Recording
+from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
-from . import cuda_memory, torch_private
+from . import cuda_memory, driver, torch_private
 from .base import Captured, Made
-from .driver import DriverError, KernelNumbers, end_broken_capture, launcher
 
 __all__ = ["CudaDevice"]
+
+_address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
+_thread = threading.local()
 
 
 class _Anchor:
@@ -154,10 +157,66 @@ class _Ghost:
             return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
 
 
+class _Edges:
+    """Copies at the beginning of a graph, from the arguments to their slots, and at its end, from results to memory of
+    the caller's own. They are kernels of the graph itself, and get their outer addresses before each launch: that costs
+    the CPU less than a copy beside the graph, and the GPU less than another launch.
+
+    Only what lies dense in memory is copied so, because torch's fused copy then is a kernel; where one argument does not,
+    all are copied beside the graph.
+    """
+
+    def __init__(self, stream: int, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """Must be made where the capture has begun, before anything else is captured."""
+        self.slots = slots
+        self.addresses: list[int] = []
+        self.nodes: set[int] = set()
+        self._stream = stream
+        self.usable = all(map(dense, arguments)) and len(set(map(_address, arguments))) == len(arguments)
+        if self.usable:
+            self._copy(slots, arguments)
+            self.addresses += map(_address, arguments)
+            self.nodes |= driver.captured_nodes(stream)
+
+    def copy_out(self, results: list[torch.UntypedStorage]) -> None:
+        """To be called last in the capture."""
+        if self.usable:
+            before = driver.captured_nodes(self._stream)
+            with torch.inference_mode(False), torch.no_grad():
+                ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
+                theirs = [torch.empty_like(t) for t in ours]
+            self._copy(theirs, ours)
+            self.addresses += map(_address, theirs)
+            self.nodes |= driver.captured_nodes(self._stream) - before
+
+    @staticmethod
+    def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """One kernel for what can be copied as int64, one for the rest, as bytes."""
+        pairs = list(zip(targets, sources, strict=True))
+        wide = [all(map(_wide, pair)) for pair in pairs]
+        for dtype in (torch.int64, torch.uint8):
+            chosen = [pair for pair, w in zip(pairs, wide, strict=True) if w == (dtype is torch.int64)]
+            if chosen:
+                torch._foreach_copy_([_row(t, dtype) for t, _ in chosen], [_row(s, dtype) for _, s in chosen])
+
+
+def _wide(t: torch.Tensor) -> bool:
+    return not (t.nbytes % 8 or t.data_ptr() % 8 or t.storage_offset() * t.element_size() % 8)
+
+
+def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a dense tensor as a row of another type."""
+    start = t.storage_offset() * t.element_size() // dtype.itemsize
+    with torch.inference_mode(False), torch.no_grad():
+        row = torch.empty(0, dtype=dtype, device=t.device)
+        return row.set_(t.untyped_storage(), start, (t.nbytes // dtype.itemsize,), (1,))
+
+
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, keep: Any, device: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, edges: _Edges, keep: Any,
+                 device: int) -> None:  # fmt: skip
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -165,20 +224,51 @@ class GraphProgram:
         self._keep = keep
         self._device = device
         graph.instantiate()
-        self._launch = launcher(graph.raw_cuda_graph_exec())
+        self._launch = driver.launcher(graph.raw_cuda_graph_exec())
         self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
-        self._numbers: KernelNumbers | None = None
+        self._numbers: driver.KernelNumbers | None = None
         self._random: bool | None = None  # known after the first launch
+        self.outs: tuple[torch.Tensor, ...] = ()
+        self._fill = Fill(edges.slots)
+        self._context = driver.context()
+        self._pointers: driver.Pointers | None = None
+        if edges.nodes:
+            try:
+                self._pointers = driver.Pointers(graph.raw_cuda_graph_exec(), edges.nodes, edges.addresses)
+            except driver.DriverError:
+                driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
 
-    def launch(self) -> None:
+    def run(self, sources: Tensors, targets: Tensors) -> None:
+        if torch_private.current_device() != self._device:  # the null stream is that of the current device
+            with torch.cuda.device(self._device):
+                self._run(sources, targets)
+        else:
+            self._run(sources, targets)
+
+    def _run(self, sources: Tensors, targets: Tensors) -> None:
+        if not hasattr(_thread, "has_context"):
+            if driver.context() is None:
+                driver.set_context(self._context)
+            _thread.has_context = True
+        if self._pointers is not None:
+            self._pointers.set([*map(_address, sources), *map(_address, targets)])
+            self._go()
+            return
+        with torch.no_grad():
+            self._fill(sources)
+            self._go()
+            if targets:
+                torch._foreach_copy_(targets, self.outs)
+
+    def _go(self) -> None:
         if self._random is False:
             code = self._launch(torch_private.raw_stream(self._device))
             if code:
-                raise DriverError(f"cuGraphLaunch failed with CUresult {code}")
+                raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
         else:
-            self._launch_random()
+            self._go_random()
 
-    def _launch_random(self) -> None:
+    def _go_random(self) -> None:
         """Through torch, which moves the generators on. The first launch shows whether there is anything to move."""
         assert self._graph is not None
         before = [g.get_offset() for g in self._generators]
@@ -191,7 +281,7 @@ class GraphProgram:
             return True
         assert self._graph is not None
         if self._numbers is None:
-            self._numbers = KernelNumbers(self._graph.raw_cuda_graph(), numbers)
+            self._numbers = driver.KernelNumbers(self._graph.raw_cuda_graph(), numbers)
         return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
 
     def close(self) -> None:
@@ -276,6 +366,7 @@ class CudaDevice:
         outputs_of: Callable[[Any], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
+        copied: float,
     ) -> Captured:
         for g in reach.generators:
             if (
@@ -296,8 +387,13 @@ class CudaDevice:
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 watch = CudaWatch(self.torch_device, reach, slots, self._generators)
                 watch.dials = dials
-                with self._capturing(graph, handle), watch:
-                    result = call(slots)
+                filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
+                with self._capturing(graph, handle):
+                    edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
+                    with watch:
+                        result = call(slots)
+                    out = self._small(watch, outputs_of(result), copied)
+                    edges.copy_out(list(out.values()))
                 torch_private.clear_cublas_workspaces()
             if watch.refusal is not None:
                 raise watch.refusal
@@ -308,8 +404,16 @@ class CudaDevice:
             storage = t.untyped_storage()
             if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
-        program: Program = GraphProgram(graph, footprint, watch, self._anchor, self.index)
-        return Captured(result, program, made, watch, slots, [unowned(s) for s in slots])
+        final = [unowned(s) for s in slots]
+        edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
+        program: Program = GraphProgram(graph, footprint, watch, edges, self._anchor, self.index)
+        return Captured(result, program, made, watch, slots, final, tuple(out))
+
+    def _small(self, watch: OperatorWatch, results: list[torch.Tensor], most: float) -> dict[int, torch.UntypedStorage]:
+        """The storages of the call's own results, if they have no more than `most` bytes in all."""
+        own = {storage_id(t): t.untyped_storage() for t in results if t.device == self.torch_device}
+        own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids}
+        return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, handle: tuple[int, int]) -> Iterator[None]:
@@ -320,11 +424,11 @@ class CudaDevice:
             try:
                 yield
             except BaseException:
-                end_broken_capture(self._stream.cuda_stream)
+                driver.end_broken_capture(self._stream.cuda_stream)
                 _quietly(graph.capture_end)
                 graph.reset()
                 raise
-            end_broken_capture(self._stream.cuda_stream)
+            driver.end_broken_capture(self._stream.cuda_stream)
             _quietly(graph.capture_end)
         finally:
             if collecting:
@@ -374,9 +478,6 @@ class CudaDevice:
     def anchor(self) -> Any:
         """What owns the pool's memory."""
         return self._anchor
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(targets, sources)
 
     def tidy(self) -> None:
         """When most of the pool is not needed any more, later recordings begin a new one; the old one goes with its last

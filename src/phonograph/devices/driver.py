@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any
 
-__all__ = ["DriverError", "KernelNumbers", "end_broken_capture", "launcher"]
+__all__ = ["DriverError", "KernelNumbers", "Pointers", "captured_nodes", "context", "disable", "end_broken_capture",
+           "launcher", "set_context"]  # fmt: skip
 
 _INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
+_WORD = 8  # bytes of an address
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -74,41 +77,84 @@ class _KernelParams(ctypes.Structure):
     )  # fmt: skip
 
 
-def _kernel_nodes(graph: int) -> Iterator[int]:
-    """The kernel nodes of a graph (node type 0)."""
+def _nodes(graph: int | None) -> list[int]:
+    """The nodes of a graph."""
     get = _function("cuGraphGetNodes", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     count = ctypes.c_size_t(0)
     get(graph, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
     get(graph, nodes, ctypes.byref(count))
-    kind_of = _function("cuGraphNodeGetType", ctypes.c_void_p, ctypes.c_void_p)
-    for node in nodes:
-        kind = ctypes.c_int(-1)
-        kind_of(node, ctypes.byref(kind))
-        if kind.value == 0 and node is not None:
-            yield node
+    return [n for n in nodes if n is not None]
 
 
-def _sizes(params: _KernelParams) -> list[int]:
+def _is_kernel(node: int) -> bool:
+    kind = ctypes.c_int(-1)
+    _function("cuGraphNodeGetType", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(kind))
+    return kind.value == 0  # CU_GRAPH_NODE_TYPE_KERNEL
+
+
+def context() -> int | None:
+    """The thread's current context; a thread that has not used CUDA yet has none."""
+    found = ctypes.c_void_p()
+    _function("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.byref(found))
+    return found.value
+
+
+def set_context(to: int | None) -> None:
+    """Give the thread a context: torch does so at its first use of CUDA, and a direct launch may come before that."""
+    code = _function("cuCtxSetCurrent", ctypes.c_void_p)(to)
+    if code:
+        raise DriverError(f"cuCtxSetCurrent failed with CUresult {code}")
+
+
+def captured_nodes(stream: int) -> set[int]:
+    """The nodes that the capture on a stream has made so far."""
+    status, graph = ctypes.c_int(0), ctypes.c_void_p()
+    info = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+    code = info(stream, ctypes.byref(status), None, ctypes.byref(graph), None, None)
+    if code:
+        raise DriverError(f"cuStreamGetCaptureInfo failed with CUresult {code}")
+    return set(_nodes(graph.value))
+
+
+def _sizes(params: _KernelParams) -> tuple[int, ...]:
     """The size in bytes of each parameter of a kernel."""
-    owner, name = (params.func, "cuFuncGetParamInfo") if params.func else (params.kern, "cuKernelGetParamInfo")
+    if params.func:
+        return _sizes_of("cuFuncGetParamInfo", params.func)
+    return _sizes_of("cuKernelGetParamInfo", params.kern)
+
+
+@cache  # a function's handle stays for as long as its module is loaded, and torch unloads none
+def _sizes_of(name: str, function: int) -> tuple[int, ...]:
     info = _function(name, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while info(owner, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)
-    return sizes
+    return tuple(sizes)
 
 
 class _Kernel:
-    """One kernel node whose parameters hold numbers to be set: (parameter, byte, format, number, form)."""
+    """One kernel node of a graph, and buffers of its parameters' values that can be changed and `put` into effect."""
 
-    def __init__(self, node: int, params: _KernelParams, values: list[bytes], places: list[Any]) -> None:
-        self.node, self.places = node, places
-        self.buffers = [ctypes.create_string_buffer(v, len(v)) for v in values]
-        self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(b) for b in self.buffers))
-        self.params = params
-        self.params.params = ctypes.cast(self.pointers, ctypes.POINTER(ctypes.c_void_p))
+    def __init__(self, node: int) -> None:
+        params = _KernelParams()
+        get = _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
+        readable = get(node, ctypes.byref(params)) == 0 and bool(params.params)
+        sizes = _sizes(params) if readable else ()
+        self.buffers = [ctypes.create_string_buffer(ctypes.string_at(params.params[i], n), n) for i, n in enumerate(sizes)]
+        self._pointers = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, self.buffers))
+        params.params = ctypes.cast(self._pointers, ctypes.POINTER(ctypes.c_void_p))
+        params.ctx = params.ctx or context()  # null means the thread's own, and a new thread has none: the driver crashes
+        self._put = _function("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        self._params = params
+        self._arguments = ctypes.c_void_p(node), ctypes.byref(params)
+
+    def put(self, graph_exec: Any) -> None:
+        """Let later launches of the instantiated graph have the buffers' values. About 0.6 us."""
+        code = self._put(graph_exec, *self._arguments)
+        if code:
+            raise DriverError(f"cuGraphExecKernelNodeSetParams failed with CUresult {code}")
 
 
 def reciprocal(x: float) -> float:
@@ -138,36 +184,55 @@ class KernelNumbers:
             # Two forms that agree on the probe need not agree on the real number: then it is not known which was meant.
             patterns[pattern] = None if pattern in patterns else (f, n, form)
         patterns = {pattern: meant for pattern, meant in patterns.items() if meant is not None}
-        self._kernels: list[_Kernel] = []
+        anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
+        self._kernels: list[tuple[_Kernel, list[Any]]] = []
         self.found: set[float] = set()
-        get = _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
-        for node in _kernel_nodes(graph):
-            params = _KernelParams()
-            if get(node, ctypes.byref(params)) or not params.params:
-                continue
-            values = [ctypes.string_at(params.params[i], size) for i, size in enumerate(_sizes(params))]
-            places = [(i, at, f, n, form) for i, v in enumerate(values) for p, (f, n, form) in patterns.items()
-                      for at in _occurrences(v, p)]  # fmt: skip
+        for node in filter(_is_kernel, _nodes(graph)):
+            kernel = _Kernel(node)
+            places = [(b, m.start(), *patterns[m[0]]) for b in kernel.buffers for m in anywhere.finditer(b.raw)
+                      if m.start() % 4 == 0]  # fmt: skip
             if places:
-                self._kernels.append(_Kernel(node, params, values, places))
+                self._kernels.append((kernel, places))
                 self.found |= {n for _, _, _, n, _ in places}
 
     def set(self, graph_exec: int, numbers: Mapping[float, float]) -> bool:
         """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel. False if one is nowhere."""
-        put = _function("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-        for k in self._kernels:
-            for i, at, f, n, form in k.places:
-                struct.pack_into(f, k.buffers[i], at, form(numbers[n]))
-            code = put(graph_exec, k.node, ctypes.byref(k.params))
-            if code:
-                raise DriverError(f"cuGraphExecKernelNodeSetParams failed with CUresult {code}")
+        for kernel, places in self._kernels:
+            for buffer, at, f, n, form in places:
+                struct.pack_into(f, buffer, at, form(numbers[n]))
+            kernel.put(graph_exec)
         return self.found == numbers.keys()
 
 
-def _occurrences(value: bytes, pattern: bytes) -> Iterator[int]:
-    """Aligned places of a pattern in a parameter."""
-    at = value.find(pattern)
-    while at >= 0:
-        if at % len(pattern) == 0 or at % 4 == 0:
-            yield at
-        at = value.find(pattern, at + 1)
+class Pointers:
+    """Places in the parameters of some kernels of an instantiated graph that hold given addresses, to be set anew before
+    each launch. That is how a graph copies from, and to, other memory each time without a copy outside of it."""
+
+    def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int]) -> None:
+        """Raises `DriverError` where the addresses cannot all be found, each for itself."""
+        self._exec = ctypes.c_void_p(graph_exec)
+        self._kernels = [_Kernel(node) for node in nodes if _is_kernel(node)]
+        index = {address: i for i, address in enumerate(addresses)}
+        self._cells: list[tuple[Any, int]] = []
+        for b in (b for kernel in self._kernels for b in kernel.buffers if len(b) >= _WORD):
+            words = (ctypes.c_uint64 * (len(b) // _WORD)).from_buffer(b)
+            self._cells += [(ctypes.c_uint64.from_buffer(b, at * _WORD), index[word])
+                            for at, word in enumerate(words) if word in index]  # fmt: skip
+        found = {i for _, i in self._cells}
+        if not len(found) == len(addresses) == len(index) or len(self._kernels) != len(nodes):
+            raise DriverError("the copies at the edges of the graph are not what they were expected to be")
+
+    def set(self, addresses: Sequence[int]) -> None:
+        """In the order of those given when this was made. About 0.7 us a kernel."""
+        for cell, i in self._cells:
+            cell.value = addresses[i]
+        for kernel in self._kernels:
+            kernel.put(self._exec)
+
+
+def disable(graph_exec: int, nodes: Set[int]) -> None:
+    """Let nodes of an instantiated graph do nothing."""
+    for node in nodes:
+        code = _function("cuGraphNodeSetEnabled", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(graph_exec, node, 0)
+        if code:
+            raise DriverError(f"cuGraphNodeSetEnabled failed with CUresult {code}")

@@ -1,0 +1,22 @@
+"""Results of a few bytes are copied out by each replay, larger ones lie in the recording's own memory. The clauses about held
+results and shared memory are tested both ways, on tensors of a few bytes."""
+
+import pytest
+
+from phonograph import recorder
+
+BOTH_WAYS = ("test_c05_", "test_c12_", "test_c15_", "test_c18_")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.name.startswith(BOTH_WAYS):
+        metafunc.fixturenames.append("results_are")
+        metafunc.parametrize("results_are", ["copied", "leased"], indirect=True)
+
+
+@pytest.fixture
+def results_are(request, monkeypatch) -> str:
+    """How small results are handed out in this test."""
+    if request.param == "leased":
+        monkeypatch.setattr(recorder, "SMALL", 0)
+    return request.param
