@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocations_since", "clear_cublas_workspaces", "current_device", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool",
-           "segments", "silence_stream_mismatch"]  # fmt: skip
+__all__ = ["allocations_since", "clear_cublas_workspaces", "current_device", "missing", "raw_alloc", "raw_free", "raw_stream",
+           "route_to_pool", "segments", "silence_stream_mismatch"]  # fmt: skip
 
 Handle = tuple[int, int]
 
