@@ -15,7 +15,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["Meaning", "check", "is_constant", "meaning", "tensors_in", "written_by"]
+__all__ = ["Meaning", "check", "is_constant", "meaning", "operands", "tensors_in", "written_by"]
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ class Meaning(NamedTuple):
 
     `writes` are the positions, `writes_named` the names, of arguments that it may write. `reads_host` and
     `shape_from_data` refuse a recording; `metadata_only` operators (`t_`, `squeeze_`) change what a tensor object shows,
-    and no memory.
+    and no memory. For all others than the `refusable` there is nothing to `check`; `compiled` says that it is no Python code.
     """
 
     name: str
@@ -35,6 +35,8 @@ class Meaning(NamedTuple):
     shape_from_data: bool
     random: bool
     metadata_only: bool
+    refusable: bool
+    compiled: bool
 
 
 # Batch norm writes its running statistics (arguments 3 and 4); these older overloads do not say so.
@@ -69,15 +71,29 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    reads_host, shape_from_data = torch.Tag.data_dependent_output in tags, torch.Tag.dynamic_output_shape in tags
     return Meaning(
         schema.name,
         writes + _UNDECLARED_WRITES.get(schema.name, ()),
         named,
-        torch.Tag.data_dependent_output in tags,
-        torch.Tag.dynamic_output_shape in tags,
+        reads_host,
+        shape_from_data,
         torch.Tag.nondeterministic_seeded in tags,
         torch.Tag.inplace_view in tags,
+        reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
+        schema.name.startswith("aten::"),
     )
+
+
+def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, in order."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors_in(value, found)
+    return found
 
 
 def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from . import outputs
 from .devices.base import Captured
 from .dials import Dials, probing
 from .errors import Refusal
+from .listening import watching_python
 from .optimizers import recordable
 from .pool import Lease, unowned
 from .reach import Reach
@@ -37,7 +38,7 @@ from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
 from .signature import Call
 from .spans import Spans
 from .trees import containers, flatten, unflatten
-from .watch import storage_id, watching_python
+from .watch import storage_id
 
 __all__ = ["SMALL", "record", "recording_here"]
 

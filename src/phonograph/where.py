@@ -1,4 +1,5 @@
-"""The user's own line: the innermost frame that is not the library's, torch's or the standard library's."""
+"""Whose code a source file is, and the user's own line: the innermost frame that is not the library's, torch's or the
+standard library's."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from types import FrameType
 
 import torch
 
-__all__ = ["is_users", "users_line"]
+__all__ = ["LIBRARY", "STDLIB", "USER", "is_users", "origin", "users_line", "works_for"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STDLIB = tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")})
+_STDLIB = tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__) + os.sep})
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_GENERATED = ("<eval_with_key>", os.sep + "torchinductor_", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "<eval_with_key>")
+_READERS = ("<frozen importlib", "<frozen zipimport", os.sep + "importlib" + os.sep, os.sep + "linecache.py")
+
+USER, STDLIB, LIBRARY = "user", "stdlib", "library"
 
 
 @cache
@@ -29,15 +34,44 @@ def is_users(filename: str) -> bool:
     return not path.startswith((_OURS, _TORCH, *_STDLIB))
 
 
+@cache
+def origin(filename: str) -> str:
+    """Whose code it is: `USER`'s, `STDLIB`'s, or `LIBRARY` for all else. Code that a compiler generated is a library's; so
+    is what reads source files to import them or to show a line of them, whoever made it do so."""
+    if any(mark in filename for mark in (*_GENERATED, *_READERS)):
+        return LIBRARY
+    if is_users(filename):
+        return USER
+    if filename.startswith("<frozen"):
+        return STDLIB
+    ours = filename.startswith((_OURS, _TORCH)) or any(part in filename for part in _LIBRARIES)
+    return STDLIB if filename.startswith(_STDLIB) and not ours else LIBRARY
+
+
+def works_for(frame: FrameType | None) -> str:
+    """For whom this frame works: the origin of the innermost code that is not the standard library's."""
+    while frame is not None:
+        whose = origin(frame.f_code.co_filename)
+        if whose is not STDLIB:
+            return whose
+        frame = frame.f_back
+    return LIBRARY
+
+
 def users_line(frame: FrameType | None = None) -> str:
     """``file:line`` of the innermost frame of the user's own code, or of any code outside torch and this library."""
     at: FrameType | None = frame or sys._getframe(1)
-    fallback = ""
+    fallback: FrameType | None = None
     while at is not None:
         filename = at.f_code.co_filename
         if is_users(filename):
             return f"{filename}:{at.f_lineno}"
-        if not fallback and not filename.startswith((_OURS, _TORCH, *_STDLIB)):
-            fallback = f"{filename}:{at.f_lineno}"
+        if fallback is None and _elsewhere(filename):
+            fallback = at
         at = at.f_back
-    return fallback
+    return f"{fallback.f_code.co_filename}:{fallback.f_lineno}" if fallback is not None else ""
+
+
+@cache
+def _elsewhere(filename: str) -> bool:
+    return not filename.startswith((_OURS, _TORCH, *_STDLIB))

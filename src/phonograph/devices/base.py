@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..dials import Dials
+from ..effects import Starts
 from ..pool import Pool
 from ..reach import Reach
 from ..recording import Program, Recording
@@ -93,5 +94,5 @@ class Device(Protocol):
     def pool_bytes(self) -> int:
         """Bytes of device memory that the pool holds."""
 
-    def frames_refused(self) -> Callable[[Any], Any]:
-        """A check for the start of Python functions that this device cannot capture."""
+    def frames_refused(self) -> Starts:
+        """Python functions that this device cannot capture: their start is refused."""

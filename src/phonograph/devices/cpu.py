@@ -11,10 +11,10 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from .. import operators
 from ..arena import Arena
 from ..dials import Dials
+from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once
@@ -405,13 +406,18 @@ class CpuDevice:
     def pool_bytes(self) -> int:
         return self._arena.nbytes
 
-    def frames_refused(self) -> Callable[[FrameType], Refusal | None]:
-        return _compiled
+    def frames_refused(self) -> Starts:
+        return _COMPILED
 
 
-def _compiled(frame: FrameType) -> Refusal | None:
-    """Compiled code calls its own kernels: a tape of operators would not see them."""
-    if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
-        return Refusal("calls a torch.compile'd function, whose kernels the CPU device cannot see", where=users_line(frame),
-                       remedy="record the uncompiled function on the CPU")  # fmt: skip
-    return None
+# Compiled code calls its own kernels: a tape of operators would not see them.
+_COMPILED: Starts = {
+    "compile_wrapper": [
+        (
+            os.path.join("_dynamo", "eval_frame.py"),
+            lambda frame: True,
+            Effect("calls a torch.compile'd function, whose kernels the CPU device cannot see",
+                   "record the uncompiled function on the CPU", ANYONE),
+        )
+    ]
+}  # fmt: skip

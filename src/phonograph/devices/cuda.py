@@ -22,12 +22,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ..dials import Dials
+from ..effects import Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Fill, Pool, dense, extent, unowned
@@ -73,11 +73,11 @@ class CudaWatch(OperatorWatch):
         super().__init__(device, reach, slots)
         self._registered = generators
 
-    def _see(self, m: Meaning, args: Any, kwargs: Any) -> None:
-        super()._see(m, args, kwargs)
-        tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
-        hosts = [t for t in tensors if t.device.type == "cpu"]
-        if len(hosts) < len(tensors) and m.name in ("aten::_to_copy", "aten::copy_"):
+    def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        super()._see(m, args, kwargs, tensors)
+        hosts = [t for t in tensors if t.is_cpu]
+        copies = m.name in ("aten::_to_copy", "aten::copy_")
+        if copies and len(hosts) < len(tensors):
             target = kwargs.get("device")
             to_host = (target is not None and torch.device(target).type == "cpu") or (
                 m.name == "aten::copy_" and args[0].device.type == "cpu"
@@ -86,7 +86,7 @@ class CudaWatch(OperatorWatch):
                 raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
         if not hosts:
             return
-        if m.name in ("aten::_to_copy", "aten::copy_") and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
+        if copies and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
             raise Refusal(f"{m.name} copies a host tensor to the device",
                           "copy it before the call and pass it as an argument")  # fmt: skip
         for t in hosts:
@@ -103,8 +103,10 @@ class CudaWatch(OperatorWatch):
     def stranger(self, m: Meaning, t: torch.Tensor) -> None:
         # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
         # address. Host constants need no watching: they are baked in.
-        if t.device.type == "cuda":
-            self.strangers.append((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), m.name, users_line()))
+        if t.is_cuda:
+            place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            if place not in self.strangers:
+                self.strangers[place] = (m.name, users_line())
         else:
             super().stranger(m, t)
 
@@ -442,7 +444,7 @@ class CudaDevice:
         return Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
 
     def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:
-        for address, nbytes, operator, line in watch.strangers:
+        for (address, nbytes), (operator, line) in watch.strangers.items():
             if nbytes and not footprint.covers(address, nbytes):
                 raise Refusal(
                     f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
@@ -492,5 +494,5 @@ class CudaDevice:
     def pool_bytes(self) -> int:
         return cuda_memory.pool_bytes(self._anchor.handle)
 
-    def frames_refused(self) -> Callable[[FrameType], Refusal | None]:
-        return lambda frame: None
+    def frames_refused(self) -> Starts:
+        return {}

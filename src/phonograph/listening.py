@@ -1,0 +1,177 @@
+"""Hearing what Python code does while it is captured, to refuse its effects before they happen.
+
+What an effect is, `effects` decides; here are the two ways to hear of calls:
+
+* `sys.monitoring` (Python 3.12 and later). The start of a function is heard once for each code object, and decides
+  whether its calls are listened to: all those of the user's code, and of library code only where it mentions a name that
+  could be an effect. Everything else runs at full speed.
+* `sys.setprofile`: every call and start of the thread, ours and torch's included. It is kept cheap by looking at names
+  first, and is off while `OperatorWatch` works (`unheard`). Another profile function is called as well; cProfile, which is
+  no Python function, pauses.
+
+Monitoring hears all threads: the one that captures counts, and autograd's, which are not of Python's making. A profile
+function hears its own thread only, so that before Python 3.12 an effect in a hook that autograd calls on a thread of its
+own (on a GPU) is not heard.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FrameType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+from .effects import Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+from .errors import Refusal
+from .where import users_line
+
+__all__ = ["unheard", "watching_python"]
+
+
+@contextmanager
+def watching_python(outer: set[int], more: Starts) -> Iterator[list[Refusal]]:
+    """Refuse effects of Python code while the block runs.
+
+    `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
+    besides. Yields a list that gets the refusals, also those that the user's code swallowed.
+    """
+    listener = _Listener(outer, more)
+    source: Callable[[_Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
+    with source(listener):
+        yield listener.found
+
+
+class _Listener:
+    """What both sources call. Raises a `Refusal` where the call or start would be an effect."""
+
+    def __init__(self, outer: set[int], more: Starts) -> None:
+        self.found: list[Refusal] = []
+        self.starts = start_names | more.keys()
+        self.more = more
+        self._outer = outer
+        self._thread = threading.get_ident()
+
+    def called(self, function: Any, owner: Any, frame: FrameType) -> None:
+        self._judge(of_call(function, owner, frame, self._outer), frame)
+
+    def started(self, frame: FrameType) -> None:
+        self._judge(of_start(frame, self.more), frame)
+
+    def _judge(self, effect: Effect | None, frame: FrameType) -> None:
+        if effect is not None and self._concerned():
+            self.found.append(Refusal(effect.reason, effect.remedy, where=users_line(frame)))
+            raise self.found[-1]
+
+    def _concerned(self) -> bool:
+        return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+
+
+# -- sys.monitoring
+
+_monitors: Any = getattr(sys, "monitoring", None)
+_TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
+_OF_TYPES = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
+_BUILTIN = frozenset({BuiltinFunctionType, MethodWrapperType, *_OF_TYPES})
+
+
+@contextmanager
+def _monitoring(listener: _Listener) -> Iterator[None]:
+    tool = next((i for i in _TOOLS if _monitors.get_tool(i) is None), None)
+    if tool is None:
+        raise Refusal("all tools of sys.monitoring are in use", "stop one of them", final=False)
+    events, disable = _monitors.events, _monitors.DISABLE
+    heard: list[CodeType] = []
+
+    def started(code: CodeType, offset: int) -> Any:
+        if mentions(code.co_filename, code.co_names):
+            heard.append(code)
+            _monitors.set_local_events(tool, code, events.CALL)
+        if code.co_name not in listener.starts or not refusable(code.co_filename, code.co_name, listener.more):
+            return disable
+        return listener.started(sys._getframe(1))
+
+    def called(code: CodeType, offset: int, function: Any, first: Any) -> None:
+        kind = type(function)
+        if kind in _BUILTIN and function.__name__ in told_names:
+            owner = first if kind in _OF_TYPES else function.__self__
+            listener.called(function, owner, sys._getframe(1))
+
+    _monitors.use_tool_id(tool, "phonograph")
+    _monitors.register_callback(tool, events.PY_START, started)
+    _monitors.register_callback(tool, events.CALL, called)
+    try:
+        _monitors.set_events(tool, events.PY_START)
+        yield
+    finally:
+        _monitors.set_events(tool, events.NO_EVENTS)
+        for code in heard:
+            _monitors.set_local_events(tool, code, events.NO_EVENTS)
+        for event in (events.PY_START, events.CALL):
+            _monitors.register_callback(tool, event, None)
+        _monitors.free_tool_id(tool)
+        _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
+
+
+# -- sys.setprofile
+
+_ours: Any = None  # the profile function, while there is one
+
+
+def unheard() -> Any:
+    """Switch our profile function off, if it is on in this thread; ``sys.setprofile`` of the result switches it on."""
+    if _ours is None or sys.getprofile() is not _ours:
+        return None
+    sys.setprofile(None)
+    return _ours
+
+
+@contextmanager
+def _profiling(listener: _Listener) -> Iterator[None]:
+    global _ours
+    before: Any = sys.getprofile()
+    outer, starts = _ours, listener.starts
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            if arg.__name__ in told_names:
+                listener.called(arg, arg.__self__, frame)
+        elif event == "call" and frame.f_code.co_name in starts:
+            listener.started(frame)
+
+    def chained(frame: FrameType, event: str, arg: Any) -> None:
+        before(frame, event, arg)
+        profile(frame, event, arg)
+
+    with _paused(before):
+        _ours = chained if callable(before) else profile
+        sys.setprofile(_ours)
+        try:
+            yield
+        finally:
+            _ours = outer
+            sys.setprofile(before if callable(before) else None)
+
+
+@contextmanager
+def _paused(profiler: Any) -> Iterator[None]:
+    """A profiler that is no Python function, as cProfile's, cannot be called, or set again: it pauses."""
+    if profiler is None or callable(profiler):
+        yield
+        return
+    if not (hasattr(profiler, "disable") and hasattr(profiler, "enable")):
+        raise Refusal("a profiler is active that cannot be paused", "stop it", final=False)
+    profiler.disable()
+    try:
+        yield
+    finally:
+        profiler.enable()
