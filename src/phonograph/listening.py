@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from _queue import SimpleQueue
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import (
@@ -81,7 +82,8 @@ class _Listener:
 _monitors: Any = getattr(sys, "monitoring", None)
 _TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
 _OF_TYPES = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
-_BUILTIN = frozenset({BuiltinFunctionType, MethodWrapperType, *_OF_TYPES})
+# (Methods that are told their class have a type of their own, which has no other name.)
+_BUILTIN = frozenset({BuiltinFunctionType, type(SimpleQueue().get), MethodWrapperType, *_OF_TYPES})
 
 
 @contextmanager

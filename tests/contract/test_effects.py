@@ -1,0 +1,518 @@
+"""C9, C11, C12: effects on the world outside Python's own objects, and values that are new in each call. A recording could
+not repeat them: the function is right all the same, and has each effect exactly once a call, also in the call that was to
+be recorded."""
+
+import contextlib
+import cProfile
+import csv
+import datetime
+import io
+import itertools
+import logging
+import os
+import pathlib
+import pprint
+import queue
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
+
+# ---------------------------------------------------------------------------------------------------
+# Effects: `make(tmp_path)` gives what the function does, and how often that has happened so far.
+
+
+at_the_end = contextlib.ExitStack()
+
+
+def files(folder):
+    return len(list(folder.iterdir()))
+
+
+def prints_to_a_file_of_its_own(tmp):
+    (tmp / "log").touch()
+
+    def effect():
+        with open(tmp / "log", "a") as log:
+            log.write("x")
+
+    return effect, lambda: len((tmp / "log").read_text())
+
+
+def writes_text(tmp):
+    (tmp / "log").touch()
+    log = tmp / "log"
+    return lambda: log.write_text(log.read_text() + "x"), lambda: len(log.read_text())
+
+
+def writes_bytes(tmp):
+    number = itertools.count()
+    return lambda: (tmp / f"{files(tmp)}").write_bytes(b"x" * next(number)), lambda: files(tmp)
+
+
+def to_a_descriptor(tmp):
+    out = os.open(tmp / "log", os.O_CREAT | os.O_WRONLY)
+    at_the_end.callback(os.close, out)
+    return lambda: os.write(out, b"x"), lambda: os.fstat(out).st_size
+
+
+def renames(tmp):
+    (tmp / "x").touch()
+    return lambda: os.rename(tmp / os.listdir(tmp)[0], tmp / (os.listdir(tmp)[0] + "x")), lambda: len(os.listdir(tmp)[0]) - 1
+
+
+def removes(tmp):
+    for n in range(9):
+        (tmp / str(n)).touch()
+    remaining = [tmp / str(n) for n in range(9)]
+    return lambda: os.remove(next(p for p in remaining if os.path.exists(p))), lambda: 9 - files(tmp)
+
+
+def runs_a_process(tmp):
+    (tmp / "log").touch()
+    command = f"echo x >> {tmp / 'log'}"
+    return lambda: subprocess.run(["sh", "-c", command], check=True), lambda: (tmp / "log").read_text().count("x")
+
+
+def sends(tmp):
+    here, there = map(at_the_end.enter_context, socket.socketpair())
+    there.setblocking(False)
+    received = []
+
+    def count():
+        with contextlib.suppress(BlockingIOError):
+            received.append(there.recv(100))
+        return len(b"".join(received))
+
+    return lambda: here.sendall(b"x"), count
+
+
+def writes_rows(tmp):
+    out = io.StringIO()
+    writer = csv.writer(out)
+    return lambda: writer.writerow(["x"]), lambda: out.getvalue().count("x")
+
+
+def writes_rows_of_dictionaries(tmp):
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ["a"])
+    return lambda: writer.writerow({"a": "x"}), lambda: out.getvalue().count("x")
+
+
+def pretty_prints(tmp):
+    out = io.StringIO()
+    return lambda: pprint.pprint(["x"], stream=out), lambda: out.getvalue().count("x")
+
+
+def sets_an_event(tmp):
+    event, times = threading.Event(), []
+
+    def count():
+        times.append(event.is_set())
+        event.clear()
+        return sum(times)
+
+    return lambda: event.set(), count
+
+
+def clears_an_event(tmp):
+    event, times = threading.Event(), []
+    event.set()
+
+    def count():
+        times.append(not event.is_set())
+        event.set()
+        return sum(times)
+
+    return lambda: event.clear(), count
+
+
+def puts(kind):
+    def make(tmp):
+        q = kind()
+        return lambda: q.put(1), q.qsize
+
+    return make
+
+
+def gets(kind):
+    def make(tmp):
+        q = kind()
+        for n in range(9):
+            q.put(n)
+        return lambda: q.get_nowait(), lambda: 9 - q.qsize()
+
+    return make
+
+
+def gets_by_a_bound_method(tmp):
+    q = queue.SimpleQueue()
+    for n in range(9):
+        q.put(n)
+    get = q.get
+    return lambda: get(), lambda: 9 - q.qsize()
+
+
+def appends_by_a_bound_method(tmp):
+    results = []
+    append = results.append
+    return lambda: append(1), lambda: len(results)
+
+
+def reads_lines(tmp):
+    lines = io.StringIO("x\n" * 9)
+    return lambda: lines.readline(), lambda: lines.tell() // 2
+
+
+def reads_lines_by_a_bound_method(tmp):
+    lines = io.StringIO("x\n" * 9)
+    readline = lines.readline
+    return lambda: readline(), lambda: lines.tell() // 2
+
+
+def changes_the_environment(tmp):
+    os.environ["PHONOGRAPH_TEST"] = ""
+
+    def effect():
+        os.environ["PHONOGRAPH_TEST"] = os.environ["PHONOGRAPH_TEST"] + "x"
+
+    return effect, lambda: len(os.environ["PHONOGRAPH_TEST"])
+
+
+def changes_an_array(tmp):
+    numpy = pytest.importorskip("numpy")
+    n = numpy.zeros(3)
+
+    def effect():
+        n[0] += 1
+
+    return effect, lambda: int(n[0])
+
+
+EFFECTS = {
+    "open": prints_to_a_file_of_its_own,
+    "write_text": writes_text,
+    "write_bytes": writes_bytes,
+    "os.write": to_a_descriptor,
+    "os.mkdir": lambda tmp: (lambda: os.mkdir(tmp / f"{files(tmp)}"), lambda: files(tmp)),
+    "os.makedirs": lambda tmp: (lambda: os.makedirs(tmp / f"{files(tmp)}" / "a"), lambda: files(tmp)),
+    "Path.touch": lambda tmp: (lambda: (tmp / f"{files(tmp)}").touch(), lambda: files(tmp)),
+    "os.rename": renames,
+    "os.remove": removes,
+    "torch.save": lambda tmp: (lambda: torch.save({"a": 1}, tmp / f"{files(tmp)}"), lambda: files(tmp)),
+    "tempfile": lambda tmp: (lambda: os.close(tempfile.mkstemp(dir=tmp)[0]), lambda: files(tmp)),
+    "subprocess": runs_a_process,
+    "socket": sends,
+    "csv.writer": writes_rows,
+    "csv.DictWriter": writes_rows_of_dictionaries,
+    "pprint": pretty_prints,
+    "Event.set": sets_an_event,
+    "Event.clear": clears_an_event,
+    "Queue.put": puts(queue.Queue),
+    "SimpleQueue.put": puts(queue.SimpleQueue),
+    "Queue.get": gets(queue.Queue),
+    "SimpleQueue.get": gets(queue.SimpleQueue),
+    "get = queue.get": gets_by_a_bound_method,
+    "append = list.append": appends_by_a_bound_method,
+    "readline": reads_lines,
+    "readline = file.readline": reads_lines_by_a_bound_method,
+    "os.environ": changes_the_environment,
+    "array[0] += 1": changes_an_array,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("make", EFFECTS.values(), ids=EFFECTS)
+def test_c09_an_effect_happens_exactly_once_a_call(device, tmp_path, monkeypatch, make):
+    monkeypatch.setenv("PHONOGRAPH_TEST", "")
+    effect, happened = make(tmp_path)
+    assert happened() == 0
+
+    def f(x):
+        y = x * 2
+        effect()
+        return y + 1
+
+    recorded = pg.record(f, warmup=1)
+    with at_the_end:
+        for n in range(1, 7):
+            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2 + 1)
+            assert happened() == n
+
+
+@may_run_live
+def test_c11_an_effect_names_the_users_line_and_what_to_do(device, tmp_path):
+    log = tmp_path / "log"
+
+    def f(x):
+        log.write_text("x")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for _ in range(3):
+        recorded(ramp(device, 3))
+    said = reasons(recorded)
+    assert "calls open()" in said
+    assert f"{__file__}:{f.__code__.co_firstlineno + 1}" in said
+    assert "do it outside" in said
+
+
+@may_run_live
+@pytest.mark.parametrize("say", [lambda log: log.info("said"), lambda log: log.log(logging.DEBUG, "said"),
+                                 lambda log: logging.LoggerAdapter(log, {}).debug("said")],
+                         ids=["info", "log", "adapter"])  # fmt: skip
+def test_c09_a_message_of_a_level_that_is_turned_on_later(device, caplog, say):
+    log = logging.getLogger("user")
+
+    def f(x):
+        say(log)
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(8):
+        with caplog.at_level(logging.DEBUG if n in (4, 5, 7) else logging.WARNING, "user"):
+            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert [r.getMessage() for r in caplog.records if r.name == "user"] == ["said"] * 3
+
+
+# ---------------------------------------------------------------------------------------------------
+# Values that are new in each call
+
+
+def from_numpys_new_generator():
+    return pytest.importorskip("numpy").random.default_rng().random()
+
+
+def from_numpys_new_state():
+    return pytest.importorskip("numpy").random.RandomState().rand()
+
+
+ENTROPY = {
+    "os.urandom": lambda: os.urandom(8),
+    "secrets.token_hex": secrets.token_hex,
+    "secrets.randbits": lambda: secrets.randbits(64),
+    "uuid4": uuid.uuid4,
+    "uuid1": uuid.uuid1,
+    "SystemRandom": lambda: random.SystemRandom().random(),
+    "a system generator": random.SystemRandom().random,
+    "Random()": lambda: random.Random().random(),
+    "default_rng()": from_numpys_new_generator,
+    "RandomState()": from_numpys_new_state,
+    "random.seed()": lambda: (random.seed(), random.random())[1],
+    "torch.seed": torch.seed,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("draw", ENTROPY.values(), ids=ENTROPY)
+def test_c09_entropy_is_new_in_each_call(device, draw):
+    recorded = pg.record(lambda x: (x + 1, draw()), warmup=1)
+    drawn = []
+    for n in range(6):
+        value, new = recorded(ramp(device, 3, start=n))
+        assert_same(value, ramp(device, 3, start=n) + 1)
+        drawn.append(new)
+    assert len(set(drawn)) == 6
+
+
+@may_run_live
+def test_c09_the_seed_that_the_function_reads(device):
+    recorded = pg.record(lambda x: (x + 1, torch.initial_seed()), warmup=1)
+    for seed in [1, 2, 2, 3, 4]:
+        torch.manual_seed(seed)
+        assert recorded(ramp(device, 3))[1] == seed
+
+
+@may_run_live
+def test_c09_a_generator_that_the_function_seeds(device):
+    def f(x):
+        random.seed(7)
+        torch.manual_seed(7)
+        return x + torch.rand(3, device=x.device) + random.random()
+
+    recorded = pg.record(f, warmup=1)
+    first = recorded(ramp(device, 3)).clone()
+    for _ in range(5):
+        random.random()
+        torch.rand(2, device=device)
+        assert_same(recorded(ramp(device, 3)), first)
+
+
+def burns():
+    end = time.thread_time_ns() + 20_000
+    while time.thread_time_ns() < end:
+        pass
+    return time.thread_time_ns()
+
+
+CLOCKS = {
+    "clock_gettime": lambda: time.clock_gettime(time.CLOCK_MONOTONIC),
+    "clock_gettime_ns": lambda: time.clock_gettime_ns(time.CLOCK_REALTIME),
+    "thread_time_ns": burns,
+    "datetime.now": lambda: datetime.datetime.now(tz=datetime.timezone.utc),
+    "datetime.today": datetime.datetime.today,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("clock", CLOCKS.values(), ids=CLOCKS)
+def test_c09_every_clock_moves_on(device, clock):
+    recorded = pg.record(lambda x: (x + 1, clock()), warmup=1)
+    readings = [recorded(ramp(device, 3))[1] for _ in range(6) if time.sleep(0.001) is None]
+    assert len(set(readings)) == 6
+    assert readings == sorted(readings)
+
+
+@may_run_live
+@pytest.mark.parametrize("clock", [time.gmtime, time.localtime, time.ctime, lambda: time.strftime("%S"), datetime.date.today])
+def test_c09_a_clock_of_whole_seconds_is_not_recorded(device, clock):
+    recorded = pg.record(lambda x: (x + 1, clock()), warmup=1)
+    for _ in range(4):
+        recorded(ramp(device, 3))
+    assert counts(recorded) == (4, 0, 0)
+    assert "reads the clock" in reasons(recorded)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is no effect is recorded
+
+
+class Cache:
+    """A class with a method of the user's own that is called like one of a file."""
+
+    def __init__(self, device):
+        self.memory = torch.zeros(4, 3, device=device)
+
+    def write(self, row, x):
+        self.memory[row] = x
+        return self.memory.sum(0)
+
+
+HARMLESS = {
+    "a list of its own": lambda x: ([].append(x), sum([x, x]))[1],
+    "a dictionary's get": lambda x: x * {"a": 2}.get("a", 3),
+    "sets and strings": lambda x: x * len({1, 2}.union([3])) + len(x.shape) + "abc".replace("a", "b").count("b"),
+    "a seeded generator": lambda x: x + random.Random(3).random(),
+    "an iterator of its own": lambda x: x * next(iter([2, 3])),
+    "deque": lambda x: x * sorted([3, 1, 2])[0],
+    "paths": lambda x: x + len(str(pathlib.Path("a") / "b")),
+    "a date": lambda x: x + datetime.date(2020, 1, 2).toordinal() % 7,
+    "a context": lambda x: (contextlib.nullcontext().__enter__(), x + 1)[1],
+    "a uuid of a name": lambda x: x + uuid.uuid5(uuid.NAMESPACE_DNS, "a").int % 7,
+}
+
+
+@pytest.mark.parametrize("function", HARMLESS.values(), ids=HARMLESS)
+def test_c09_what_is_no_effect_is_recorded(device, function):
+    assert_settles(plain(function), ramp(device, 3), within=2)
+
+
+def test_c09_the_users_own_method_called_write(device):
+    def make():
+        cache = Cache(device)
+        return lambda x: cache.write(1, x) + cache.write(2, x + 1), cache.memory
+
+    both = side_by_side(make)
+    assert_settles(both, ramp(device, 3), within=2)
+
+
+def test_c09_an_import_within_the_function(device, tmp_path, monkeypatch):
+    """Reading the module's file is the import system's doing."""
+    (tmp_path / "imported_late.py").write_text("two = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def f(x):
+        import imported_late
+
+        return x * imported_late.two
+
+    recorded = pg.record(f, warmup=0)
+    for n in range(4):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+    del sys.modules["imported_late"]
+
+
+def test_c14_what_other_threads_do_meanwhile_is_no_effect(device, tmp_path):
+    stop, turns = threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            (tmp_path / "log").write_text(str(time.time()))
+            turns.append(random.Random().random())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        recorded = pg.record(lambda x: [x * k for k in range(50)][-1], warmup=1)
+        for n in range(4):
+            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 49)
+    finally:
+        stop.set()
+        thread.join()
+    assert turns
+    assert counts(recorded) == (1, 1, 3)
+
+
+# ---------------------------------------------------------------------------------------------------
+# A profiler of the user's
+
+
+class Profile:
+    """A profile function that counts the starts of the user's functions."""
+
+    def __init__(self):
+        self.starts = 0
+
+    def __call__(self, frame, event, arg):
+        self.starts += event == "call" and frame.f_code.co_name == "watched_by_two"
+
+    def __enter__(self):
+        sys.setprofile(self)
+
+    def __exit__(self, *_):
+        assert sys.getprofile() is self
+        sys.setprofile(None)
+
+
+@may_run_live
+@pytest.mark.parametrize("profiler", [Profile, cProfile.Profile])
+def test_c09_an_effect_under_a_profiler(device, capsys, profiler):
+    def watched_by_two(x):
+        print("called")
+        return x + 1
+
+    recorded = pg.record(watched_by_two, warmup=1)
+    with profiler() as profiling:
+        for n in range(5):
+            recorded(ramp(device, 3, start=n))
+    assert capsys.readouterr().out.count("called") == 5
+    assert sys.getprofile() is None
+    if profiling is not None:
+        profiling.create_stats()
+        assert any(name == "watched_by_two" for _, _, name in profiling.stats)
+
+
+def test_c09_a_function_is_recorded_under_a_profiler(device):
+    profile = Profile()
+
+    def watched_by_two(x):
+        return x + 1
+
+    recorded = pg.record(watched_by_two, warmup=1)
+    with profile:
+        for n in range(5):
+            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert counts(recorded) == (1, 1, 4)
+    assert profile.starts == 2
