@@ -11,6 +11,7 @@ And a replay on another stream than the last one waits for it, because recording
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,14 +23,12 @@ from .borrowed import Borrowed, Loan
 from .pool import Fill, once
 from .recording import Output, Recording
 from .signature import Call
+from .torch_private import alias, bump, use_count
 from .trees import unflatten
 
 __all__ = ["Player"]
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references: Callable[[object], int] = sys.getrefcount
-
-_data: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 
 
 class _Consumed(torch.autograd.Function):
@@ -103,10 +102,7 @@ class Player:
 
     def held(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
-        for cdata, own, python, owns in self.recording.rivals:
-            if _use_count(cdata) > own or _references(python()) > owns:
-                return True
-        return False
+        return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
 
     def blocked(self, call: Call) -> bool:
         """Whether this call cannot be played because of tensors that are held."""
@@ -158,7 +154,7 @@ class Player:
 
     def _after(self) -> None:
         if self._bump:
-            torch._C._increment_version(self._bump)
+            bump(self._bump)
         if self._grads is not None:
             self._grads.leave()
 
@@ -176,11 +172,11 @@ class Player:
                 if theirs.data_ptr() != slot.data_ptr():
                     once(theirs).copy_(once(slot))
                 elif not theirs.is_inference():
-                    torch._C._increment_version([theirs])
+                    bump([theirs])
 
     def _hand_out(self, call: Call | None, targets: list[torch.Tensor]) -> Any:
         if self._single is not None:
-            return targets[0] if targets else _data(self._single.template)
+            return targets[0] if targets else alias(self._single.template)
         made: list[Any] = []
         for o in self.recording.outputs:
             t = self._make(o, call, made, targets)
@@ -192,9 +188,9 @@ class Player:
         if o.kind == "lease":
             if targets:
                 return self._on_copy(o, targets)
-            return self._lend(o) if self.recording.borrow else _data(o.template)
+            return self._lend(o) if self.recording.borrow else alias(o.template)
         if o.kind in ("value", "outside"):
-            return o.value
+            return copy.copy(o.value) if type(o.value) is set else o.value
         if o.kind == "same":
             return made[o.index]
         if o.kind == "argument":
@@ -215,7 +211,7 @@ class Player:
         assert o.lease is not None
         loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name)
         self.pool.loans.add(loan)
-        return Borrowed.lend(_data(o.template), loan)
+        return Borrowed.lend(alias(o.template), loan)
 
     def _on_copy(self, o: Output, targets: list[torch.Tensor]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""

@@ -23,8 +23,9 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from . import optimizers
+from . import optimizers, torch_private
 from .devices import device_for, lock
 from .errors import Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
@@ -35,6 +36,7 @@ from .reach import Reach
 from .recorder import record, recording_here
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
+from .trees import kinds
 from .verify import verified
 from .watch import storage_id
 from .where import users_line
@@ -186,10 +188,14 @@ class Recorded(Generic[P, R]):
         return found is not None and found() is not None and not isinstance(t, torch.nn.Parameter)
 
     def _eligible(self) -> None:
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        if torch_private.dispatch_modes() or torch_private.function_modes():
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
+        if torch_private.saved_tensors_hooks():
+            raise NoSignature("is called where tensors saved for backward go through hooks")
+        if forward_ad._current_level >= 0:
+            raise NoSignature("is called while forward-mode derivatives are computed")
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
@@ -291,7 +297,8 @@ class Recorded(Generic[P, R]):
     def _reach(self, call: Call) -> Reach:
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
-        return Reach([(self.name, self._function), *objects, *parameters])
+        classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
+        return Reach([(self.name, self._function), *objects, *parameters, *classes])
 
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}

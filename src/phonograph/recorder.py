@@ -80,7 +80,13 @@ def record(
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
+    if reach.truncated:
+        raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
+    tensors_outside = [t for _, t in reach.tensors.values()]
+    layouts = {t.grad.layout for t in tensors_outside if t.is_leaf and t.grad is not None}
+    if layouts - {torch.strided}:
+        raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+    grads = Grads(tensors_outside, device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     tensors = TensorSnapshot(reach)
     try:
@@ -98,7 +104,7 @@ def record(
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             touched = captured.watch.touched
-            grads.settle(touched, reach.looks_at_gradients)
+            grads.settle(touched, captured.watch.written.keys(), reach)
             leases: dict[int, Lease] = {}
             plan = outputs.plan(captured, call, reach, grads, leases, device)
             copied = tuple(leases.pop(key) for key in captured.copied)
@@ -171,6 +177,8 @@ def _capture(
         leaves = list(call.leaves)
         for place, slot, theirs, mine in zip(call.places, slots, call.tensors, fixed, strict=True):
             leaves[place] = slot if mine or not theirs.requires_grad else slot.requires_grad_()
+        for place, number in call.again:
+            leaves[place] = slots[number]
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         shapes = [_metadata(s) for s in slots]

@@ -12,13 +12,16 @@ class) has no signature at all: `NoSignature` says why, and the call runs live.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
+from .torch_private import dispatch_modes, function_modes, saved_tensors_hooks
 from .trees import Node, flatten
 
 __all__ = ["ALIGNMENT", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
@@ -34,8 +37,8 @@ class NoSignature(Exception):
 class Call(NamedTuple):
     """One use of a recorded function, taken apart.
 
-    `tensors` are the argument tensors in order, `leaves` all leaves, `places` the index in `leaves` of each tensor, `like`
-    the arguments as they came.
+    `tensors` are the argument tensors in order, each once, `leaves` all leaves, `places` the index in `leaves` of each
+    tensor, `like` the arguments as they came. `again` are (place, tensor) pairs for tensors that are given more than once.
     """
 
     key: tuple[Any, ...]
@@ -44,6 +47,7 @@ class Call(NamedTuple):
     tensors: list[torch.Tensor]
     places: tuple[int, ...]
     like: Any = None
+    again: tuple[tuple[int, int], ...] = ()
 
 
 _SCALARS = (bool, int, str, bytes, type(None), complex, range, torch.dtype, torch.device, torch.Size,
@@ -62,11 +66,18 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     shape = flatten((args, dict(kwargs)), leaves)
     tensors: list[torch.Tensor] = []
     places: list[int] = []
+    again: list[tuple[int, int]] = []
+    numbers: dict[int, int] = {}
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if type(leaf) is Borrowed:
                 leaf = leaves[i] = plain(leaf)
+            number = numbers.setdefault(id(leaf), len(tensors))
+            if number < len(tensors):  # `q is k` is something that a function may ask
+                keys.append(number)
+                again.append((i, number))
+                continue
             keys.append(tensor_key(leaf))
             tensors.append(leaf)
             places.append(i)
@@ -77,7 +88,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         hash(key)
     except TypeError as e:
         raise NoSignature(f"takes an argument that cannot be hashed ({e})") from None
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)))
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again))
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
@@ -88,6 +99,8 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor:
         raise NoSignature("takes a tensor with attributes of its own")
+    if t.requires_grad and t.is_leaf and t.grad is not None and type(t) is torch.Tensor:
+        raise NoSignature("takes a tensor that has a gradient")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
@@ -108,7 +121,7 @@ def plain_key(value: Any) -> Any:
     if kind in (frozenset, set):
         return (kind, frozenset(map(plain_key, value)))
     if isinstance(value, _BY_IDENTITY) or kind in (FunctionType, BuiltinFunctionType, type):
-        return (kind, id(value))
+        return (kind, weakref.ref(value))  # equal for as long as it is the same object, and then never again
     raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
 
 
@@ -139,7 +152,7 @@ def _getters() -> list[Callable[[], Any]]:
              "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
              "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled")  # fmt: skip
     found += [getattr(c, n) for n in names if hasattr(c, n)]
-    return found
+    return [*found, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
 _GETTERS = _getters()
@@ -155,5 +168,19 @@ def _autocast() -> tuple[Any, ...]:
 
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
-    c = torch._C
-    return (*[get() for get in _GETTERS], _autocast(), c._len_torch_function_stack(), c._len_torch_dispatch_stack())
+    try:
+        settings = [get() for get in _GETTERS]
+    except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
+        settings = [*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS]]
+    return (*settings, _autocast(), forward_ad._current_level)
+
+
+def _asked(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+_PRECISIONS = [(b, op) for b in ("generic", "cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
+               if b != "generic" or op == "all"]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-__all__ = ["Node", "containers", "flatten", "unflatten"]
+__all__ = ["Node", "containers", "flatten", "kinds", "unflatten"]
 
 
 class Node(NamedTuple):
@@ -50,6 +50,14 @@ def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any
     return _build(node, values, like)
 
 
+def kinds(node: Node | None) -> Iterator[type]:
+    """The types of all containers of a tree."""
+    if node is not None:
+        yield node.kind
+        for child in node.children:
+            yield from kinds(child)
+
+
 def containers(tree: Any) -> Iterator[Any]:
     """Every container of a tree that can change, outermost first."""
     parts = _parts(tree)
@@ -75,12 +83,15 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     kind = type(tree)
     if kind is torch.Size:
         return None
-    if kind in (tuple, list) or _is_namedtuple(kind) or _is_structseq(kind):
+    if kind in (tuple, list) or _is_structseq(kind):
         return (), list(tree)
+    if _is_namedtuple(kind):
+        return None if getattr(tree, "__dict__", None) else ((), list(tree))
     if kind in _DICTS:
         return tuple(tree), list(tree.values())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and kind not in _pytree.SUPPORTED_NODES:
         names = tuple(f.name for f in dataclasses.fields(tree))
+        names += tuple(n for n in getattr(tree, "__dict__", ()) if n not in names)  # set by __post_init__, or by hand
         return names, [getattr(tree, n) for n in names]
     if kind in _pytree.SUPPORTED_NODES:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)

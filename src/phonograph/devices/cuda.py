@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
@@ -37,12 +38,11 @@ from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
-from . import cuda_memory, driver, torch_private
+from . import cuda_memory, driver
 from .base import Captured, Made
 
 __all__ = ["CudaDevice"]
 
-_address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 _thread = threading.local()
 
 
@@ -140,6 +140,7 @@ class _Ghost:
     def __init__(self, t: torch.Tensor, device: torch.device) -> None:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
+        self.address = t.data_ptr()
         self._device = device
         self._place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
         self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
@@ -152,7 +153,7 @@ class _Ghost:
         if alive is not None:
             return alive
         dtype, offset, size, stride = self._shape
-        storage = torch._C._construct_storage_from_data_pointer(self._place[0], self._device, self._place[1])
+        storage = torch_private.storage_at(*self._place, self._device)
         with torch.no_grad():
             return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
 
@@ -172,10 +173,10 @@ class _Edges:
         self.addresses: list[int] = []
         self.nodes: set[int] = set()
         self._stream = stream
-        self.usable = all(map(dense, arguments)) and len(set(map(_address, arguments))) == len(arguments)
+        self.usable = all(map(dense, arguments)) and len(set(map(torch_private.address, arguments))) == len(arguments)
         if self.usable:
             self._copy(slots, arguments)
-            self.addresses += map(_address, arguments)
+            self.addresses += map(torch_private.address, arguments)
             self.nodes |= driver.captured_nodes(stream)
 
     def copy_out(self, results: list[torch.UntypedStorage]) -> None:
@@ -186,7 +187,7 @@ class _Edges:
                 ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
                 theirs = [torch.empty_like(t) for t in ours]
             self._copy(theirs, ours)
-            self.addresses += map(_address, theirs)
+            self.addresses += map(torch_private.address, theirs)
             self.nodes |= driver.captured_nodes(self._stream) - before
 
     @staticmethod
@@ -251,7 +252,7 @@ class GraphProgram:
                 driver.set_context(self._context)
             _thread.has_context = True
         if self._pointers is not None:
-            self._pointers.set([*map(_address, sources), *map(_address, targets)])
+            self._pointers.set([*map(torch_private.address, sources), *map(torch_private.address, targets)])
             self._go()
             return
         with torch.no_grad():
@@ -297,7 +298,7 @@ class CudaDevice:
     roomy = 256 << 20
 
     def __init__(self, torch_device: torch.device) -> None:
-        gone = torch_private.missing()
+        gone = torch_private.missing(cuda=True)
         if gone:
             raise Refusal(f"this torch release lacks {', '.join(gone)}", "use a release that phonograph supports")
         self.torch_device = torch_device
