@@ -48,7 +48,7 @@ class FastPath:
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
-        if any(p.recording.entangling or _looks_at_arguments(p) for p in players):
+        if any(p.recording.entangled or _looks_at_arguments(p) for p in players):
             return None
         check = tensor_check(call.tensors)
         return FastPath(check, len(args), players) if check is not None else None

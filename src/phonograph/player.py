@@ -23,7 +23,7 @@ from .borrowed import Borrowed, Loan
 from .pool import Fill, once
 from .recording import Output, Recording
 from .signature import Call
-from .torch_private import alias, bump, use_count
+from .torch_private import address, alias, bump, use_count
 from .trees import unflatten
 
 __all__ = ["Player"]
@@ -64,6 +64,8 @@ class Player:
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., None] = recording.program.run
         self._new = [partial(torch.empty_like, m) for m in recording.program.outs]
+        self._templates = [o.template for o in recording.outputs if o.template is not None and not self._new]
+        self._places = [*map(address, self._templates)]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials
@@ -84,7 +86,7 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
-        if self.recording.spoiled:
+        if self.recording.spoiled or self._moved():
             return "the memory that it used"
         dials = self._dials
         if dials and dials.turned():
@@ -95,6 +97,13 @@ class Player:
         if broken is None and self._grads is not None and not self._grads.fit():
             return "a .grad attribute"
         return broken
+
+    def _moved(self) -> bool:
+        """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
+        if [*map(address, self._templates)] == self._places:
+            return False
+        self.recording.spoiled.append(True)
+        return True
 
     def grads_held(self) -> bool:
         """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
@@ -129,10 +138,12 @@ class Player:
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
         targets = [new() for new in self._new]
-        self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
-        if self._written:
-            self._write_back(tensors)
-        self._after()
+        try:
+            self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
+        finally:  # an operator that raises (an index out of range) leaves what was written before it
+            if self._written:
+                self._write_back(tensors)
+            self._after()
         return self._hand_out(call, targets), copied
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
@@ -186,6 +197,9 @@ class Player:
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
+            if o.index >= 0:
+                assert o.template is not None
+                return made[o.index].as_strided(o.template.size(), o.template.stride(), o.template.storage_offset())
             if targets:
                 return self._on_copy(o, targets)
             return self._lend(o) if self.recording.borrow else alias(o.template)
@@ -201,8 +215,9 @@ class Player:
         base, offset = o.value, o.offset
         if o.kind == "argument view":
             assert call is not None
-            base = call.tensors[o.index]
-            offset += int(base.storage_offset())
+            assert o.dtype is not None
+            base = call.tensors[o.index].detach()  # what is attached to the argument was refused
+            offset = (offset + base.storage_offset() * base.element_size()) // o.dtype.itemsize
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
         return base.as_strided(o.size, o.stride, offset)

@@ -112,6 +112,7 @@ class Reach:
         self._attributed: list[tuple[str, torch.Tensor]] = []
         self._python_modules: dict[int, tuple[str, ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
+        self._work.extend(("a hook", hook) for hook in (*_global_hooks(), *_optimizer_hooks()))
         self._functions: list[FunctionType] = []
         self._objects: list[Any] = []
         self._drain()
@@ -142,6 +143,7 @@ class Reach:
         if modules:
             self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
             self._hold("global hooks", _global_hooks, _leave)
+            self._hold("parametrize.cached()", _cached_parametrizations, _leave)
         if self.optimizers:
             self._hold("hooks of all optimizers", _optimizer_hooks, _leave)
 
@@ -489,6 +491,11 @@ _hook_dicts = [v for n, v in vars(torch.nn.modules.module).items() if n.startswi
 
 def _global_hooks() -> tuple[Any, ...]:
     return tuple([hook for d in _hook_dicts for hook in d.values()])
+
+
+def _cached_parametrizations() -> tuple[Any, ...]:
+    """Whether `torch.nn.utils.parametrize.cached()` is on."""
+    return (getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", 0),)
 
 
 _optimizer_hook_dicts = [v for n, v in vars(optimizer_module).items() if n.startswith("_global_") and isinstance(v, dict)]

@@ -34,11 +34,11 @@ from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
 from .recorder import record, recording_here
+from .recording import Entangled
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
 from .trees import kinds
 from .verify import verified
-from .watch import storage_id
 from .where import users_line
 
 __all__ = ["Recorded", "live"]
@@ -100,7 +100,7 @@ class Recorded(Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
         self._fast: FastPath | None = None
-        self._entangling: dict[int, Any] = {}
+        self._entangled = Entangled()
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
 
@@ -157,7 +157,7 @@ class Recorded(Generic[P, R]):
                     raise self._never
                 self._eligible()
                 call = describe(args, kwargs)
-                if self._entangling and any(self._is_state(t) for t in call.tensors):
+                if self._entangled and any(map(self._entangled.meets, call.tensors)):
                     raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
@@ -181,11 +181,6 @@ class Recorded(Generic[P, R]):
                 refusal = e
         refusal.let_go()
         return self._refused(refusal, args, kwargs)
-
-    def _is_state(self, t: torch.Tensor) -> bool:
-        """Whether an argument shares memory with a tensor outside that recordings write."""
-        found = self._entangling.get(storage_id(t))
-        return found is not None and found() is not None and not isinstance(t, torch.nn.Parameter)
 
     def _eligible(self) -> None:
         if torch_private.dispatch_modes() or torch_private.function_modes():
@@ -325,7 +320,7 @@ class Recorded(Generic[P, R]):
                                borrow=self.options.outputs == "borrow")  # fmt: skip
         device.settle(recording)
         device.pool.add(recording)
-        self._entangling.update(recording.entangling)
+        self._entangled |= recording.entangled
         self._devices.add(device)
         player = Player(recording, device)
         self._counters.recorded += 1

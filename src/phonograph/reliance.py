@@ -93,6 +93,7 @@ class TensorSnapshot:
 
     def __init__(self, reach: Reach) -> None:
         self._named = [(name, t, _state(t)) for name, t in reach.tensors.values()]
+        self._hooks = [(t, [dict(d or {}) for d in _hooks_of(t)]) for _, t in reach.tensors.values()]
         self._aliases: list[torch.Tensor] = [t.detach() for _, t in reach.tensors.values()]
 
     def changes(self) -> list[str]:
@@ -101,6 +102,11 @@ class TensorSnapshot:
 
     def restore(self) -> None:
         """Make them again what they were."""
+        for t, saved in self._hooks:
+            for hooks, before in zip(_hooks_of(t), saved, strict=True):
+                if hooks is not None and hooks != before:
+                    hooks.clear()
+                    hooks.update(before)
         for (_, t, state), alias in zip(self._named, self._aliases, strict=True):
             if _state(t)[:-1] != state[:-1]:
                 t.data = alias
@@ -196,6 +202,7 @@ class Grads:
         self._owners = [p for p, g in self._left if g is not None]
         self._created = [g for _, g in self._left if g is not None]
         self._storages = [g.untyped_storage()._cdata for g in self._created]
+        self._pythons = [weakref.ref(g.untyped_storage()) for g in self._created]
         self._lying = list(map(address, self._created))
         self._standing = self._count()
         for p in self._owners:
@@ -204,9 +211,10 @@ class Grads:
         for p, g in zip(self._owners, self._created, strict=True):
             p.grad = g
 
-    def _count(self) -> list[tuple[int, int]]:
-        """References to each created gradient: Python's to the object, and tensors on its memory."""
-        return list(zip(map(sys.getrefcount, self._created), map(use_count, self._storages), strict=True))
+    def _count(self) -> list[tuple[int, int, int]]:
+        """References to each created gradient: Python's to the object, tensors on its memory, Python's to the storage."""
+        pythons = [sys.getrefcount(python()) for python in self._pythons]
+        return list(zip(map(sys.getrefcount, self._created), map(use_count, self._storages), pythons, strict=True))
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites. About 0.2 us each."""
@@ -241,8 +249,12 @@ class Grads:
             bump([g for p in self._added_to if (g := p.grad) is not None])
 
 
+def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    return t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
+
+
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
-    hooks = (*(t._backward_hooks or {}).values(), *(getattr(t, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, hooks)
 
 

@@ -24,7 +24,7 @@ from .borrowed import Borrowed, plain
 from .torch_private import dispatch_modes, function_modes, saved_tensors_hooks
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+__all__ = ["ALIGNMENT", "BY_IDENTITY", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -50,9 +50,9 @@ class Call(NamedTuple):
     again: tuple[tuple[int, int], ...] = ()
 
 
-_SCALARS = (bool, int, str, bytes, type(None), complex, range, torch.dtype, torch.device, torch.Size,
+_SCALARS = (bool, int, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
-_BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
+BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -99,8 +99,10 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor:
         raise NoSignature("takes a tensor with attributes of its own")
-    if t.requires_grad and t.is_leaf and t.grad is not None and type(t) is torch.Tensor:
-        raise NoSignature("takes a tensor that has a gradient")
+    if t.requires_grad and type(t) is torch.Tensor and _has_gradient_or_hooks(t):
+        raise NoSignature("takes a tensor that has a gradient or hooks")
+    if t.is_inference() and torch.is_grad_enabled():
+        raise NoSignature("takes an inference tensor where gradients are enabled")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
@@ -109,34 +111,47 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, identity)
 
 
+def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
+    hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or (t.is_leaf and t.grad is not None)
+
+
 def plain_key(value: Any) -> Any:
     """What identifies a Python value: equal keys, same program."""
     kind = type(value)
     if kind is float:
         return (float, value.hex())
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
     if kind in _SCALARS or isinstance(value, enum.Enum):
         return (kind, value)
     if kind is slice:
         return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
     if kind in (frozenset, set):
         return (kind, frozenset(map(plain_key, value)))
-    if isinstance(value, _BY_IDENTITY) or kind in (FunctionType, BuiltinFunctionType, type):
+    if isinstance(value, BY_IDENTITY):
         return (kind, weakref.ref(value))  # equal for as long as it is the same object, and then never again
     raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
 
 
 def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the index of the first one that shares its storage, and where in it it begins.
+    """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
 
-    A function that writes one of two overlapping arguments is another program than one with separate arguments.
+    A function that writes one of two overlapping arguments is another program than one with separate arguments. Memory, and
+    not storage objects: two of these may stand for the memory of one NumPy array.
     """
     if len(tensors) < 2:
         return ()
-    first: dict[int, int] = {}
-    groups = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
-    if groups == list(range(len(tensors))):
-        return ()
-    return tuple(v for t, g in zip(tensors, groups, strict=True) for v in (g, int(t.storage_offset())))
+    spans = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), i) for i, t in enumerate(tensors))
+    found: list[int] = []
+    start, end, first = 0, 0, -1
+    for at, nbytes, i in spans:
+        if at < end and nbytes:
+            found += [i, first, tensors[i].data_ptr() - start]
+        else:
+            start, first = at, i
+        end = max(end, at + nbytes)
+    return tuple(found)
 
 
 def _getters() -> list[Callable[[], Any]]:
