@@ -21,8 +21,9 @@ import torch
 
 from .borrowed import Borrowed, Loan
 from .pool import Fill, once
-from .recording import Output, Recording
+from .recording import Output, Recording, memory_of
 from .signature import Call
+from .spans import Spans
 from .torch_private import address, alias, bump, use_count
 from .trees import unflatten
 
@@ -172,6 +173,8 @@ class Player:
     def _lend_in(self, tensors: list[torch.Tensor]) -> int:
         """Copy to their places those arguments that lie where another recording left them last time, and not now."""
         moved = [(slot, tensors[i]) for i, slot in self._lent if tensors[i].data_ptr() != slot.data_ptr()]
+        if self.pool.loans:
+            self.pool.take_back(Spans(memory_of(slot) for slot, _ in moved))
         with torch.no_grad():
             Fill([slot for slot, _ in moved])([t for _, t in moved])
         return sum(once(slot).nbytes for slot, _ in moved)
@@ -209,9 +212,15 @@ class Player:
             return made[o.index]
         if o.kind == "argument":
             assert call is not None
-            return call.tensors[o.index]
+            return call.lent.get(o.index, call.tensors[o.index])
         if o.kind == "empty":
             return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
+        t = self._view(o, call)
+        lent = call.lent.get(o.index) if call is not None and o.kind == "argument view" else None
+        return t if lent is None else Borrowed.lend(t, lent.loan)
+
+    @staticmethod
+    def _view(o: Output, call: Call | None) -> torch.Tensor:
         base, offset = o.value, o.offset
         if o.kind == "argument view":
             assert call is not None
@@ -220,13 +229,15 @@ class Player:
             offset = (offset + base.storage_offset() * base.element_size()) // o.dtype.itemsize
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
-        return base.as_strided(o.size, o.stride, offset)
+        t: torch.Tensor = base.as_strided(o.size, o.stride, offset)
+        return t
 
     def _lend(self, o: Output) -> torch.Tensor:
         assert o.lease is not None
-        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name)
+        tensor = alias(o.template)
+        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name, tensor)
         self.pool.loans.add(loan)
-        return Borrowed.lend(alias(o.template), loan)
+        return Borrowed.lend(tensor, loan)
 
     def _on_copy(self, o: Output, targets: list[torch.Tensor]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""

@@ -180,7 +180,7 @@ class Pool:
         """End the loans of borrowed outputs that lie in a footprint (None: anywhere)."""
         for loan in list(self.loans):
             if footprint is None or footprint.meets(loan.address, loan.nbytes):
-                loan.over = True
+                loan.end()
                 self.loans.discard(loan)
 
     def protected(self) -> Spans:
@@ -192,8 +192,8 @@ class Pool:
         return Spans((x.address, x.nbytes) for x in self.leases)
 
     def footprints(self) -> Spans:
-        """The addresses that any recording may overwrite."""
-        return Spans(piece for r in self.recordings for piece in r.footprint)
+        """The addresses that any recording may overwrite, or fill because an argument lay there."""
+        return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.lent))
 
     def lease_of(self, t: torch.Tensor) -> Lease | None:
         """The lease that a tensor lies on, if it is an output of a recording of this pool."""

@@ -33,11 +33,12 @@ from types import (
 from typing import Any, NamedTuple
 
 import torch
+import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 
 from .where import is_users
 
-__all__ = ["FEW", "LIVE", "MISSING", "Holder", "Reach"]
+__all__ = ["FEW", "LIVE", "MISSING", "Holder", "Reach", "parametrizations_are_cached"]
 
 LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
@@ -143,7 +144,7 @@ class Reach:
         if modules:
             self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
             self._hold("global hooks", _global_hooks, _leave)
-            self._hold("parametrize.cached()", _cached_parametrizations, _leave)
+            self._hold("settings of torch.nn", _module_settings, _leave)
         if self.optimizers:
             self._hold("hooks of all optimizers", _optimizer_hooks, _leave)
 
@@ -493,9 +494,13 @@ def _global_hooks() -> tuple[Any, ...]:
     return tuple([hook for d in _hook_dicts for hook in d.values()])
 
 
-def _cached_parametrizations() -> tuple[Any, ...]:
-    """Whether `torch.nn.utils.parametrize.cached()` is on."""
-    return (getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", 0),)
+def _module_settings() -> tuple[Any, ...]:
+    """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
+    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()
+
+
+def parametrizations_are_cached() -> bool:
+    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
 
 
 _optimizer_hook_dicts = [v for n, v in vars(optimizer_module).items() if n.startswith("_global_") and isinstance(v, dict)]

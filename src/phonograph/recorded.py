@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -51,22 +52,48 @@ _CHANGES = 8  # recordings that one signature may outgrow because something outs
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
+_PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
+
 _thread = threading.local()
 
 
 def _inside() -> bool:
-    """Whether this thread is warming up or capturing some recorded function."""
-    return getattr(_thread, "depth", 0) > 0
+    """Whether this thread is warming up or capturing some recorded function, or is autograd's while some thread does:
+    then it runs the backward of that function."""
+    if getattr(_thread, "depth", 0) > 0:
+        return True
+    return _Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Within:
     """While entered, recorded functions that are called run as part of the one that called them."""
 
+    running = 0  # in any thread
+    warming_up = 0
+
+    def __init__(self, *, warming_up: bool = False) -> None:
+        self._warming_up = warming_up
+
     def __enter__(self) -> None:
         _thread.depth = getattr(_thread, "depth", 0) + 1
+        _Within.running += 1
+        _Within.warming_up += self._warming_up
 
     def __exit__(self, *_: object) -> None:
         _thread.depth -= 1
+        _Within.running -= 1
+        _Within.warming_up -= self._warming_up
+
+
+def _locked() -> bool:
+    """Take the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
+    if lock.acquire(blocking=False):
+        return True
+    until = time.monotonic() + _PATIENCE
+    while not lock.acquire(timeout=0.01):
+        if _Within.warming_up or time.monotonic() > until:
+            return False
+    return True
 
 
 class _History:
@@ -101,6 +128,7 @@ class Recorded(Generic[P, R]):
         self._unplayed = 0
         self._fast: FastPath | None = None
         self._entangled = Entangled()
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
 
@@ -136,9 +164,13 @@ class Recorded(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _inside() or switched_off() or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
-        fast = self._fast
-        if fast is not None and not kwargs:
-            with lock:
+        if not _locked():
+            self._counters.calls += 1
+            self._counters.live += 1
+            return self._function(*args, **kwargs)
+        try:
+            fast = self._fast
+            if fast is not None and not kwargs:
                 player = fast.find(args)
                 if player is not None:
                     counters = self._counters
@@ -147,7 +179,9 @@ class Recorded(Generic[P, R]):
                     counters.replayed += 1
                     counters.bytes_copied += copied
                     return result  # type: ignore[no-any-return]
-        return self._answer(args, kwargs)
+            return self._answer(args, kwargs)
+        finally:
+            lock.release()
 
     def _answer(self, args: Any, kwargs: Any) -> R:
         with lock:
@@ -180,7 +214,11 @@ class Recorded(Generic[P, R]):
             except Refusal as e:
                 refusal = e
         refusal.let_go()
-        return self._refused(refusal, args, kwargs)
+        lock.release()  # what runs live is no business of other threads
+        try:
+            return self._refused(refusal, args, kwargs)
+        finally:
+            lock.acquire()
 
     def _eligible(self) -> None:
         if torch_private.dispatch_modes() or torch_private.function_modes():
@@ -249,21 +287,25 @@ class Recorded(Generic[P, R]):
             reach = self._reach(call)
             device = self._device(call, reach)
         except Refusal:
-            with _Within():
+            with _Within(warming_up=True):
                 return self._function(*args, **kwargs)
         optimizers.prepare(reach.optimizers)
-        device.pool.take_back()
-        with _Within(), optimizers.recordable(reach.optimizers), device.beside():
+        self._optimizers = [weakref.ref(o) for o in reach.optimizers]
+        with _Within(warming_up=True), optimizers.recordable(reach.optimizers), device.beside():
+            return self._function(*args, **kwargs)
+
+    def _live(self, args: Any, kwargs: Any) -> R:
+        """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
+        self._counters.live += 1
+        with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
         if not refusal.failed:
             self._count(refusal)
-            self._counters.live += 1
-            return self._function(*args, **kwargs)
-        self._counters.live += 1
-        result = self._function(*args, **kwargs)
+            return self._live(args, kwargs)
+        result = self._live(args, kwargs)
         self._failed(refusal)
         self._count(refusal)
         return result
@@ -313,6 +355,7 @@ class Recorded(Generic[P, R]):
         device = self._device(call, reach)
         optimizers.prepare(reach.optimizers)
         device.tidy()
+        call.own_borrowed()
         device.pool.take_back()
         with _Within():
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,

@@ -29,7 +29,7 @@ from .dials import Dials, probing
 from .errors import Refusal
 from .optimizers import recordable
 from .pool import Lease, unowned
-from .reach import Reach
+from .reach import Reach, parametrizations_are_cached
 from .recording import Entangled, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
 from .signature import Call, modes
@@ -78,6 +78,8 @@ def record(
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
+    if parametrizations_are_cached():
+        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
     tensors_outside = [t for _, t in reach.tensors.values()]
@@ -140,6 +142,7 @@ def record(
         ),
         like=outputs.skeleton(captured.result),
         entangled=entangled,
+        lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=borrow,
     )
 

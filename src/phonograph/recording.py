@@ -114,8 +114,8 @@ class Recording:
 
     Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
     What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
-    No argument may lie in `entangled` memory. `rivals`, the leases that playing it would overwrite, is
-    kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
+    `lent` is where borrowed slots lie. No argument may lie in `entangled` memory. `rivals`, the leases that playing it would
+    overwrite, is kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
     """
 
     name: str
@@ -132,6 +132,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
     borrow: bool = False
+    lent: Spans = field(default_factory=Spans, repr=False)
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)

@@ -48,6 +48,13 @@ class Call(NamedTuple):
     places: tuple[int, ...]
     like: Any = None
     again: tuple[tuple[int, int], ...] = ()
+    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never changed: the borrowed tensor behind which a tensor is
+
+    def own_borrowed(self) -> None:
+        """Let arguments that are borrowed outputs have memory of their own, before a capture takes back all that is lent."""
+        for i in self.lent:
+            self.tensors[i] = self.tensors[i].clone()
+            self.leaves[self.places[i]] = self.tensors[i]
 
 
 _SCALARS = (bool, int, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size,
@@ -67,11 +74,13 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
+    lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if type(leaf) is Borrowed:
+                lent[len(tensors)] = leaf
                 leaf = leaves[i] = plain(leaf)
             number = numbers.setdefault(id(leaf), len(tensors))
             if number < len(tensors):  # `q is k` is something that a function may ask
@@ -88,7 +97,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         hash(key)
     except TypeError as e:
         raise NoSignature(f"takes an argument that cannot be hashed ({e})") from None
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again))
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:

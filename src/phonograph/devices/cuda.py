@@ -458,7 +458,8 @@ class CudaDevice:
         active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
         recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
         for other in self.pool.recordings:
-            if any(other.footprint.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
+            reached = other.footprint | other.lent
+            if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
                 other.spoiled.append(True)
 
     # -- around replays
