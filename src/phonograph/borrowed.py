@@ -7,11 +7,13 @@ A borrowed output lies in its recording's own memory and nothing protects it the
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from .errors import StaleOutput
+from .torch_private import alias, bump
 
 __all__ = ["Borrowed", "Loan", "plain"]
 
@@ -19,13 +21,21 @@ __all__ = ["Borrowed", "Loan", "plain"]
 class Loan:
     """The memory of one borrowed output: [address, address + nbytes), until it is `over`."""
 
-    __slots__ = ("__weakref__", "address", "name", "nbytes", "over")
+    __slots__ = ("__weakref__", "address", "name", "nbytes", "over", "tensor")
 
-    def __init__(self, address: int, nbytes: int, name: str) -> None:
+    def __init__(self, address: int, nbytes: int, name: str, tensor: torch.Tensor) -> None:
         self.address = address
         self.nbytes = nbytes
         self.name = name
         self.over = False
+        self.tensor = weakref.ref(tensor)
+
+    def end(self) -> None:
+        """The memory is taken back. Autograd, which may have saved the tensor, notices by its version."""
+        self.over = True
+        tensor = self.tensor()
+        if tensor is not None and not tensor.is_inference():
+            bump([tensor])
 
     def check(self) -> None:
         if self.over:
@@ -33,6 +43,10 @@ class Loan:
                 f"this output of {self.name} was borrowed, and a later call has overwritten it; clone() what must outlive "
                 'the next call, or use outputs="keep"'
             )
+
+
+# What gives access to the memory without a look at the loan each time gets a copy of it.
+_EXPOSE = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 
 
 class Borrowed(torch.Tensor):
@@ -47,9 +61,17 @@ class Borrowed(torch.Tensor):
         lent.loan, lent.inner = loan, t
         return lent
 
+    def __copy__(self) -> Borrowed:
+        return Borrowed.lend(alias(plain(self)), self.loan)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return plain(self).clone()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         loans: dict[int, Loan] = {}
+        if func in _EXPOSE:
+            args = (plain(args[0]).clone(), *args[1:])
         bare_args, bare_kwargs = _bare(args, loans), _bare(kwargs or {}, loans)
         with torch._C.DisableTorchFunctionSubclass():
             return _lent(func(*bare_args, **bare_kwargs), loans)
@@ -73,8 +95,10 @@ def _bare(value: Any, loans: dict[int, Loan]) -> Any:
         inner = plain(value)
         loans[inner.untyped_storage()._cdata] = value.loan
         return inner
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_bare(v, loans) for v in value) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(_bare(v, loans) for v in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_bare(v, loans) for v in value))
     if type(value) is dict:
         return {k: _bare(v, loans) for k, v in value.items()}
     return value

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer_module
 
 from .reach import LIVE, Reach
 
@@ -194,28 +195,43 @@ class Dials:
         return len(self.values) == len(self.sources) and all(c(self.values) == outcome for c, outcome in self._conditions)
 
 
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether other code runs within `step`, and might see the probes."""
+    o = optimizer_module
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+                o._global_optimizer_pre_hooks, o._global_optimizer_post_hooks))  # fmt: skip
+
+
 @contextmanager
 def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
-    dials = Dials(reach.optimizers if wanted and not reach.compiles_a_step else ())
+    seen = reach.compiles_a_step or reach.reads_settings or any(map(_has_hooks, reach.optimizers))
+    dials = Dials(reach.optimizers if wanted and not seen else ())
     probes = [dials.source(i) for i in range(len(dials.sources))]
 
-    def put(values: Sequence[Any]) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for (group, key), value in zip(dials.sources, values, strict=True):
+    real = list(dials._last)
+
+    def put(now: Sequence[Any], then: Sequence[Any]) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if len(args) > 1 or kwargs:
+                dials.lost = True  # a closure, which may read what it likes
+            for (group, key), was, value in zip(dials.sources, now, then, strict=True):
                 if any(group is g for g in optimizer.param_groups):
-                    group[key] = value
+                    if group.get(key) is was:
+                        group[key] = value
+                    else:
+                        dials.lost = True  # the function itself sets it
 
         return hook
 
-    real = list(dials._last)
     handles = []
     for o in reach.optimizers if dials else ():
-        handles += [o.register_step_pre_hook(put(probes)), o.register_step_post_hook(put(real))]
+        handles += [o.register_step_pre_hook(put(real, probes)), o.register_step_post_hook(put(probes, real))]
     try:
         yield dials
     finally:
         for handle in handles:
             handle.remove()
-        for (group, key), value in zip(dials.sources, real, strict=True):
-            group[key] = value
+        for (group, key), probe, value in zip(dials.sources, probes, real, strict=True):
+            if group.get(key) is probe:
+                group[key] = value

@@ -1,23 +1,22 @@
 """Recognising the common call at once: positional tensors only, the same metadata as last time.
 
 `signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
-call again and again; for those, one comparison in C++ (`TensorGuards`, which torch.compile uses for the same purpose)
+call again and again; for those, one comparison in C++ (torch.compile's guards)
 and one of the process-wide modes are enough to know that the signature is that of the last call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .player import Player
 from .signature import ALIGNMENT, Call, modes
+from .torch_private import tensor_check
 
 __all__ = ["FastPath"]
-
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 def _unusual(t: torch.Tensor) -> bool:
@@ -34,34 +33,33 @@ class FastPath:
 
     __slots__ = ("_check", "_count", "_modes", "players")
 
-    def __init__(self, call: Call, players: list[Player]) -> None:
-        tensors = call.tensors
-        self._count = len(tensors)
+    def __init__(self, check: Callable[..., bool], count: int, players: list[Player]) -> None:
+        self._check = check
+        self._count = count
         self._modes = modes()
         self.players = players
-        self._check = _TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        ).check
 
     @staticmethod
     def of(call: Call, players: list[Player]) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
         flat = not kwargs and len(args) == len(call.tensors) == len(call.leaves) > 0
-        if not flat or _TensorGuards is None or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
+        if not flat or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
-        if any(p.recording.entangling or _looks_at_arguments(p) for p in players):
+        if any(p.recording.entangled or _looks_at_arguments(p) for p in players):
             return None
-        return FastPath(call, players)
+        check = tensor_check(call.tensors)
+        return FastPath(check, len(args), players) if check is not None else None
 
     def find(self, args: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call with these arguments; None if that is for others to say."""
-        if len(args) != self._count or not self._check(*args) or modes() != self._modes or any(map(_unusual, args)):
+        n = self._count
+        if len(args) != n or not self._check(*args) or modes() != self._modes or any(map(_unusual, args)):
             return None
+        if n > 1 and len({*map(id, args)}) < n:
+            return None  # one tensor given twice is another signature
         for player in self.players:
             if not player.held() and player.broken() is None and not player.grads_held():
                 return player

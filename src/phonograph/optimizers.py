@@ -36,6 +36,9 @@ def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """`capturable` on in every group that knows it, for the length of the block."""
     groups = [g for o in optimizers for g in o.param_groups if g.get("capturable") is False]
+    if not groups:
+        yield
+        return
     lists = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim") and hasattr(m, _LISTED_BY)]
     old = [getattr(m, _LISTED_BY) for m in lists]
     for group in groups:

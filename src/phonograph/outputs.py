@@ -7,8 +7,10 @@ replay could hand out faithfully is refused here.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
-from .signature import Call, NoSignature, plain_key
+from .signature import BY_IDENTITY, Call, NoSignature, plain_key
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -39,14 +41,14 @@ def plan(
     if any(id(c) in captured.containers for c in containers(captured.result)):
         raise Refusal("returns a container that is an argument", "return a new container")
     seen: dict[int, int] = {}
-    found = []
+    found: list[Output] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
             found.append(Output("same", index=seen[id(leaf)]))
             continue
         seen[id(leaf)] = i
         if isinstance(leaf, torch.Tensor):
-            found.append(_tensor(leaf, captured, call, reach, grads, leases, device))
+            found.append(_tensor(leaf, captured, call, reach, grads, leases, device, found))
         else:
             found.append(_value(leaf, reach))
     return tuple(found)
@@ -76,28 +78,43 @@ def _nones() -> Iterator[None]:
 
 
 def _value(leaf: Any, reach: Reach) -> Output:
-    try:
-        plain_key(leaf)
-    except NoSignature:
-        if not any(leaf is x for x in reach._keep):
-            kind = type(leaf)
-            raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
-                          "return tensors, numbers, containers or dataclasses") from None  # fmt: skip
+    if not (_is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)):
+        kind = type(leaf)
+        raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
+                      "return tensors, numbers, containers or dataclasses")  # fmt: skip
     return Output("value", leaf)
 
 
+def _is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, BY_IDENTITY):
+        return False  # it may have been made by the call, and hold what belongs to it
+    try:
+        plain_key(leaf)
+    except NoSignature:
+        return False
+    return True
+
+
+def _is_global(leaf: Any) -> bool:
+    """Whether a function or class is found under its own name: one object for all calls."""
+    module, name = sys.modules.get(getattr(leaf, "__module__", None) or ""), getattr(leaf, "__name__", "")
+    return isinstance(leaf, (FunctionType, BuiltinFunctionType, type)) and getattr(module, name, None) is leaf
+
+
 def _tensor(
-    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
-) -> Output:
-    made = _place(t, captured, call, reach, grads, leases, device)
+    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+    so_far: list[Output],
+) -> Output:  # fmt: skip
+    made = _place(t, captured, call, reach, grads, leases, device, so_far)
     if (t.is_conj() or t.is_neg()) and made.kind not in ("argument", "outside"):
         return replace(made, lazy=(torch.Tensor.conj if t.is_conj() else torch._neg_view))
     return made
 
 
 def _place(
-    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
-) -> Output:
+    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+    so_far: list[Output],
+) -> Output:  # fmt: skip
     _faithful(t, captured)
     key = storage_id(t)
     for i, slot in enumerate(captured.used):
@@ -107,7 +124,7 @@ def _place(
         if key == storage_id(slot):
             # A view of an argument becomes a view of the caller's tensor.
             return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
-                          offset=int(t.storage_offset() - slot.storage_offset()))  # fmt: skip
+                          offset=t.data_ptr() - slot.data_ptr())  # fmt: skip
     outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
     for x in outside:
         if t is x:
@@ -126,7 +143,13 @@ def _place(
         made = captured.made[key]
         leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor())
     template = leases[key].template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
-    return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad)
+    # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
+    first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)
+    return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad, index=first)
+
+
+def _can_be_base(o: Output, t: torch.Tensor) -> bool:
+    return o.template is not None and o.template.dtype is t.dtype and not o.consumed and not o.lazy and not t.requires_grad
 
 
 def _faithful(t: torch.Tensor, captured: Captured) -> None:

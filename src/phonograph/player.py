@@ -11,6 +11,7 @@ And a replay on another stream than the last one waits for it, because recording
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,16 +21,15 @@ import torch
 
 from .borrowed import Borrowed, Loan
 from .pool import Fill, once
-from .recording import Output, Recording
+from .recording import Output, Recording, memory_of
 from .signature import Call
+from .spans import Spans
+from .torch_private import address, alias, bump, use_count
 from .trees import unflatten
 
 __all__ = ["Player"]
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references: Callable[[object], int] = sys.getrefcount
-
-_data: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 
 
 class _Consumed(torch.autograd.Function):
@@ -65,6 +65,8 @@ class Player:
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., None] = recording.program.run
         self._new = [partial(torch.empty_like, m) for m in recording.program.outs]
+        self._templates = [o.template for o in recording.outputs if o.template is not None and not self._new]
+        self._places = [*map(address, self._templates)]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials
@@ -85,7 +87,7 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
-        if self.recording.spoiled:
+        if self.recording.spoiled or self._moved():
             return "the memory that it used"
         dials = self._dials
         if dials and dials.turned():
@@ -97,16 +99,20 @@ class Player:
             return "a .grad attribute"
         return broken
 
+    def _moved(self) -> bool:
+        """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
+        if [*map(address, self._templates)] == self._places:
+            return False
+        self.recording.spoiled.append(True)
+        return True
+
     def grads_held(self) -> bool:
         """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
         return self._grads is not None and self._grads.held()
 
     def held(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
-        for cdata, own, python, owns in self.recording.rivals:
-            if _use_count(cdata) > own or _references(python()) > owns:
-                return True
-        return False
+        return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
 
     def blocked(self, call: Call) -> bool:
         """Whether this call cannot be played because of tensors that are held."""
@@ -133,10 +139,12 @@ class Player:
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
         targets = [new() for new in self._new]
-        self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
-        if self._written:
-            self._write_back(tensors)
-        self._after()
+        try:
+            self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
+        finally:  # an operator that raises (an index out of range) leaves what was written before it
+            if self._written:
+                self._write_back(tensors)
+            self._after()
         return self._hand_out(call, targets), copied
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
@@ -158,13 +166,15 @@ class Player:
 
     def _after(self) -> None:
         if self._bump:
-            torch._C._increment_version(self._bump)
+            bump(self._bump)
         if self._grads is not None:
             self._grads.leave()
 
     def _lend_in(self, tensors: list[torch.Tensor]) -> int:
         """Copy to their places those arguments that lie where another recording left them last time, and not now."""
         moved = [(slot, tensors[i]) for i, slot in self._lent if tensors[i].data_ptr() != slot.data_ptr()]
+        if self.pool.loans:
+            self.pool.take_back(Spans(memory_of(slot) for slot, _ in moved))
         with torch.no_grad():
             Fill([slot for slot, _ in moved])([t for _, t in moved])
         return sum(once(slot).nbytes for slot, _ in moved)
@@ -176,11 +186,11 @@ class Player:
                 if theirs.data_ptr() != slot.data_ptr():
                     once(theirs).copy_(once(slot))
                 elif not theirs.is_inference():
-                    torch._C._increment_version([theirs])
+                    bump([theirs])
 
     def _hand_out(self, call: Call | None, targets: list[torch.Tensor]) -> Any:
         if self._single is not None:
-            return targets[0] if targets else _data(self._single.template)
+            return targets[0] if targets else alias(self._single.template)
         made: list[Any] = []
         for o in self.recording.outputs:
             t = self._make(o, call, made, targets)
@@ -190,32 +200,44 @@ class Player:
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
+            if o.index >= 0:
+                assert o.template is not None
+                return made[o.index].as_strided(o.template.size(), o.template.stride(), o.template.storage_offset())
             if targets:
                 return self._on_copy(o, targets)
-            return self._lend(o) if self.recording.borrow else _data(o.template)
+            return self._lend(o) if self.recording.borrow else alias(o.template)
         if o.kind in ("value", "outside"):
-            return o.value
+            return copy.copy(o.value) if type(o.value) is set else o.value
         if o.kind == "same":
             return made[o.index]
         if o.kind == "argument":
             assert call is not None
-            return call.tensors[o.index]
+            return call.lent.get(o.index, call.tensors[o.index])
         if o.kind == "empty":
             return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
+        t = self._view(o, call)
+        lent = call.lent.get(o.index) if call is not None and o.kind == "argument view" else None
+        return t if lent is None else Borrowed.lend(t, lent.loan)
+
+    @staticmethod
+    def _view(o: Output, call: Call | None) -> torch.Tensor:
         base, offset = o.value, o.offset
         if o.kind == "argument view":
             assert call is not None
-            base = call.tensors[o.index]
-            offset += int(base.storage_offset())
+            assert o.dtype is not None
+            base = call.tensors[o.index].detach()  # what is attached to the argument was refused
+            offset = (offset + base.storage_offset() * base.element_size()) // o.dtype.itemsize
         if base.dtype is not o.dtype:
             base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
-        return base.as_strided(o.size, o.stride, offset)
+        t: torch.Tensor = base.as_strided(o.size, o.stride, offset)
+        return t
 
     def _lend(self, o: Output) -> torch.Tensor:
         assert o.lease is not None
-        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name)
+        tensor = alias(o.template)
+        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name, tensor)
         self.pool.loans.add(loan)
-        return Borrowed.lend(_data(o.template), loan)
+        return Borrowed.lend(tensor, loan)
 
     def _on_copy(self, o: Output, targets: list[torch.Tensor]) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""

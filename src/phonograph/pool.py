@@ -33,21 +33,19 @@ import torch
 
 from .borrowed import Loan
 from .spans import Spans
+from .torch_private import storage_at, use_count
 
 if TYPE_CHECKING:
     from .recording import Recording
 
 __all__ = ["Fill", "Lease", "Pool", "dense", "extent", "once", "unowned"]
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _references: Callable[[object], int] = sys.getrefcount
 
 
 def unowned(t: torch.Tensor) -> torch.Tensor:
     """The same memory and metadata without owning it, and without sharing `t`'s storage object."""
-    storage = torch._C._construct_storage_from_data_pointer(
-        t.untyped_storage().data_ptr(), t.device, t.untyped_storage().nbytes()
-    )
+    storage = storage_at(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.device)
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.size(), t.stride())
 
@@ -102,7 +100,7 @@ class Lease:
     def __init__(self, address: int, nbytes: int, device: torch.device, anchor: Any) -> None:
         self.address = address
         self.nbytes = nbytes
-        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        storage = storage_at(address, nbytes, device)
         weakref.finalize(storage, _let_go, anchor).atexit = False
         self.cdata = storage._cdata
         # The one Python object of the storage: a user who asks for the storage gets the very same.
@@ -110,14 +108,14 @@ class Lease:
         with torch.inference_mode(False), torch.no_grad():
             self._all = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))]
         del storage
-        self.own = _use_count(self.cdata)
+        self.own = use_count(self.cdata)
         self.owns = _references(self.python())
 
     def template(self, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> torch.Tensor:
         """A tensor of the recording's own on this memory; it does not count as use from outside."""
         made = torch.empty(0, dtype=dtype, device=self._all[0].device)
         self._all.append(made.set_(self._all[0].untyped_storage(), offset, size, stride))
-        self.own = _use_count(self.cdata)
+        self.own = use_count(self.cdata)
         return self._all[-1]
 
     def bytes(self) -> torch.Tensor:
@@ -127,7 +125,7 @@ class Lease:
     @property
     def alive(self) -> bool:
         """Whether anybody outside holds a tensor on this memory, or the storage itself."""
-        return _use_count(self.cdata) > self.own or _references(self.python()) > self.owns
+        return use_count(self.cdata) > self.own or _references(self.python()) > self.owns
 
     def __repr__(self) -> str:
         return f"Lease({self.address:#x}, {self.nbytes} bytes, {'alive' if self.alive else 'free'})"
@@ -182,7 +180,7 @@ class Pool:
         """End the loans of borrowed outputs that lie in a footprint (None: anywhere)."""
         for loan in list(self.loans):
             if footprint is None or footprint.meets(loan.address, loan.nbytes):
-                loan.over = True
+                loan.end()
                 self.loans.discard(loan)
 
     def protected(self) -> Spans:
@@ -194,8 +192,8 @@ class Pool:
         return Spans((x.address, x.nbytes) for x in self.leases)
 
     def footprints(self) -> Spans:
-        """The addresses that any recording may overwrite."""
-        return Spans(piece for r in self.recordings for piece in r.footprint)
+        """The addresses that any recording may overwrite, or fill because an argument lay there."""
+        return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.lent))
 
     def lease_of(self, t: torch.Tensor) -> Lease | None:
         """The lease that a tensor lies on, if it is an output of a recording of this pool."""

@@ -6,8 +6,9 @@ values becomes a `Holder`, which can be read again at C speed; tensors, optimize
 collected on the way.
 
 What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are),
-Python modules that are not the user's, and C objects. A tensor that a recorded call reads and that was not found here
-has an unknown origin, and the recorder refuses it: it could be replaced without notice.
+Python modules that are not the user's, and C objects. Of a class or a module of the user's only those functions and values
+are entered that some code of the user's names; so the walk goes on until no new names turn up. A tensor that a recorded call
+reads and that was not found here has an unknown origin, and the recorder refuses it: it could be replaced without notice.
 """
 
 from __future__ import annotations
@@ -16,18 +17,32 @@ import builtins
 import functools
 import random
 import sys
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
+import torch.backends.mha
+import torch.optim.optimizer as optimizer_module
 
 from .where import is_users
 
-__all__ = ["LIVE", "MISSING", "Holder", "Reach"]
+__all__ = ["FEW", "LIVE", "MISSING", "Holder", "Reach", "parametrizations_are_cached"]
 
 LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
+FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
+_SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
 
 
 class _Missing:
@@ -54,8 +69,14 @@ class Holder(NamedTuple):
 
     def label(self, i: int, values: tuple[Any, ...]) -> str:
         """A name for the i-th of the values read."""
-        if self.keyed and len(values) % 2 == 0:
-            return f"{self.path}.{values[i % (len(values) // 2)]}"
+        if self.keyed:  # one dictionary or several: how many there are in it, the keys, the values
+            at = 0
+            while at < len(values):
+                n = values[at]
+                if at < i <= at + 2 * n:
+                    key = values[at + 1 + (i - at - 1) % n]
+                    return f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_label(key)}]"
+                at += 1 + 2 * n
         return f"{self.path}[{i}]"
 
 
@@ -65,8 +86,9 @@ _TORCH_OBJECTS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map,
               filter, enumerate)  # fmt: skip
-_LEAVES = (int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type, ModuleType,
-           BuiltinFunctionType)  # fmt: skip
+_LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
+# Methods of a class of the user's that are called without being named.
+_UNNAMED = ("forward", "backward", "setup_context", "jvp", "vmap", "step")
 
 
 class Reach:
@@ -82,11 +104,16 @@ class Reach:
         self.iterators: list[str] = []
         self.arrays: list[str] = []
         self.compiles_a_step = False
+        self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
+        self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self._names: set[str] = set()  # every name that the user's code mentions
         self._methods: list[tuple[str, type]] = []
+        self._attributed: list[tuple[str, torch.Tensor]] = []
+        self._python_modules: dict[int, tuple[str, ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
+        self._work.extend(("a hook", hook) for hook in (*_global_hooks(), *_optimizer_hooks()))
         self._functions: list[FunctionType] = []
         self._objects: list[Any] = []
         self._drain()
@@ -97,33 +124,55 @@ class Reach:
         """Whether the code may decide something by whether a gradient is there, as optimizers do."""
         return bool(self.optimizers) or any(word in name for name in self._names for word in ("grad", "step", "clip"))
 
+    @property
+    def reads_settings(self) -> bool:
+        """Whether the user's own code may look at the settings of an optimizer."""
+        return not self._names.isdisjoint(_SETTINGS)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the user's own code may look at a gradient."""
+        return "grad" in self._names
+
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
         if functions:
-            self._hold("code", lambda: tuple([x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__,
-                                                                                     len(f.__dict__))]), _leave)  # fmt: skip
+            self._hold("code", lambda: tuple([x for f in functions for x in _parts(f)]), _leave)
         if objects:
             self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
         if modules:
             self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
             self._hold("global hooks", _global_hooks, _leave)
+            self._hold("settings of torch.nn", _module_settings, _leave)
+        if self.optimizers:
+            self._hold("hooks of all optimizers", _optimizer_hooks, _leave)
 
     # -- walking
 
     def _drain(self) -> None:
-        before = -1
-        while before != len(self._seen):  # methods are entered once some code names them, which may come later
-            before = len(self._seen)
+        before = (-1, -1)
+        while before != (len(self._seen), len(self._names)):  # what is named may turn up later than what has the name
+            before = (len(self._seen), len(self._names))
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
             for path, kind in self._methods:
                 self._enter_methods(path, kind)
+            for path, module, held in list(self._python_modules.values()):
+                self._members(path, module, held)
+        self.truncated = bool(self._work)
+        for path, tensor in self._attributed:
+            if not self._names.isdisjoint(tensor.__dict__):
+                self._dict(path, tensor.__dict__, watched=len(self.tensors) > FEW)
+        self._drain_attributes()
+
+    def _drain_attributes(self) -> None:
+        """What attributes of tensors hold: plain values nearly always, and entered once more in case they do not."""
+        while self._work:
+            self._visit(*self._work.popleft())
 
     def _visit(self, path: str, thing: Any) -> None:
         if type(thing) in _LEAVES or id(thing) in self._seen:
-            if isinstance(thing, type) and is_users_class(thing):
-                self._methods.append((path, thing))
             return
         self._seen.add(id(thing))
         self._keep.append(thing)
@@ -142,24 +191,50 @@ class Reach:
         elif _is_plain_object(thing):
             self._object(path, thing)
 
+    def _kind(self, path: str, kind: type) -> None:
+        if is_users_class(kind):
+            self._methods.append((path, kind))
+
     def _hold(self, path: str, read: Any, restore: Any, *, watched: bool = False, keyed: bool = False) -> None:
         self.holders.append(Holder(path, read, restore, watched, keyed))
 
     def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
         def restore(values: tuple[Any, ...]) -> None:
-            half = len(values) // 2
             d.clear()
-            d.update(zip(values[:half], values[half:], strict=True))
+            d.update(_pairs(values, 0))
 
-        self._hold(path, lambda: (*d, *d.values()), restore, watched=watched, keyed=True)
+        self._hold(path, lambda: (len(d), *d, *d.values()), restore, watched=watched, keyed=True)
+        self._items(path, d)
+
+    def _items(self, path: str, d: dict[Any, Any]) -> None:
         for k, v in list(d.items()):
-            self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
+            if type(v) not in _LEAVES and id(v) not in self._seen:
+                self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
             if not isinstance(k, (str, torch.Tensor)):
                 self._work.append((path, k))
 
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]]) -> None:
+        """Several dictionaries, most of them empty, as one place that the witness hears of."""
+
+        def read() -> tuple[Any, ...]:
+            return tuple([x for d in dicts for x in (len(d), *d, *d.values())] if any(dicts) else ())
+
+        def restore(values: tuple[Any, ...]) -> None:
+            at = 0
+            for d in dicts:
+                d.clear()
+                d.update(_pairs(values, at))
+                at += 1 + 2 * len(d)
+
+        self._hold(path, read, restore, watched=True, keyed=True)
+        for d in dicts:
+            self._seen.add(id(d))
+            self._keep.append(d)
+            self._items(path, d)
+
     def _list(self, path: str, values: list[Any]) -> None:
         self._hold(path, lambda: tuple(values), lambda saved: values.__setitem__(slice(None), saved))
-        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+        self._fixed(path, values)
 
     def _deque(self, path: str, values: deque[Any]) -> None:
         def restore(saved: tuple[Any, ...]) -> None:
@@ -167,7 +242,8 @@ class Reach:
             values.extend(saved)
 
         self._hold(path, lambda: tuple(values), restore)
-        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+        self._fixed(path, values)
+        self._methods.append((path, type(values)))
 
     def _set(self, path: str, values: set[Any]) -> None:
         def restore(saved: tuple[Any, ...]) -> None:
@@ -175,10 +251,18 @@ class Reach:
             values.update(saved)
 
         self._hold(path, lambda: tuple(values), restore)
-        self._work.extend((path, v) for v in values)
+        self._fixed(path, values)
+        self._methods.append((path, type(values)))
 
     def _fixed(self, path: str, values: Iterable[Any]) -> None:
-        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values))
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in _LEAVES)
+
+    def _tuple(self, path: str, values: Any) -> None:
+        self._fixed(path, values)
+        if type(values) not in (tuple, frozenset):  # a subclass, which may have methods, and attributes of its own
+            self._methods.append((path, type(values)))
+            if getattr(values, "__dict__", None):
+                self._dict(path, values.__dict__)
 
     def _object(self, path: str, thing: Any) -> None:
         if isinstance(getattr(thing, "__dict__", None), dict):
@@ -204,15 +288,10 @@ class Reach:
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
+        inner = [d for name, d in module.__dict__.items() if name.startswith("_") and type(d) in (dict, OrderedDict)]
+        self._dicts(path, [d for d in inner if id(d) not in self._seen])
+        self._seen.add(id(module.__dict__.get("_non_persistent_buffers_set")))
         self._dict(path, module.__dict__, watched=True)
-        for name, part in module.__dict__.items():
-            if name.startswith("_") and isinstance(part, dict) and id(part) not in self._seen:
-                self._seen.add(id(part))
-                self._keep.append(part)
-                self._dict(path if name in ("_modules", "_parameters", "_buffers") else f"{path}.{name}", part, watched=True)
-            elif name == "_non_persistent_buffers_set":
-                self._seen.add(id(part))
-                self._keep.append(part)
         self._methods.append((path, type(module)))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
@@ -221,6 +300,7 @@ class Reach:
         self._seen.add(id(optimizer.state))
         self._hold(f"{path}.state", lambda: (*optimizer.state.values(),), _leave)
         self._dict(f"{path}.state", optimizer.state, watched=True)
+        self._methods.append((path, type(optimizer)))
         for i, group in enumerate(optimizer.param_groups):
             self._group(f"{path}.param_groups[{i}]", group)
         for state in optimizer.state.values():
@@ -228,7 +308,7 @@ class Reach:
             if isinstance(state, dict) and id(state) not in self._seen:
                 self._seen.add(id(state))
                 self._keep.append(state)
-                self._dict(f"{path}.state", state, watched=True)
+                self._dict(f"{path}.state", state, watched=len(optimizer.state) > FEW)
 
     def _group(self, path: str, group: dict[str, Any]) -> None:
         """A parameter group: its hyper-parameters, the live ones each as a place of its own."""
@@ -251,14 +331,34 @@ class Reach:
         if array.nbytes > _ARRAY:
             self.arrays.append(path)
         else:
-            self._hold(path, lambda: (array.shape, array.dtype.str, array.tobytes()), _leave)
+            before = array.copy()
+            self._hold(path, lambda: (array.shape, array.dtype.str, array.tobytes()), lambda _: array.__setitem__(..., before))
+
+    def _bytes(self, path: str, values: bytearray) -> None:
+        if len(values) > _ARRAY:
+            self.arrays.append(path)
+        else:
+            self._hold(path, lambda: (bytes(values),), lambda saved: values.__setitem__(slice(None), saved[0]))
+
+    def _reference(self, path: str, ref: weakref.ref[Any]) -> None:
+        self._hold(path, lambda: (ref() is None,), _leave)
+        self._work.append((path, ref()))
+
+    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
+        self._hold(path, lambda: (len(view), *view, *view.values()), _leave, keyed=True)
+        self._fixed(path, view.values())
+
+    def _builtin(self, path: str, f: BuiltinFunctionType) -> None:
+        """A method of an object (`append = results.append`), unless it is a function of a module."""
+        if not isinstance(f.__self__, (ModuleType, type)):
+            self._work.append((path, f.__self__))
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.tensors[id(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             self._fixed(f"{path}'s hook", (hooks or {}).values())
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and getattr(tensor, "__dict__", None):
-            self._dict(path, tensor.__dict__)
+        if getattr(tensor, "__dict__", None):
+            self._attributed.append((path, tensor))
 
     def _method(self, path: str, method: MethodType) -> None:
         self._work.append((path, method.__func__))
@@ -286,10 +386,12 @@ class Reach:
         self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
         if f.__kwdefaults__:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
-        if f.__dict__ and "__wrapped__" not in f.__dict__ and f.__qualname__.partition(".")[0] != "live":
+        if f.__dict__.keys() - {"__wrapped__"} and f.__qualname__.partition(".")[0] != "live":
             self._dict(f.__qualname__, f.__dict__)
         named = set(_names(f.__code__))
         self._names |= named
+        for name in named & sys.modules.keys():  # `import` inside the function
+            self._module_of_the_user(name, sys.modules[name])
         self._globals(f.__globals__, sorted(named & f.__globals__.keys()))
         missing = sorted(n for n in named & vars(builtins).keys() if n not in f.__globals__)
         if missing:  # a global that appears later may shadow a builtin
@@ -319,44 +421,46 @@ class Reach:
             space.update((n, v) for n, v in zip(names, values, strict=True) if v is not MISSING)
 
         self._hold("globals", read, restore)
-        for name in names:
-            value = space.get(name)
-            if isinstance(value, ModuleType):
-                self._python_module(name, value)
-            else:
-                self._work.append((name, value))
+        self._work.extend((name, space.get(name)) for name in names)
 
-    def _python_module(self, path: str, module: ModuleType) -> None:
-        if is_users(getattr(module, "__file__", None) or "<frozen>") and id(module) not in self._seen:
-            self._seen.add(id(module))
+    def _module_of_the_user(self, path: str, module: ModuleType) -> None:
+        if is_users(getattr(module, "__file__", None) or "<frozen>"):
             self._keep.append(module)
-            self._globals(module.__dict__, sorted(self._names & module.__dict__.keys()))
+            self._python_modules.setdefault(id(module), (path, module, set()))
+
+    def _members(self, path: str, module: ModuleType, held: set[str]) -> None:
+        """Those attributes of a Python module that some code names and that are not held yet."""
+        new = (self._names & module.__dict__.keys()) - held
+        held |= new
+        self._globals(module.__dict__, sorted(new))
 
     def _enter_methods(self, path: str, kind: type) -> None:
         for base in kind.__mro__:
             if not is_users_class(base):
                 continue
-            if id(base) not in self._seen:
-                self._seen.add(id(base))
+            if id(base) not in self._classes:
+                self._classes.add(id(base))
                 self._keep.append(base)
                 self._class(f"{base.__qualname__}", base)
             for name, member in list(vars(base).items()):
-                if name in self._names or name in ("forward", "__call__"):
+                if name in self._names or name in _UNNAMED or name.startswith("__"):
                     for f in _functions(member):
                         self._visit(f"{base.__qualname__}.{name}", f)
 
     def _class(self, path: str, kind: type) -> None:
-        names = [n for n, v in vars(kind).items() if not n.startswith("__") and not _functions(v)]
-        if names:
-            space = vars(kind)
+        space = vars(kind)
 
-            def restore(values: tuple[Any, ...]) -> None:
-                for n, v in zip(names, values, strict=True):
-                    if v is not MISSING and vars(kind).get(n, MISSING) is not v:
-                        setattr(kind, n, v)
+        def restore(values: tuple[Any, ...]) -> None:
+            before = dict(_pairs(values, 0))
+            for n, v in before.items():
+                if space.get(n, MISSING) is not v:
+                    setattr(kind, n, v)
+            for n in space.keys() - before.keys():
+                delattr(kind, n)
 
-            self._hold(path, lambda: tuple([space.get(n, MISSING) for n in names]), restore)
-            self._work.extend((f"{path}.{n}", space[n]) for n in names)
+        self._hold(path, lambda: (len(space), *space, *space.values()), restore, keyed=True)
+        names = [n for n, v in space.items() if not n.startswith("__") and not _functions(v)]
+        self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
@@ -366,6 +470,12 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
         group[key] = values[0]
 
     return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(id(group), key))
+
+
+def _pairs(values: tuple[Any, ...], at: int) -> Iterator[tuple[Any, Any]]:
+    """The items of the dictionary that was read into `values`, from `at` on."""
+    n = values[at] if values else 0
+    return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
 
 
 def _label(key: Any) -> str:
@@ -384,6 +494,22 @@ def _global_hooks() -> tuple[Any, ...]:
     return tuple([hook for d in _hook_dicts for hook in d.values()])
 
 
+def _module_settings() -> tuple[Any, ...]:
+    """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
+    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()
+
+
+def parametrizations_are_cached() -> bool:
+    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
+
+
+_optimizer_hook_dicts = [v for n, v in vars(optimizer_module).items() if n.startswith("_global_") and isinstance(v, dict)]
+
+
+def _optimizer_hooks() -> tuple[Any, ...]:
+    return tuple([hook for d in _optimizer_hook_dicts for hook in d.values()])
+
+
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
@@ -392,10 +518,17 @@ def _contents(cell: CellType) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """The names that a code object uses, and the words that it may look something up by."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _names(const)
+        elif isinstance(const, str) and const.isidentifier():
+            yield const
+
+
+def _parts(f: FunctionType) -> tuple[Any, ...]:
+    return f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__)
 
 
 def _names_of(function: Any) -> set[str]:
@@ -414,13 +547,19 @@ def _functions(member: Any) -> list[FunctionType]:
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     slots = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(s for s in slots if s not in ("__dict__", "__weakref__"))
+    prefix = f"_{kind.__name__.lstrip('_')}"
+    mangled = [prefix + s if s.startswith("__") and not s.endswith("__") else s for s in slots]
+    return tuple(s for s in mangled if s not in ("__dict__", "__weakref__"))
 
 
 def is_users_class(kind: type) -> bool:
     """Whether a class is defined in the user's own code."""
+    if kind.__module__ == "builtins":
+        return False
     module = sys.modules.get(kind.__module__)
-    return module is not None and is_users(getattr(module, "__file__", None) or "<string>") and kind.__module__ != "builtins"
+    if module is None:  # loaded in a way of the user's own: its functions know their file
+        return any(is_users(f.__code__.co_filename) for v in vars(kind).values() for f in _functions(v))
+    return is_users(getattr(module, "__file__", None) or "<string>")
 
 
 _OPAQUE = {"torch", "builtins", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
@@ -435,6 +574,8 @@ def _is_plain_object(thing: Any) -> bool:
 
 
 _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
+    (type, Reach._kind),
+    (ModuleType, Reach._module_of_the_user),
     (torch.Tensor, Reach._tensor),
     (torch.nn.Module, Reach._module),
     (torch.optim.Optimizer, Reach._optimizer),
@@ -443,6 +584,10 @@ _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
     (FunctionType, Reach._function),
     (MethodType, Reach._method),
     (functools.partial, Reach._partial),
+    (BuiltinFunctionType, Reach._builtin),
+    (weakref.ref, Reach._reference),
+    (MappingProxyType, Reach._view),
+    (bytearray, Reach._bytes),
     (_ITERATORS, lambda reach, path, it: reach.iterators.append(path)),
 ]
 
@@ -456,5 +601,5 @@ _ENTER += [
     _exactly(list, Reach._list),
     (deque, Reach._deque),
     (set, Reach._set),
-    ((tuple, frozenset), Reach._fixed),
+    ((tuple, frozenset), Reach._tuple),
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -23,8 +24,9 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from . import optimizers
+from . import optimizers, torch_private
 from .devices import device_for, lock
 from .errors import Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
@@ -33,10 +35,11 @@ from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
 from .recorder import record, recording_here
+from .recording import Entangled
 from .shelf import Found, Shelf
 from .signature import Call, NoSignature, describe
+from .trees import kinds
 from .verify import verified
-from .watch import storage_id
 from .where import users_line
 
 __all__ = ["Recorded", "live"]
@@ -49,22 +52,48 @@ _CHANGES = 8  # recordings that one signature may outgrow because something outs
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
+_PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
+
 _thread = threading.local()
 
 
 def _inside() -> bool:
-    """Whether this thread is warming up or capturing some recorded function."""
-    return getattr(_thread, "depth", 0) > 0
+    """Whether this thread is warming up or capturing some recorded function, or is autograd's while some thread does:
+    then it runs the backward of that function."""
+    if getattr(_thread, "depth", 0) > 0:
+        return True
+    return _Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Within:
     """While entered, recorded functions that are called run as part of the one that called them."""
 
+    running = 0  # in any thread
+    warming_up = 0
+
+    def __init__(self, *, warming_up: bool = False) -> None:
+        self._warming_up = warming_up
+
     def __enter__(self) -> None:
         _thread.depth = getattr(_thread, "depth", 0) + 1
+        _Within.running += 1
+        _Within.warming_up += self._warming_up
 
     def __exit__(self, *_: object) -> None:
         _thread.depth -= 1
+        _Within.running -= 1
+        _Within.warming_up -= self._warming_up
+
+
+def _locked() -> bool:
+    """Take the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
+    if lock.acquire(blocking=False):
+        return True
+    until = time.monotonic() + _PATIENCE
+    while not lock.acquire(timeout=0.01):
+        if _Within.warming_up or time.monotonic() > until:
+            return False
+    return True
 
 
 class _History:
@@ -98,7 +127,8 @@ class Recorded(Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
         self._fast: FastPath | None = None
-        self._entangling: dict[int, Any] = {}
+        self._entangled = Entangled()
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
 
@@ -134,9 +164,13 @@ class Recorded(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _inside() or switched_off() or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
-        fast = self._fast
-        if fast is not None and not kwargs:
-            with lock:
+        if not _locked():
+            self._counters.calls += 1
+            self._counters.live += 1
+            return self._function(*args, **kwargs)
+        try:
+            fast = self._fast
+            if fast is not None and not kwargs:
                 player = fast.find(args)
                 if player is not None:
                     counters = self._counters
@@ -145,7 +179,9 @@ class Recorded(Generic[P, R]):
                     counters.replayed += 1
                     counters.bytes_copied += copied
                     return result  # type: ignore[no-any-return]
-        return self._answer(args, kwargs)
+            return self._answer(args, kwargs)
+        finally:
+            lock.release()
 
     def _answer(self, args: Any, kwargs: Any) -> R:
         with lock:
@@ -155,7 +191,7 @@ class Recorded(Generic[P, R]):
                     raise self._never
                 self._eligible()
                 call = describe(args, kwargs)
-                if self._entangling and any(self._is_state(t) for t in call.tensors):
+                if self._entangled and any(map(self._entangled.meets, call.tensors)):
                     raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
@@ -178,18 +214,21 @@ class Recorded(Generic[P, R]):
             except Refusal as e:
                 refusal = e
         refusal.let_go()
-        return self._refused(refusal, args, kwargs)
-
-    def _is_state(self, t: torch.Tensor) -> bool:
-        """Whether an argument shares memory with a tensor outside that recordings write."""
-        found = self._entangling.get(storage_id(t))
-        return found is not None and found() is not None and not isinstance(t, torch.nn.Parameter)
+        lock.release()  # what runs live is no business of other threads
+        try:
+            return self._refused(refusal, args, kwargs)
+        finally:
+            lock.acquire()
 
     def _eligible(self) -> None:
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        if torch_private.dispatch_modes() or torch_private.function_modes():
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
+        if torch_private.saved_tensors_hooks():
+            raise NoSignature("is called where tensors saved for backward go through hooks")
+        if forward_ad._current_level >= 0:
+            raise NoSignature("is called while forward-mode derivatives are computed")
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
@@ -248,21 +287,25 @@ class Recorded(Generic[P, R]):
             reach = self._reach(call)
             device = self._device(call, reach)
         except Refusal:
-            with _Within():
+            with _Within(warming_up=True):
                 return self._function(*args, **kwargs)
         optimizers.prepare(reach.optimizers)
-        device.pool.take_back()
-        with _Within(), optimizers.recordable(reach.optimizers), device.beside():
+        self._optimizers = [weakref.ref(o) for o in reach.optimizers]
+        with _Within(warming_up=True), optimizers.recordable(reach.optimizers), device.beside():
+            return self._function(*args, **kwargs)
+
+    def _live(self, args: Any, kwargs: Any) -> R:
+        """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
+        self._counters.live += 1
+        with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
         if not refusal.failed:
             self._count(refusal)
-            self._counters.live += 1
-            return self._function(*args, **kwargs)
-        self._counters.live += 1
-        result = self._function(*args, **kwargs)
+            return self._live(args, kwargs)
+        result = self._live(args, kwargs)
         self._failed(refusal)
         self._count(refusal)
         return result
@@ -291,7 +334,8 @@ class Recorded(Generic[P, R]):
     def _reach(self, call: Call) -> Reach:
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
-        return Reach([(self.name, self._function), *objects, *parameters])
+        classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
+        return Reach([(self.name, self._function), *objects, *parameters, *classes])
 
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}
@@ -311,6 +355,7 @@ class Recorded(Generic[P, R]):
         device = self._device(call, reach)
         optimizers.prepare(reach.optimizers)
         device.tidy()
+        call.own_borrowed()
         device.pool.take_back()
         with _Within():
             recording = record(self.name, self._function, call, reach, device, blocked=blocked,
@@ -318,7 +363,7 @@ class Recorded(Generic[P, R]):
                                borrow=self.options.outputs == "borrow")  # fmt: skip
         device.settle(recording)
         device.pool.add(recording)
-        self._entangling.update(recording.entangling)
+        self._entangled |= recording.entangled
         self._devices.add(device)
         player = Player(recording, device)
         self._counters.recorded += 1

@@ -17,7 +17,6 @@ import math
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -26,16 +25,15 @@ from typing import Any
 import torch
 
 from . import outputs
-from .devices.base import Captured
 from .dials import Dials, probing
 from .errors import Refusal
 from .listening import watching_python
 from .optimizers import recordable
 from .pool import Lease, unowned
-from .reach import Reach
-from .recording import Recording, Slot
+from .reach import Reach, parametrizations_are_cached
+from .recording import Entangled, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
-from .signature import Call
+from .signature import Call, modes
 from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
@@ -81,7 +79,15 @@ def record(
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
+    if parametrizations_are_cached():
+        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
+    if reach.truncated:
+        raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
+    tensors_outside = [t for _, t in reach.tensors.values()]
+    layouts = {t.grad.layout for t in tensors_outside if t.is_leaf and t.grad is not None}
+    if layouts - {torch.strided}:
+        raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+    grads = Grads(tensors_outside, device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     tensors = TensorSnapshot(reach)
     try:
@@ -99,12 +105,13 @@ def record(
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             touched = captured.watch.touched
-            grads.settle(touched, reach.looks_at_gradients)
+            grads.settle(touched, captured.watch.written.keys(), reach)
             leases: dict[int, Lease] = {}
             plan = outputs.plan(captured, call, reach, grads, leases, device)
             copied = tuple(leases.pop(key) for key in captured.copied)
             captured.program.outs = outputs.moulds(plan, copied)
-            _separate(call, captured, reach)
+            entangled = _entangling(captured.watch, reach)
+            _separate(call, entangled, reach)
             slots = tuple(
                 Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
                 for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
@@ -135,7 +142,8 @@ def record(
             if key in captured.watch.outside and not t.is_inference() and not captured.watch.known[key].endswith(".grad")
         ),
         like=outputs.skeleton(captured.result),
-        entangling=_weakly(entangling(captured.watch, reach), captured.watch.written, reach),
+        entangled=entangled,
+        lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=borrow,
     )
 
@@ -170,16 +178,20 @@ def _capture(
 
     def run(slots: list[torch.Tensor]) -> Any:
         leaves = list(call.leaves)
-        for place, slot, theirs, mine in zip(call.places, slots, call.tensors, fixed, strict=True):
-            leaves[place] = slot if mine or not theirs.requires_grad else slot.requires_grad_()
+        for place, slot, theirs in zip(call.places, slots, call.tensors, strict=True):
+            leaves[place] = slot.requires_grad_() if theirs.requires_grad and theirs is not slot else slot
+        for place, number in call.again:
+            leaves[place] = slots[number]
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
-        shapes = [_metadata(s) for s in slots]
+        before, modes_before = [_metadata(s) for s in slots], modes()
         with watching_python(outer, device.frames_refused()) as refused:
             result = function(*args, **kwargs)
         if refused:
             raise refused[0]
-        _arguments_are_as_before(call, (args, kwargs), leaves, slots, shapes, fixed)
+        if modes() != modes_before:
+            raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
+        _arguments_are_as_before(call, (args, kwargs), leaves, slots, before)
         return result
 
     def leaving(result: Any) -> list[torch.Tensor]:
@@ -202,20 +214,19 @@ def _capture(
 
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
-    return (t.data_ptr(), t.shape, t.stride(), t.dtype)
+    hooks = len(t._backward_hooks or ()), len(getattr(t, "_post_accumulate_grad_hooks", None) or ())
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, dict(t.__dict__))
 
 
-def _arguments_are_as_before(
-    call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], shapes: list[Any], fixed: list[bool]
-) -> None:
+def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], before: list[Any]) -> None:
     """A function may write into its arguments; what else it does to them cannot be repeated for the caller."""
     now: list[Any] = []
     if flatten(args, now) != call.shape or len(now) != len(leaves) or not all(map(is_, now, leaves)):
         raise Refusal("changes a container that is an argument", "return the new value")
-    for slot, before, mine in zip(slots, shapes, fixed, strict=True):
-        if _metadata(slot) != before:
-            raise Refusal("changes an argument's shape or storage in place", "use a new tensor instead")
-        if not mine and slot.requires_grad and (slot.grad is not None or slot.grad_fn is not None):
+    for slot, was in zip(slots, before, strict=True):
+        if _metadata(slot) != was:
+            raise Refusal("changes what an argument is (its shape, its history, hooks, attributes)", "use a new tensor instead")
+        if type(slot) is torch.Tensor and slot.requires_grad and slot.grad is not None:
             raise Refusal("accumulates a gradient in an argument", "use torch.autograd.grad and return the gradient")
 
 
@@ -236,31 +247,27 @@ def _line_of(e: BaseException) -> str:
 
 def _no_overlap(call: Call, slots: tuple[Slot, ...]) -> None:
     """Separate slots cannot stand for arguments that share memory, if one of them is written."""
-    ids = [storage_id(t) for t in call.tensors]
+    spans = [Spans([memory_of(t)]) for t in call.tensors]
     for i, slot in enumerate(slots):
-        if slot.written and ids.count(ids[i]) > 1:
+        if slot.written and any(j != i and span.meets(*memory_of(call.tensors[i])) for j, span in enumerate(spans)):
             raise Refusal("writes an argument that shares memory with another argument", "pass separate tensors")
 
 
-def _separate(call: Call, captured: Captured, reach: Reach) -> None:
+def _separate(call: Call, entangled: Entangled, reach: Reach) -> None:
     """A slot cannot stand for an argument that shares memory with a tensor outside, if either is written."""
-    ids = entangling(captured.watch, reach)
-    for t in call.tensors:
-        if storage_id(t) in ids and not isinstance(t, torch.nn.Parameter):
-            raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone", this_call=True)
+    if any(t is x for t in call.tensors if type(t) is torch.Tensor for _, x in reach.tensors.values()):
+        raise Refusal("gets an argument that it can reach by another name as well", "pass a clone", this_call=True)
+    if any(entangled.meets(t) for t in call.tensors):
+        raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone", this_call=True)
 
 
-def entangling(watch: Any, reach: Reach) -> frozenset[int]:
+def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
-    if any(key in watch.slot_ids for key in watch.written):
-        return frozenset(watch.outside)
-    return frozenset(key for key in watch.written if key in watch.outside)
-
-
-def _weakly(ids: frozenset[int], written: dict[int, torch.Tensor], reach: Reach) -> dict[int, Any]:
-    """The storages of these identities, weakly: an identity is given out again when its storage is gone."""
-    tensors = [*written.values(), *(t for _, t in reach.tensors.values())]
-    return {storage_id(t): weakref.ref(t.untyped_storage()) for t in tensors if storage_id(t) in ids}
+    tensors = [*watch.written.values(), *(t for _, t in reach.tensors.values() if t.layout is torch.strided)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    written = watch.written.keys() if watch.written.keys().isdisjoint(watch.slot_ids) else watch.known.keys()
+    keys = {key for key in written if key not in watch.slot_ids}
+    return Entangled({storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}.values())
 
 
 @contextmanager

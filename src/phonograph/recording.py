@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from .reliance import Reliances
 from .spans import Spans
 from .trees import Node
 
-__all__ = ["Output", "Program", "Recording", "Slot", "Tensors"]
+__all__ = ["Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -59,10 +60,10 @@ class Output:
     """How one leaf of the result is made.
 
     `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
-    ``"empty"`` (a tensor without elements), ``"argument"`` (the caller's own tensor number `index`), ``"argument view"``,
-    ``"outside"`` (the very tensor `value`), ``"outside view"`` (a view of `value`), ``"same"`` (the object that output
-    `index` became). `consumed` outputs get the history of one whose backward already ran; `lazy` (conjugation, negation)
-    is applied last.
+    ``"empty"`` (a tensor without elements), ``"argument"`` (the caller's own tensor number `index`), ``"argument view"``
+    (`offset` bytes after its beginning), ``"outside"`` (the very tensor `value`), ``"outside view"`` (a view of `value`),
+    ``"same"`` (the object that output `index` became). A lease with an `index` is a view of that output. `consumed` outputs
+    get the history of one whose backward already ran; `lazy` (conjugation, negation) is applied last.
     """
 
     kind: str
@@ -78,14 +79,43 @@ class Output:
     lazy: Any = None
 
 
+def memory_of(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's storage lies, and how many bytes it has."""
+    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+
+
+class Entangled:
+    """Memory outside that no argument may share. Weakly: when a storage is gone, its memory is somebody else's."""
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
+        self._spans = Spans(self._storages)
+
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def __ior__(self, other: Entangled) -> Entangled:
+        self._storages |= other._storages
+        self._spans = Spans(self._storages)
+        return self
+
+    def meets(self, t: torch.Tensor) -> bool:
+        """Whether a tensor that is no Parameter lies in such memory."""
+        at, nbytes = memory_of(t)
+        if not self._spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
+            return False
+        mine = Spans([(at, nbytes)])
+        return any(mine.meets(*place) for place, storage in self._storages.items() if storage() is not None)
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """One captured call.
 
     Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
     What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
-    `entangling` are storages outside that no argument may share. `rivals`, the leases that playing it would overwrite, is
-    kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
+    `lent` is where borrowed slots lie. No argument may lie in `entangled` memory. `rivals`, the leases that playing it would
+    overwrite, is kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
     """
 
     name: str
@@ -102,7 +132,8 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
     borrow: bool = False
-    entangling: dict[int, Any] = field(default_factory=dict, repr=False)
+    lent: Spans = field(default_factory=Spans, repr=False)
+    entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
 

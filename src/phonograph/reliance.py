@@ -4,13 +4,15 @@ A recording has the addresses of weights and the values of attributes baked in. 
 holds, the recording must not be played. Checking all of them in full costs milliseconds for a large model, so they are
 kept in two groups:
 
-* *hot*: closure cells, globals, attributes of plain objects, hyper-parameters, `.grad` attributes, the addresses of up
-  to 64 tensors. Compared before every replay, by identity and at C speed.
-* *watched*: the insides of modules and optimizer states, parameters. Compared in full when the witness's epoch has
+* *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters, `.grad` attributes, the
+  addresses and metadata of tensors; parameters and optimizer states too where there are few. Compared before every
+  replay, by identity and at C speed.
+* *watched*: the insides of modules, and many parameters and optimizer states. Compared in full when the witness's epoch has
   moved, and otherwise a few at a time in rotation, which finds the changes that go around the witness.
 
 Identity is the fast test; where it fails, plain values are compared by type and value, because an equal number in a
-new object is no change.
+new object is no change. An equal list in place of another one is a change: its insides were watched, and it is another
+list that the function would look at now.
 """
 
 from __future__ import annotations
@@ -26,16 +28,14 @@ import torch
 
 from . import witness
 from .dials import Dials
-from .reach import Holder, Reach
+from .reach import FEW, Holder, Reach
 from .signature import NoSignature, plain_key
+from .torch_private import address, bump, tensor_check, use_count
 
 __all__ = ["Grads", "Reliances", "Snapshot", "TensorSnapshot", "same"]
 
-_HOT_TENSORS = 64
 _ROTATE = 4  # watched holders, and 16 times as many tensors, looked at each replay
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-_data_ptr: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 _grad: Callable[[Any], Any] = attrgetter("grad")
 
 
@@ -93,6 +93,7 @@ class TensorSnapshot:
 
     def __init__(self, reach: Reach) -> None:
         self._named = [(name, t, _state(t)) for name, t in reach.tensors.values()]
+        self._hooks = [(t, [dict(d or {}) for d in _hooks_of(t)]) for _, t in reach.tensors.values()]
         self._aliases: list[torch.Tensor] = [t.detach() for _, t in reach.tensors.values()]
 
     def changes(self) -> list[str]:
@@ -101,6 +102,11 @@ class TensorSnapshot:
 
     def restore(self) -> None:
         """Make them again what they were."""
+        for t, saved in self._hooks:
+            for hooks, before in zip(_hooks_of(t), saved, strict=True):
+                if hooks is not None and hooks != before:
+                    hooks.clear()
+                    hooks.update(before)
         for (_, t, state), alias in zip(self._named, self._aliases, strict=True):
             if _state(t)[:-1] != state[:-1]:
                 t.data = alias
@@ -114,6 +120,7 @@ class _Kept:
         self._grad = grad
         self.ref = weakref.ref(grad)
         self.storage = grad.untyped_storage()._cdata
+        self.address = grad.data_ptr()
 
     def __call__(self) -> torch.Tensor:
         return self._grad
@@ -122,8 +129,7 @@ class _Kept:
         return self._grad
 
 
-def _nothing() -> None:
-    """Stands for the gradient that a recording needs not to be there."""
+_NOTHING = {None}
 
 
 def _living(ref: Callable[[], Any]) -> Any:
@@ -150,9 +156,12 @@ class Grads:
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else outlives(g) or _Kept(g) for g in self.read()]
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
-        self._needed: list[Callable[[], torch.Tensor | None]] = []
-        self._needing: list[torch.Tensor] = []
+        self._absent: list[torch.Tensor] = []  # those that must have no gradient
+        self._some: list[torch.Tensor] = []  # those that must have one
+        self._very: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []  # that one, with its address
+        self._added_to: list[torch.Tensor] = []
         self._created: list[torch.Tensor] = []
+        self._lying: list[int] = []
 
     def read(self) -> list[torch.Tensor | None]:
         return list(map(_grad, self.parameters))
@@ -165,19 +174,23 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Set[int], looks: bool) -> None:
-        """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that
-        an operator of the call read or wrote; `looks` says that the code may decide by whether a gradient is there."""
+    def settle(self, touched: Set[int], written: Set[int], reach: Reach) -> None:
+        """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
+        operator of the call read, `written` those that it wrote; the code in `reach` may decide by whether a gradient is
+        there."""
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
                 self._left.append((p, after))
-            if kept is None and (after is not None or looks):
-                self._needing.append(p)
-                self._needed.append(_nothing)
-            elif kept is not None and kept.storage in touched:
-                self._needing.append(p)
-                self._needed.append(partial(_living, kept.ref))
+            if kept is None:
+                if after is not None or reach.looks_at_gradients:
+                    self._absent.append(p)
+            elif kept.storage in touched:
+                self._very.append((p, partial(_living, kept.ref), kept.address))
+                if kept.storage in written and after is before:
+                    self._added_to.append(p)
+            elif reach.reads_gradients:
+                self._some.append(p)
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created.
@@ -189,6 +202,8 @@ class Grads:
         self._owners = [p for p, g in self._left if g is not None]
         self._created = [g for _, g in self._left if g is not None]
         self._storages = [g.untyped_storage()._cdata for g in self._created]
+        self._pythons = [weakref.ref(g.untyped_storage()) for g in self._created]
+        self._lying = list(map(address, self._created))
         self._standing = self._count()
         for p in self._owners:
             p.grad = None
@@ -196,9 +211,10 @@ class Grads:
         for p, g in zip(self._owners, self._created, strict=True):
             p.grad = g
 
-    def _count(self) -> list[tuple[int, int]]:
-        """References to each created gradient: Python's to the object, and tensors on its memory."""
-        return list(zip(map(sys.getrefcount, self._created), map(_use_count, self._storages), strict=True))
+    def _count(self) -> list[tuple[int, int, int]]:
+        """References to each created gradient: Python's to the object, tensors on its memory, Python's to the storage."""
+        pythons = [sys.getrefcount(python()) for python in self._pythons]
+        return list(zip(map(sys.getrefcount, self._created), map(use_count, self._storages), pythons, strict=True))
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites. About 0.2 us each."""
@@ -215,18 +231,30 @@ class Grads:
         )  # fmt: skip
 
     def fit(self) -> bool:
-        """Whether the gradients now are such as the recording needs to find."""
-        return all(_grad(p) is needed() for p, needed in zip(self._needing, self._needed, strict=True))
+        """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did.
+        (``p.grad.data = ...`` gives the very same gradient other memory.)"""
+        return (
+            {*map(_grad, self._absent)} <= _NOTHING
+            and all(p.grad is not None for p in self._some)
+            and all((g := p.grad) is needed() and g is not None and address(g) == at for p, needed, at in self._very)
+            and [*map(address, self._created)] == self._lying
+        )
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
         if not all(_grad(p) is g for p, g in self._left):
             for p, g in self._left:
                 p.grad = g
+        if self._added_to:
+            bump([g for p in self._added_to if (g := p.grad) is not None])
+
+
+def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    return t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
-    hooks = (len(t._backward_hooks or ()), len(getattr(t, "_post_accumulate_grad_hooks", None) or ()))
+    hooks = tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, hooks)
 
 
@@ -241,10 +269,10 @@ class Reliances:
         self._watched = [[h, h.read, h.read()] for h in holders if h.watched]
         self._grads = grads
         tensors = [t for _, t in reach.tensors.values()]
-        small = len(tensors) <= _HOT_TENSORS
-        hot = tensors if small else [t for t in tensors if not isinstance(t, torch.nn.Parameter)][:_HOT_TENSORS]
+        hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         self._pointed = hot
-        self._pointers = tuple(map(_data_ptr, hot))
+        self._pointers = [*map(address, hot)]
+        self._same_metadata = tensor_check(hot)
         self._tensors = [(t, _state(t)) for t in tensors]
         self._names = {id(t): name for name, t in reach.tensors.values()}
         self._turn = 0
@@ -264,11 +292,13 @@ class Reliances:
         for entry in self._hot:
             if not _unchanged(entry):
                 return _which(entry)
-        if self._pointed and tuple(map(_data_ptr, self._pointed)) != self._pointers:
+        if self._pointed and [*map(address, self._pointed)] != self._pointers:
             return self._moved(self._tensors)
+        if self._same_metadata is not None and not self._same_metadata(*self._pointed):
+            return self._moved(self._tensors) or self._names[id(self._pointed[0])]
         if witness.epoch() != self._epoch:
             return self._all_watched()
-        return self._rotate() if self._watched or len(self._tensors) > _HOT_TENSORS else None
+        return self._rotate() if self._watched or len(self._tensors) > FEW else None
 
     def _all_watched(self) -> str | None:
         epoch = witness.epoch()
@@ -303,10 +333,15 @@ def _unchanged(entry: list[Any]) -> bool:
     now = read()
     if len(now) == len(saved) and all(map(is_, now, saved)):
         return True
-    if _all_same(saved, now):
+    if len(now) == len(saved) and all(map(_equal, saved, now)):
         entry[2] = now  # equal values in new objects: compare with these from now on
         return True
     return False
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether one value may stand for the other from now on: equal, and nothing that can change by itself."""
+    return a is b or (not isinstance(a, (list, dict, set)) and (type(a) is not tuple or all(map(_equal, a, b))) and same(a, b))
 
 
 def _which(entry: list[Any]) -> str:

@@ -12,16 +12,19 @@ class) has no signature at all: `NoSignature` says why, and the call runs live.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
+from .torch_private import dispatch_modes, function_modes, saved_tensors_hooks
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+__all__ = ["ALIGNMENT", "BY_IDENTITY", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -34,8 +37,8 @@ class NoSignature(Exception):
 class Call(NamedTuple):
     """One use of a recorded function, taken apart.
 
-    `tensors` are the argument tensors in order, `leaves` all leaves, `places` the index in `leaves` of each tensor, `like`
-    the arguments as they came.
+    `tensors` are the argument tensors in order, each once, `leaves` all leaves, `places` the index in `leaves` of each
+    tensor, `like` the arguments as they came. `again` are (place, tensor) pairs for tensors that are given more than once.
     """
 
     key: tuple[Any, ...]
@@ -44,11 +47,19 @@ class Call(NamedTuple):
     tensors: list[torch.Tensor]
     places: tuple[int, ...]
     like: Any = None
+    again: tuple[tuple[int, int], ...] = ()
+    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never changed: the borrowed tensor behind which a tensor is
+
+    def own_borrowed(self) -> None:
+        """Let arguments that are borrowed outputs have memory of their own, before a capture takes back all that is lent."""
+        for i in self.lent:
+            self.tensors[i] = self.tensors[i].clone()
+            self.leaves[self.places[i]] = self.tensors[i]
 
 
-_SCALARS = (bool, int, str, bytes, type(None), complex, range, torch.dtype, torch.device, torch.Size,
+_SCALARS = (bool, int, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
-_BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
+BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -62,11 +73,20 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     shape = flatten((args, dict(kwargs)), leaves)
     tensors: list[torch.Tensor] = []
     places: list[int] = []
+    again: list[tuple[int, int]] = []
+    lent: dict[int, Borrowed] = {}
+    numbers: dict[int, int] = {}
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if type(leaf) is Borrowed:
+                lent[len(tensors)] = leaf
                 leaf = leaves[i] = plain(leaf)
+            number = numbers.setdefault(id(leaf), len(tensors))
+            if number < len(tensors):  # `q is k` is something that a function may ask
+                keys.append(number)
+                again.append((i, number))
+                continue
             keys.append(tensor_key(leaf))
             tensors.append(leaf)
             places.append(i)
@@ -77,7 +97,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         hash(key)
     except TypeError as e:
         raise NoSignature(f"takes an argument that cannot be hashed ({e})") from None
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)))
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
@@ -88,6 +108,10 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor:
         raise NoSignature("takes a tensor with attributes of its own")
+    if t.requires_grad and type(t) is torch.Tensor and _has_gradient_or_hooks(t):
+        raise NoSignature("takes a tensor that has a gradient or hooks")
+    if t.is_inference() and torch.is_grad_enabled():
+        raise NoSignature("takes an inference tensor where gradients are enabled")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
@@ -96,34 +120,47 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, identity)
 
 
+def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
+    hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or (t.is_leaf and t.grad is not None)
+
+
 def plain_key(value: Any) -> Any:
     """What identifies a Python value: equal keys, same program."""
     kind = type(value)
     if kind is float:
         return (float, value.hex())
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
     if kind in _SCALARS or isinstance(value, enum.Enum):
         return (kind, value)
     if kind is slice:
         return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
     if kind in (frozenset, set):
         return (kind, frozenset(map(plain_key, value)))
-    if isinstance(value, _BY_IDENTITY) or kind in (FunctionType, BuiltinFunctionType, type):
-        return (kind, id(value))
+    if isinstance(value, BY_IDENTITY):
+        return (kind, weakref.ref(value))  # equal for as long as it is the same object, and then never again
     raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
 
 
 def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the index of the first one that shares its storage, and where in it it begins.
+    """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
 
-    A function that writes one of two overlapping arguments is another program than one with separate arguments.
+    A function that writes one of two overlapping arguments is another program than one with separate arguments. Memory, and
+    not storage objects: two of these may stand for the memory of one NumPy array.
     """
     if len(tensors) < 2:
         return ()
-    first: dict[int, int] = {}
-    groups = [first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors)]
-    if groups == list(range(len(tensors))):
-        return ()
-    return tuple(v for t, g in zip(tensors, groups, strict=True) for v in (g, int(t.storage_offset())))
+    spans = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), i) for i, t in enumerate(tensors))
+    found: list[int] = []
+    start, end, first = 0, 0, -1
+    for at, nbytes, i in spans:
+        if at < end and nbytes:
+            found += [i, first, tensors[i].data_ptr() - start]
+        else:
+            start, first = at, i
+        end = max(end, at + nbytes)
+    return tuple(found)
 
 
 def _getters() -> list[Callable[[], Any]]:
@@ -139,7 +176,7 @@ def _getters() -> list[Callable[[], Any]]:
              "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
              "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled")  # fmt: skip
     found += [getattr(c, n) for n in names if hasattr(c, n)]
-    return found
+    return [*found, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
 _GETTERS = _getters()
@@ -155,5 +192,19 @@ def _autocast() -> tuple[Any, ...]:
 
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
-    c = torch._C
-    return (*[get() for get in _GETTERS], _autocast(), c._len_torch_function_stack(), c._len_torch_dispatch_stack())
+    try:
+        settings = [get() for get in _GETTERS]
+    except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
+        settings = [*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS]]
+    return (*settings, _autocast(), forward_ad._current_level)
+
+
+def _asked(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+_PRECISIONS = [(b, op) for b in ("generic", "cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
+               if b != "generic" or op == "all"]  # fmt: skip

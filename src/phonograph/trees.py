@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
-__all__ = ["Node", "containers", "flatten", "unflatten"]
+__all__ = ["Node", "containers", "flatten", "kinds", "unflatten"]
 
 
 class Node(NamedTuple):
@@ -50,6 +50,14 @@ def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any
     return _build(node, values, like)
 
 
+def kinds(node: Node | None) -> Iterator[type]:
+    """The types of all containers of a tree."""
+    if node is not None:
+        yield node.kind
+        for child in node.children:
+            yield from kinds(child)
+
+
 def containers(tree: Any) -> Iterator[Any]:
     """Every container of a tree that can change, outermost first."""
     parts = _parts(tree)
@@ -75,17 +83,27 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     kind = type(tree)
     if kind is torch.Size:
         return None
-    if kind in (tuple, list) or _is_namedtuple(kind) or _is_structseq(kind):
+    if kind in (tuple, list) or _is_structseq(kind):
         return (), list(tree)
+    if _is_namedtuple(kind):
+        return None if getattr(tree, "__dict__", None) else ((), list(tree))
     if kind in _DICTS:
-        return tuple(tree), list(tree.values())
+        return tuple(k if type(k) is str else _Key(type(k), k) for k in tree), list(tree.values())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and kind not in _pytree.SUPPORTED_NODES:
         names = tuple(f.name for f in dataclasses.fields(tree))
+        names += tuple(n for n in getattr(tree, "__dict__", ()) if n not in names)  # set by __post_init__, or by hand
         return names, [getattr(tree, n) for n in names]
     if kind in _pytree.SUPPORTED_NODES:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
         return (_Context(context),), list(values)
     return None
+
+
+class _Key(NamedTuple):
+    """A dictionary's key that is no string: 1, 1.0 and True are equal to Python, and not to a function."""
+
+    kind: type
+    key: Any
 
 
 class _Context:
@@ -101,6 +119,10 @@ class _Context:
         return hash(repr(self.value))
 
 
+def _key(name: Any) -> Any:
+    return name.key if type(name) is _Key else name
+
+
 def _build(node: Node, values: list[Any], like: Any) -> Any:
     kind: Callable[..., Any] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
@@ -109,11 +131,11 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
         return kind(*values)
     if kind is defaultdict:
         filled: defaultdict[Any, Any] = defaultdict(like.default_factory if like is not None else None)
-        filled.update(zip(node.names, values, strict=True))
+        filled.update(zip(map(_key, node.names), values, strict=True))
         return filled
     if kind in _DICTS:
         build: Callable[..., Any] = node.kind
-        return build(zip(node.names, values, strict=True))
+        return build(zip(map(_key, node.names), values, strict=True))
     if node.kind in _pytree.SUPPORTED_NODES:
         return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
     made = copy.copy(like)

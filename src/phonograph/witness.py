@@ -29,6 +29,9 @@ _MODULE_METHODS = ("__setattr__", "__delattr__", "_apply", "register_parameter",
                    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
                    "register_full_backward_pre_hook", "load_state_dict", "requires_grad_")  # fmt: skip
 
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+_CONTAINER_METHODS = {"insert", "append", "extend", "pop", "clear", "update", "__setitem__", "__delitem__", "__iadd__"}
+
 
 def epoch() -> int:
     """A number that changes whenever something watched may have changed."""
@@ -79,5 +82,19 @@ def _install() -> None:
         removed(self)
 
     RemovableHandle.remove = remove  # type: ignore[method-assign]
-    for name in ("requires_grad_", "set_", "register_hook", "register_post_accumulate_grad_hook"):
+    for name in ("requires_grad_", "set_"):
         setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))
+    for container in _CONTAINERS:
+        for name in _CONTAINER_METHODS & vars(container).keys():
+            setattr(container, name, _noting(vars(container)[name]))
+    swap = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        _note(t1)
+        _note(t2)
+        swap(t1, t2)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = swap_tensors

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private
 from ..dials import Dials
 from ..effects import Starts
 from ..errors import Refusal
@@ -37,12 +38,11 @@ from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
-from . import cuda_memory, driver, torch_private
+from . import cuda_memory, driver
 from .base import Captured, Made
 
 __all__ = ["CudaDevice"]
 
-_address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 _thread = threading.local()
 
 
@@ -142,6 +142,7 @@ class _Ghost:
     def __init__(self, t: torch.Tensor, device: torch.device) -> None:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
+        self.address = t.data_ptr()
         self._device = device
         self._place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
         self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
@@ -154,7 +155,7 @@ class _Ghost:
         if alive is not None:
             return alive
         dtype, offset, size, stride = self._shape
-        storage = torch._C._construct_storage_from_data_pointer(self._place[0], self._device, self._place[1])
+        storage = torch_private.storage_at(*self._place, self._device)
         with torch.no_grad():
             return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
 
@@ -174,10 +175,10 @@ class _Edges:
         self.addresses: list[int] = []
         self.nodes: set[int] = set()
         self._stream = stream
-        self.usable = all(map(dense, arguments)) and len(set(map(_address, arguments))) == len(arguments)
+        self.usable = all(map(dense, arguments)) and len(set(map(torch_private.address, arguments))) == len(arguments)
         if self.usable:
             self._copy(slots, arguments)
-            self.addresses += map(_address, arguments)
+            self.addresses += map(torch_private.address, arguments)
             self.nodes |= driver.captured_nodes(stream)
 
     def copy_out(self, results: list[torch.UntypedStorage]) -> None:
@@ -188,7 +189,7 @@ class _Edges:
                 ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
                 theirs = [torch.empty_like(t) for t in ours]
             self._copy(theirs, ours)
-            self.addresses += map(_address, theirs)
+            self.addresses += map(torch_private.address, theirs)
             self.nodes |= driver.captured_nodes(self._stream) - before
 
     @staticmethod
@@ -253,7 +254,7 @@ class GraphProgram:
                 driver.set_context(self._context)
             _thread.has_context = True
         if self._pointers is not None:
-            self._pointers.set([*map(_address, sources), *map(_address, targets)])
+            self._pointers.set([*map(torch_private.address, sources), *map(torch_private.address, targets)])
             self._go()
             return
         with torch.no_grad():
@@ -299,7 +300,7 @@ class CudaDevice:
     roomy = 256 << 20
 
     def __init__(self, torch_device: torch.device) -> None:
-        gone = torch_private.missing()
+        gone = torch_private.missing(cuda=True)
         if gone:
             raise Refusal(f"this torch release lacks {', '.join(gone)}", "use a release that phonograph supports")
         self.torch_device = torch_device
@@ -459,7 +460,8 @@ class CudaDevice:
         active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
         recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
         for other in self.pool.recordings:
-            if any(other.footprint.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
+            reached = other.footprint | other.lent
+            if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
                 other.spoiled.append(True)
 
     # -- around replays

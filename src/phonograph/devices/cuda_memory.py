@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .. import torch_private
 from ..spans import Spans
-from . import torch_private
-from .torch_private import Handle, segments
+from ..torch_private import Handle, segments
 
 __all__ = ["Hold", "hold", "pool_bytes"]
 

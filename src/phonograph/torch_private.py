@@ -1,0 +1,166 @@
+"""Every private function of PyTorch that phonograph uses, and what for. Looked up by `hasattr`, in this file only.
+
+All of them exist in torch 2.11 and 2.13; `missing()` says what a newer release has taken away, and the device then refuses
+to record and names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["address", "alias", "allocations_since", "bump", "clear_cublas_workspaces", "current_device", "dispatch_modes",
+           "function_modes", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks",
+           "segments", "silence_stream_mismatch", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+
+Handle = tuple[int, int]
+
+_NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
+           "_len_torch_function_stack")  # fmt: skip
+_NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
+           "_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_clearCublasWorkspaces",
+           "_cuda_getCurrentRawStream", "_cuda_getDevice", "_cuda_isHistoryEnabled")  # fmt: skip
+
+
+def missing(cuda: bool) -> list[str]:
+    """Functions that this release of torch does not have."""
+    return [n for n in _NEEDED + _NEEDED_ON_CUDA * cuda if not hasattr(torch._C, n)]
+
+
+def _c(name: str) -> Any:
+    return getattr(torch._C, name, None)
+
+
+# -- tensors. These are called in every replay, so that they are looked up once.
+
+use_count: Callable[[int], int] = _c("_storage_Use_Count")
+"""How many owners a storage has, by its `_cdata`: tensors, and its Python object."""
+address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
+"""`Tensor.data_ptr` without the look-up of the method."""
+alias: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+"""`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
+bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
+"""Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+
+def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage on memory that it does not own."""
+    made: torch.UntypedStorage = _c("_construct_storage_from_data_pointer")(where, device, nbytes)
+    return made
+
+
+_TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function that says, in C++, whether the tensors it is given have the metadata of these: type, dtype, device, shape,
+    strides, requires_grad, dispatch keys. torch.compile's guards; None where this release of torch has none."""
+    if _TensorGuards is None or not tensors:
+        return None
+    guards = _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    )
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+# -- modes
+
+dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
+function_modes: Callable[[], int] = _c("_len_torch_function_stack")
+
+
+def transformed() -> bool:
+    """Whether a functorch transform (grad, vmap, jvp) is going on."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether tensors that autograd saves now go through hooks (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return _hooks_on_saved(True) is not None
+
+
+# -- CUDA
+
+
+def segments(pool: Handle) -> list[dict[str, Any]]:
+    """The allocator's segments in a pool (torch.cuda.memory_snapshot's records).
+
+    torch can pick out one pool itself, but 2.11 then gives back references to the handle's two numbers that it never
+    took (`sys.getrefcount` falls by one a call): numbers above 256 are freed while in use, and the interpreter crashes
+    some captures later. So all segments are asked for.
+    """
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+
+
+@contextmanager
+def route_to_pool(device: int, pool: Handle) -> Iterator[None]:
+    """Allocations on the current stream come from `pool`, also those that autograd's threads make on it."""
+    _c("_cuda_beginAllocateCurrentStreamToPool")(device, pool)
+    try:
+        yield
+    finally:
+        _c("_cuda_endAllocateToPool")(device, pool)
+        _c("_cuda_releasePool")(device, pool)
+
+
+def raw_alloc(nbytes: int, stream: int) -> int:
+    """Memory from the caching allocator that no tensor owns; never filled, whatever the determinism settings."""
+    return int(_c("_cuda_cudaCachingAllocator_raw_alloc")(nbytes, stream))
+
+
+def raw_free(address: int) -> None:
+    _c("_cuda_cudaCachingAllocator_raw_delete")(address)
+
+
+def clear_cublas_workspaces() -> None:
+    """cuBLAS keeps one workspace a stream for ever. Cleared before and after a capture, so that a recording's workspace
+    is its own intermediate memory, and not memory that somebody else frees one day."""
+    _c("_cuda_clearCublasWorkspaces")()
+
+
+def silence_stream_mismatch() -> None:
+    """Warm-up calls run on the capture stream, a function that turns out to be unrecordable on the user's: autograd then
+    warns of an accumulation node of another stream. It synchronizes them rightly, and the user can do nothing about it."""
+    setter = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if setter is not None:
+        setter(False)
+
+
+def raw_stream(device: int) -> int:
+    """The current stream's cudaStream_t. 0.1 us; `torch.cuda.current_stream()` costs 3.6 us."""
+    return int(_c("_cuda_getCurrentRawStream")(device))
+
+
+def current_device() -> int:
+    """The index of the thread's current device. 0.1 us."""
+    return int(_c("_cuda_getDevice")())
+
+
+@contextmanager
+def allocations_since(device: int) -> Iterator[list[tuple[int, int]] | None]:
+    """Collects (address, bytes) of everything allocated on the device inside the block; the list is filled at its end.
+
+    Yields None if the user records the allocator's history: that record is left alone.
+    """
+    if _c("_cuda_isHistoryEnabled")():
+        yield None
+        return
+    found: list[tuple[int, int]] = []
+    history: Any = torch.cuda.memory._record_memory_history
+    history(enabled="all", context=None, stacks="python", max_entries=1_000_000, clear_history=True)
+    try:
+        yield found
+    finally:
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+        history(enabled=None, clear_history=True)
+        if device < len(traces):
+            found += [(e["addr"], e["size"]) for e in traces[device] if e["action"] == "alloc"]
