@@ -28,6 +28,7 @@ from types import (
     GeneratorType,
     MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any, NamedTuple
@@ -348,7 +349,7 @@ class Reach:
         self._hold(path, lambda: (len(view), *view, *view.values()), _leave, keyed=True)
         self._fixed(path, view.values())
 
-    def _builtin(self, path: str, f: BuiltinFunctionType) -> None:
+    def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
         if not isinstance(f.__self__, (ModuleType, type)):
             self._work.append((path, f.__self__))
@@ -580,11 +581,12 @@ _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
     (torch.nn.Module, Reach._module),
     (torch.optim.Optimizer, Reach._optimizer),
     (torch.Generator, lambda reach, path, g: reach.generators.append(g)),
+    (random.SystemRandom, lambda reach, path, r: None),  # it has no state
     (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
     (FunctionType, Reach._function),
     (MethodType, Reach._method),
     (functools.partial, Reach._partial),
-    (BuiltinFunctionType, Reach._builtin),
+    ((BuiltinFunctionType, MethodWrapperType), Reach._builtin),
     (weakref.ref, Reach._reference),
     (MappingProxyType, Reach._view),
     (bytearray, Reach._bytes),
