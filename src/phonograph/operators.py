@@ -51,6 +51,8 @@ _SHAPE_KNOWN_IF = {
     "aten::index": lambda args, kwargs: not _has_mask(args[1]),
 }
 _MASKED_WRITES = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
+# They read lengths on the host without saying so.
+_READS_HOST = {"aten::_pack_padded_sequence"}
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
@@ -71,7 +73,8 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
-    reads_host, shape_from_data = torch.Tag.data_dependent_output in tags, torch.Tag.dynamic_output_shape in tags
+    reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST
+    shape_from_data = torch.Tag.dynamic_output_shape in tags
     return Meaning(
         schema.name,
         writes + _UNDECLARED_WRITES.get(schema.name, ()),

@@ -139,7 +139,8 @@ def plain_key(value: Any) -> Any:
     if kind in (frozenset, set):
         return (kind, frozenset(map(plain_key, value)))
     if isinstance(value, BY_IDENTITY):
-        return (kind, weakref.ref(value))  # equal for as long as it is the same object, and then never again
+        # A weak reference is equal for as long as it is to the same object, and then never again.
+        return (kind, weakref.ref(value) if kind.__weakrefoffset__ else value)
     raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
 
 

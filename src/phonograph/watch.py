@@ -77,9 +77,13 @@ class OperatorWatch(TorchDispatchMode):
                 operators.check(m, args, kwargs)
             self._see(m, args, kwargs, operators.operands(args, kwargs))
             self.operators += 1
+            sizes = _sizes(m, args, kwargs) if m.writes_named else ()
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
-            return self.perform(func, m, args, kwargs)
+            out = self.perform(func, m, args, kwargs)
+            if sizes and sizes != _sizes(m, args, kwargs):
+                raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
+            return out
         except Refusal as refusal:
             raise self._located(refusal) from None
         finally:
@@ -134,6 +138,9 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif name is None:
                 self.stranger(m, t)
+        offset = m.name == "aten::as_strided" and (len(args) > 3 or "storage_offset" in kwargs)
+        if offset and storage_id(args[0]) in self.slot_ids:
+            raise Refusal(f"{m.name} with an offset of its own reads beside an argument", "use slices of it")
         if m.writes or m.writes_named:
             for t in operators.written_by(m, args, kwargs):
                 key = storage_id(t)
@@ -159,6 +166,11 @@ class OperatorWatch(TorchDispatchMode):
     def meet(self, generator: torch.Generator) -> None:
         """A generator that was not in reach is used."""
         self.generators.append(generator)
+
+
+def _sizes(m: operators.Meaning, args: Any, kwargs: Any) -> list[int]:
+    """The bytes of each storage that an operator with named outputs writes."""
+    return [t.untyped_storage().nbytes() for t in operators.written_by(m, args, kwargs)]
 
 
 def _numbers_in(values: Any, dials: Dials) -> None:
