@@ -1,6 +1,9 @@
 """The digits training step on the CPU device, recorded against live, the two taking turns in one run.
 
 python benchmarks/digits_cpu.py
+
+On one thread: the step's matrices are too small to be shared (live, too, is slower on two), and threads that wait for each
+other measure the neighbours on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ def run_once(steps: int, seed: int) -> Outcome:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.set_defaults(device="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="that torch works with (default: %(default)s)")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     report = harness.Report(CLAIM, TARGET, arguments)
     repeats, steps = (2, 300) if arguments.quick else (5, 1000)
     outcomes = [run_once(steps, seed) for seed in range(repeats)]

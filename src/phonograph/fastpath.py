@@ -1,8 +1,8 @@
 """Recognising the common call at once: positional tensors only, the same metadata as last time.
 
 `signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
-call again and again; for those, one comparison in C++ (torch.compile's guards)
-and one of the process-wide modes are enough to know that the signature is that of the last call.
+call again and again; for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough
+to know that the signature is that of the last call.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .player import Player
+from .recording import Entangled
 from .signature import ALIGNMENT, Call, modes
 from .torch_private import tensor_check
 
@@ -28,19 +29,20 @@ class FastPath:
     """Recognises calls of one signature, and finds the recording to play.
 
     Made by `of` after a replay, where the call and the recordings of its signature allow it; `players` is the shelf's own
-    list, so that it stays current.
+    list and `state` the function's own record of the memory that its recordings write, so that both stay current.
     """
 
-    __slots__ = ("_check", "_count", "_modes", "players")
+    __slots__ = ("_check", "_count", "_modes", "_state", "players")
 
-    def __init__(self, check: Callable[..., bool], count: int, players: list[Player]) -> None:
+    def __init__(self, check: Callable[..., bool], count: int, players: list[Player], state: Entangled) -> None:
         self._check = check
         self._count = count
         self._modes = modes()
+        self._state = state
         self.players = players
 
     @staticmethod
-    def of(call: Call, players: list[Player]) -> FastPath | None:
+    def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
         flat = not kwargs and len(args) == len(call.tensors) == len(call.leaves) > 0
@@ -48,10 +50,10 @@ class FastPath:
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
-        if any(p.recording.entangled or _looks_at_arguments(p) for p in players):
+        if any(map(_looks_at_arguments, players)):
             return None
         check = tensor_check(call.tensors)
-        return FastPath(check, len(args), players) if check is not None else None
+        return FastPath(check, len(args), players, state) if check is not None else None
 
     def find(self, args: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call with these arguments; None if that is for others to say."""
@@ -60,6 +62,8 @@ class FastPath:
             return None
         if n > 1 and len({*map(id, args)}) < n:
             return None  # one tensor given twice is another signature
+        if self._state and any(map(self._state.meets, args)):
+            return None  # an argument shares memory with what the function writes
         for player in self.players:
             if not player.held() and player.broken() is None and not player.grads_held():
                 return player

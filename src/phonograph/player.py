@@ -151,8 +151,10 @@ class Player:
         """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
         self._enter()
         targets = [new() for new in self._new]
-        self._run(tensors, targets)
-        self._after()
+        try:
+            self._run(tensors, targets)
+        finally:  # an operator that raises (an index out of range) leaves what was written before it
+            self._after()
         return self._hand_out(None, targets), self._nbytes
 
     def _enter(self) -> None:

@@ -237,7 +237,8 @@ class Recorded(Generic[P, R]):
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
-        self._fast = FastPath.of(call, self._shelf.touch(call.key)) if not self.options.verify else None
+        players = self._shelf.touch(call.key)
+        self._fast = FastPath.of(call, players, self._entangled) if not self.options.verify else None
         return result  # type: ignore[no-any-return]
 
     def _verified(self, player: Player, call: Call) -> R:

@@ -46,7 +46,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if type(a) in (list, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return _all_same(a, b)
     if type(a) is dict:
         return list(a) == list(b) and all(map(same, a.values(), b.values()))
     try:
@@ -84,7 +84,7 @@ class Snapshot:
         return holder.path
 
 
-def _all_same(old: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _all_same(old: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
 
 

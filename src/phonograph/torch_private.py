@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
 
-__all__ = ["address", "alias", "allocations_since", "bump", "clear_cublas_workspaces", "current_device", "dispatch_modes",
-           "function_modes", "missing", "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks",
-           "segments", "silence_stream_mismatch", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+__all__ = ["address", "alias", "allocations_since", "bindings", "bump", "clear_cublas_workspaces",
+           "current_device", "dispatch_modes", "function_modes", "missing", "raw_alloc", "raw_free",
+           "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch",
+           "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -67,6 +69,16 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     )
     check: Callable[..., bool] = guards.check
     return check
+
+
+# -- operators
+
+
+def bindings(name: str, *, out: bool) -> list[Callable[..., Any]]:
+    """The functions in C by which Python calls operators of this name: those that take `out=`, or methods come first."""
+    spaces = (torch, getattr(torch._C, "_nn", None)) if out else (torch.Tensor, torch)
+    found = [getattr(space, name, None) for space in spaces]
+    return [f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType))]
 
 
 # -- modes

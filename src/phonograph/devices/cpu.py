@@ -34,6 +34,7 @@ from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
 from .base import Captured, Made
+from .spelling import spelled
 
 __all__ = ["CpuDevice"]
 
@@ -216,10 +217,11 @@ class TapeProgram:
         self._fill = Fill(slots)
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._steps = steps
-        self._with_numbers: list[tuple[int, frozenset[float]]] = []
         with torch.inference_mode(False), torch.no_grad():
-            self.calls = [self._call(step) for step in steps]
+            calls = [call for step in steps if (call := self._call(step)) is not None]
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            self.calls = spelled(calls)
+        self._probes: list[tuple[int, partial[Any]]] | None = None  # the calls that hold a probe of `dials`, and where
 
     def run(self, sources: Tensors, targets: Tensors) -> None:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
@@ -231,40 +233,38 @@ class TapeProgram:
 
     def close(self) -> None:
         self.calls = []
+        self._probes = None
         self._tensors = {}
         self._keep = None
 
     def set_numbers(self, numbers: Mapping[float, float]) -> bool:
         if not numbers:
             return True
-        if not self._with_numbers:
-            found = [(i, frozenset(_numbers((s.args, s.kwargs))) & numbers.keys()) for i, s in enumerate(self._steps)]
-            self._with_numbers = [(i, used) for i, used in found if used]
-        with torch.inference_mode(False), torch.no_grad():
-            for i, _ in self._with_numbers:
-                step = self._steps[i]
-                args, kwargs = _replaced(step.args, numbers), _replaced(step.kwargs, numbers)
-                self.calls[i] = self._call(_Step(step.func, args, kwargs, step.results))
-        return frozenset().union(*(used for _, used in self._with_numbers)) == numbers.keys()
+        if self._probes is None:
+            self._probes = [(i, c) for i, c in enumerate(self.calls) if not numbers.keys().isdisjoint(_numbers_of(c))]
+        for i, call in self._probes:
+            self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
+        return numbers.keys() <= {number for _, call in self._probes for number in _numbers_of(call)}
 
-    def _call(self, step: _Step) -> Callable[[], Any]:
+    def _call(self, step: _Step) -> partial[Any] | None:
+        """What a replay does for a step; None where the operator only allocates."""
+        if step.func in _NOTHING:
+            return None
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
         if not any(o is not None for o in outs):
-            return partial(step.func._op, *args, **kwargs)
-        if step.func in _NOTHING:
-            return _nothing
+            return partial(step.func, *args, **kwargs)
         if step.func in _FILLS:
-            return partial(aten.fill_.Scalar._op, outs[0], _FILLS[step.func](step.args, step.kwargs))
+            return partial(aten.fill_.Scalar, outs[0], _FILLS[step.func](step.args, step.kwargs))
         if step.func in _COPIES:
-            return partial(aten.copy_.default._op, outs[0], args[0])
+            return partial(aten.copy_.default, outs[0], args[0])
         variant = _out_variant(step.func)
         if variant is not None and None not in outs:
             func, names, one_list = variant
             if one_list:
-                return partial(func._op, *args, **kwargs, **{names[0]: outs})
+                return partial(func, *args, **kwargs, **{names[0]: outs})
             if len(names) == len(outs):
-                return partial(func._op, *args, **kwargs, **dict(zip(names, outs, strict=True)))
+                return partial(func, *args, **kwargs, **dict(zip(names, outs, strict=True)))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
     def _real(self, value: Any) -> Any:
@@ -283,8 +283,8 @@ class TapeProgram:
         return self._tensors[key]
 
 
-def _nothing() -> None:
-    """What an operator that only allocates does at a replay."""
+def _numbers_of(call: partial[Any]) -> Iterator[float]:
+    return _numbers((call.args, call.keywords))
 
 
 def _numbers(value: Any) -> Iterator[float]:
