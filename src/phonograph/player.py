@@ -87,7 +87,7 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
-        if self.recording.spoiled or self._moved():
+        if self.recording.spoiled or (self._templates and self._moved()):
             return "the memory that it used"
         dials = self._dials
         if dials and dials.turned():

@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -139,7 +140,7 @@ class Reach:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
         if functions:
-            self._hold("code", lambda: tuple([x for f in functions for x in _parts(f)]), _leave)
+            self._hold("code", lambda: tuple([x for f in functions for x in (*_parts(f), len(f.__dict__))]), _leave)
         if objects:
             self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
         if modules:
@@ -528,8 +529,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield const
 
 
-def _parts(f: FunctionType) -> tuple[Any, ...]:
-    return f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__)
+_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _names_of(function: Any) -> set[str]:

@@ -225,7 +225,7 @@ class Recorded(Generic[P, R]):
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
         if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
-        if torch_private.saved_tensors_hooks():
+        if torch_private.saved_tensors_hooks() is not None:
             raise NoSignature("is called where tensors saved for backward go through hooks")
         if forward_ad._current_level >= 0:
             raise NoSignature("is called while forward-mode derivatives are computed")

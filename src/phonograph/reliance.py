@@ -265,7 +265,7 @@ class Reliances:
         live = dials.live()
         self.dials = dials
         holders = [h for h in reach.holders if h.dial not in live]
-        self._hot = [[h, h.read, h.read()] for h in holders if not h.watched]
+        self._hot: list[list[Any]] = [[h, h.read, h.read()] for h in holders if not h.watched]
         self._watched = [[h, h.read, h.read()] for h in holders if h.watched]
         self._grads = grads
         tensors = [t for _, t in reach.tensors.values()]
@@ -290,7 +290,8 @@ class Reliances:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
         place and 0.06 us for each tensor."""
         for entry in self._hot:
-            if not _unchanged(entry):
+            now, saved = entry[1](), entry[2]
+            if (len(now) != len(saved) or not all(map(is_, now, saved))) and not _unchanged(entry):
                 return _which(entry)
         if self._pointed and [*map(address, self._pointed)] != self._pointers:
             return self._moved(self._tensors)

@@ -194,10 +194,21 @@ def _autocast() -> tuple[Any, ...]:
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
     try:
-        settings = [get() for get in _GETTERS]
+        return _settings(), _autocast(), forward_ad._current_level
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
         settings = [*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS]]
-    return (*settings, _autocast(), forward_ad._current_level)
+        return tuple(settings), _autocast(), forward_ad._current_level
+
+
+def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
+    """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
+    cost as much again as the calls."""
+    names = {f"g{i}": get for i, get in enumerate(getters)}
+    calls: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
+    return calls
+
+
+_settings = _written_out(_GETTERS)
 
 
 def _asked(get: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 __all__ = ["DriverError", "KernelNumbers", "Pointers", "captured_nodes", "context", "disable", "end_broken_capture",
@@ -42,9 +42,7 @@ def _function(name: str, *types: Any) -> Any:
 
 def launcher(graph_exec: int) -> Callable[[int], int]:
     """A function of a stream that launches an instantiated graph on it; returns the CUresult (0: success)."""
-    launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
-    handle = ctypes.c_void_p(graph_exec)
-    return lambda stream: launch(handle, stream)
+    return partial(_function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p), ctypes.c_void_p(graph_exec))
 
 
 def end_broken_capture(stream: int) -> None:
@@ -63,8 +61,7 @@ def end_broken_capture(stream: int) -> None:
     graph = ctypes.c_void_p()
     _function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(handle, ctypes.byref(graph))
     code = _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(handle, _THREAD_LOCAL)
-    if code:
-        raise DriverError(f"cuStreamBeginCapture failed with CUresult {code}")
+    _checked(code, "cuStreamBeginCapture")
 
 
 class _KernelParams(ctypes.Structure):
@@ -103,8 +100,7 @@ def context() -> int | None:
 def set_context(to: int | None) -> None:
     """Give the thread a context: torch does so at its first use of CUDA, and a direct launch may come before that."""
     code = _function("cuCtxSetCurrent", ctypes.c_void_p)(to)
-    if code:
-        raise DriverError(f"cuCtxSetCurrent failed with CUresult {code}")
+    _checked(code, "cuCtxSetCurrent")
 
 
 def captured_nodes(stream: int) -> set[int]:
@@ -112,8 +108,7 @@ def captured_nodes(stream: int) -> set[int]:
     status, graph = ctypes.c_int(0), ctypes.c_void_p()
     info = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     code = info(stream, ctypes.byref(status), None, ctypes.byref(graph), None, None)
-    if code:
-        raise DriverError(f"cuStreamGetCaptureInfo failed with CUresult {code}")
+    _checked(code, "cuStreamGetCaptureInfo")
     return set(_nodes(graph.value))
 
 
@@ -146,15 +141,19 @@ class _Kernel:
         self._pointers = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, self.buffers))
         params.params = ctypes.cast(self._pointers, ctypes.POINTER(ctypes.c_void_p))
         params.ctx = params.ctx or context()  # null means the thread's own, and a new thread has none: the driver crashes
-        self._put = _function("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self._params = params
-        self._arguments = ctypes.c_void_p(node), ctypes.byref(params)
+        self._node = node
 
-    def put(self, graph_exec: Any) -> None:
-        """Let later launches of the instantiated graph have the buffers' values. About 0.6 us."""
-        code = self._put(graph_exec, *self._arguments)
-        if code:
-            raise DriverError(f"cuGraphExecKernelNodeSetParams failed with CUresult {code}")
+    def putter(self, graph_exec: int) -> Callable[[], int]:
+        """A function that lets later launches of an instantiated graph have the buffers' values, and returns the CUresult
+        (0: success). About 0.6 us."""
+        put = _function("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        return partial(put, ctypes.c_void_p(graph_exec), ctypes.c_void_p(self._node), ctypes.byref(self._params))
+
+
+def _checked(code: int, function: str) -> None:
+    if code:
+        raise DriverError(f"{function} failed with CUresult {code}")
 
 
 def reciprocal(x: float) -> float:
@@ -200,7 +199,7 @@ class KernelNumbers:
         for kernel, places in self._kernels:
             for buffer, at, f, n, form in places:
                 struct.pack_into(f, buffer, at, form(numbers[n]))
-            kernel.put(graph_exec)
+            _checked(kernel.putter(graph_exec)(), "cuGraphExecKernelNodeSetParams")
         return self.found == numbers.keys()
 
 
@@ -210,7 +209,6 @@ class Pointers:
 
     def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int]) -> None:
         """Raises `DriverError` where the addresses cannot all be found, each for itself."""
-        self._exec = ctypes.c_void_p(graph_exec)
         self._kernels = [_Kernel(node) for node in nodes if _is_kernel(node)]
         index = {address: i for i, address in enumerate(addresses)}
         self._cells: list[tuple[Any, int]] = []
@@ -221,18 +219,20 @@ class Pointers:
         found = {i for _, i in self._cells}
         if not len(found) == len(addresses) == len(index) or len(self._kernels) != len(nodes):
             raise DriverError("the copies at the edges of the graph are not what they were expected to be")
+        self._puts = [kernel.putter(graph_exec) for kernel in self._kernels]
 
     def set(self, addresses: Sequence[int]) -> None:
         """In the order of those given when this was made. About 0.7 us a kernel."""
         for cell, i in self._cells:
             cell.value = addresses[i]
-        for kernel in self._kernels:
-            kernel.put(self._exec)
+        for put in self._puts:
+            code = put()
+            if code:
+                _checked(code, "cuGraphExecKernelNodeSetParams")
 
 
 def disable(graph_exec: int, nodes: Set[int]) -> None:
     """Let nodes of an instantiated graph do nothing."""
     for node in nodes:
         code = _function("cuGraphNodeSetEnabled", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(graph_exec, node, 0)
-        if code:
-            raise DriverError(f"cuGraphNodeSetEnabled failed with CUresult {code}")
+        _checked(code, "cuGraphNodeSetEnabled")
