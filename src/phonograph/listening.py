@@ -69,11 +69,12 @@ class _Listener:
         self._judge(of_start(frame, self.more), frame)
 
     def _judge(self, effect: Effect | None, frame: FrameType) -> None:
-        if effect is not None and self._concerned():
+        if effect is not None and self.concerned():
             self.found.append(Refusal(effect.reason, effect.remedy, where=users_line(frame)))
             raise self.found[-1]
 
-    def _concerned(self) -> bool:
+    def concerned(self) -> bool:
+        """Whether this thread is part of the capture."""
         return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -96,6 +97,8 @@ def _monitoring(listener: _Listener) -> Iterator[None]:
 
     def started(code: CodeType, offset: int) -> Any:
         if mentions(code.co_filename, code.co_names):
+            if not listener.concerned():
+                return None  # another thread is the first to run it, and may still run when this tool is gone
             heard.append(code)
             _monitors.set_local_events(tool, code, events.CALL)
         if code.co_name not in listener.starts or not refusable(code.co_filename, code.co_name, listener.more):
