@@ -65,7 +65,7 @@ class FastPath:
         if self._state and any(map(self._state.meets, args)):
             return None  # an argument shares memory with what the function writes
         for player in self.players:
-            if not player.held() and player.broken() is None and not player.grads_held():
+            if player.ready():
                 return player
         return None
 

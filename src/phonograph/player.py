@@ -69,7 +69,7 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
-        self._dials = recording.reliances.dials
+        self._dials = recording.reliances.dials or None
         self._turned = False
         self.played = 0
 
@@ -90,10 +90,10 @@ class Player:
         if self.recording.spoiled or (self._templates and self._moved()):
             return "the memory that it used"
         dials = self._dials
-        if dials and dials.turned():
-            self._turned = True
-        if self._turned and not dials.fit():
-            return "a hyper-parameter that decides what the optimizer does"
+        if dials is not None:
+            self._turned = dials.turned() or self._turned
+            if self._turned and not dials.fit():
+                return "a hyper-parameter that decides what the optimizer does"
         broken = self.recording.reliances.broken()
         if broken is None and self._grads is not None and not self._grads.fit():
             return "a .grad attribute"
@@ -105,6 +105,14 @@ class Player:
             return False
         self.recording.spoiled.append(True)
         return True
+
+    def ready(self) -> bool:
+        """Whether it may be played, as far as that does not depend on the arguments."""
+        return (
+            not (self.recording.rivals and self.held())
+            and self.broken() is None
+            and not (self._grads is not None and self._grads.held())
+        )
 
     def grads_held(self) -> bool:
         """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
@@ -160,7 +168,7 @@ class Player:
     def _enter(self) -> None:
         self.played += 1
         self._device.enter()
-        if self._turned:
+        if self._turned and self._dials is not None:
             self._turned = False
             self.recording.program.set_numbers(self._dials.numbers())
         if self.pool.loans:

@@ -85,10 +85,8 @@ class _Within:
         _Within.warming_up -= self._warming_up
 
 
-def _locked() -> bool:
-    """Take the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
-    if lock.acquire(blocking=False):
-        return True
+def _waited() -> bool:
+    """Wait for the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
     until = time.monotonic() + _PATIENCE
     while not lock.acquire(timeout=0.01):
         if _Within.warming_up or time.monotonic() > until:
@@ -164,7 +162,7 @@ class Recorded(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _inside() or switched_off() or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
-        if not _locked():
+        if not lock.acquire(False) and not _waited():
             self._counters.calls += 1
             self._counters.live += 1
             return self._function(*args, **kwargs)

@@ -36,6 +36,7 @@ from ..reach import Reach
 from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
+from ..torch_private import address, current_device, raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
 from . import cuda_memory, driver
@@ -175,10 +176,10 @@ class _Edges:
         self.addresses: list[int] = []
         self.nodes: set[int] = set()
         self._stream = stream
-        self.usable = all(map(dense, arguments)) and len(set(map(torch_private.address, arguments))) == len(arguments)
+        self.usable = all(map(dense, arguments)) and len(set(map(address, arguments))) == len(arguments)
         if self.usable:
             self._copy(slots, arguments)
-            self.addresses += map(torch_private.address, arguments)
+            self.addresses += map(address, arguments)
             self.nodes |= driver.captured_nodes(stream)
 
     def copy_out(self, results: list[torch.UntypedStorage]) -> None:
@@ -189,7 +190,7 @@ class _Edges:
                 ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
                 theirs = [torch.empty_like(t) for t in ours]
             self._copy(theirs, ours)
-            self.addresses += map(torch_private.address, theirs)
+            self.addresses += map(address, theirs)
             self.nodes |= driver.captured_nodes(self._stream) - before
 
     @staticmethod
@@ -242,34 +243,30 @@ class GraphProgram:
                 driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
 
     def run(self, sources: Tensors, targets: Tensors) -> None:
-        if torch_private.current_device() != self._device:  # the null stream is that of the current device
-            with torch.cuda.device(self._device):
-                self._run(sources, targets)
+        if current_device() != self._device or not hasattr(_thread, "has_context"):
+            self._run_elsewhere(sources, targets)
+        elif self._pointers is not None:
+            self._pointers.set([*map(address, sources), *map(address, targets)])
+            if self._random is False:
+                code = self._launch(raw_stream(self._device))
+                if code:
+                    raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+            else:
+                self._go_random()
         else:
-            self._run(sources, targets)
+            with torch.no_grad():
+                self._fill(sources)
+                self._go_random()
+                if targets:
+                    torch._foreach_copy_(targets, self.outs)
 
-    def _run(self, sources: Tensors, targets: Tensors) -> None:
-        if not hasattr(_thread, "has_context"):
-            if driver.context() is None:
-                driver.set_context(self._context)
-            _thread.has_context = True
-        if self._pointers is not None:
-            self._pointers.set([*map(torch_private.address, sources), *map(torch_private.address, targets)])
-            self._go()
-            return
-        with torch.no_grad():
-            self._fill(sources)
-            self._go()
-            if targets:
-                torch._foreach_copy_(targets, self.outs)
-
-    def _go(self) -> None:
-        if self._random is False:
-            code = self._launch(torch_private.raw_stream(self._device))
-            if code:
-                raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
-        else:
-            self._go_random()
+    def _run_elsewhere(self, sources: Tensors, targets: Tensors) -> None:
+        """On a thread that has not used CUDA yet, or with another device current: the null stream is that device's."""
+        if driver.context() is None:
+            driver.set_context(self._context)
+        _thread.has_context = True
+        with torch.cuda.device(self._device):
+            self.run(sources, targets)
 
     def _go_random(self) -> None:
         """Through torch, which moves the generators on. The first launch shows whether there is anything to move."""
@@ -445,8 +442,8 @@ class CudaDevice:
         return Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
 
     def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:
-        for (address, nbytes), (operator, line) in watch.strangers.items():
-            if nbytes and not footprint.covers(address, nbytes):
+        for (start, nbytes), (operator, line) in watch.strangers.items():
+            if nbytes and not footprint.covers(start, nbytes):
                 raise Refusal(
                     f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
                     "variables",
@@ -472,7 +469,7 @@ class CudaDevice:
         return _Ghost(t, self.torch_device) if self._pool_spans.covers(address, nbytes) else None
 
     def enter(self) -> None:
-        stream = torch_private.raw_stream(self.index)
+        stream = raw_stream(self.index)
         if stream != self._last:
             current = torch.cuda.current_stream(self.torch_device)
             if self._last_stream is not None:
