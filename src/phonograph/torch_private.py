@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["address", "alias", "allocations_since", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "dispatch_modes", "function_modes", "missing", "raw_alloc", "raw_free",
+__all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
+           "current_device", "dispatch_modes", "function_modes", "is_composite", "missing", "raw_alloc", "raw_free",
            "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch",
            "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
 
 _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
-           "_len_torch_function_stack")  # fmt: skip
+           "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key")  # fmt: skip
 _NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
            "_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_clearCublasWorkspaces",
            "_cuda_getCurrentRawStream", "_cuda_getDevice", "_cuda_isHistoryEnabled")  # fmt: skip
@@ -80,6 +80,15 @@ def bindings(name: str, *, out: bool) -> list[Callable[..., Any]]:
     spaces = (torch, getattr(torch._C, "_nn", None)) if out else (torch.Tensor, torch)
     found = [getattr(space, name, None) for space in spaces]
     return [f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType))]
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others before autograd sees it."""
+    return bool(_c("_dispatch_has_kernel_for_dispatch_key")(func.name(), "CompositeImplicitAutograd"))
+
+
+below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
+"""A context in which operators run without autograd, and without a look at grad mode."""
 
 
 # -- modes

@@ -12,13 +12,13 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from functools import cache, partial
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from .. import operators
 from ..arena import Arena
@@ -31,9 +31,11 @@ from ..reach import Reach
 from ..recording import Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
+from ..torch_private import below_autograd, storage_at
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
 from .base import Captured, Made
+from .out_variants import Variant, tried
 from .spelling import spelled
 
 __all__ = ["CpuDevice"]
@@ -54,29 +56,34 @@ class _Place:
     def storage(self) -> Any:
         if self.anchor is not None:
             return self.anchor
-        return torch._C._construct_storage_from_data_pointer(self.address, torch.device("cpu"), self.nbytes)
+        return storage_at(self.address, self.nbytes, torch.device("cpu"))
 
 
 class _Operand:
     """A tensor of the tape before its memory is final."""
 
-    __slots__ = ("dtype", "offset", "place", "size", "stride")
+    __slots__ = ("conjugate", "dtype", "negative", "offset", "place", "size", "stride")
 
     def __init__(self, place: _Place, t: torch.Tensor) -> None:
         self.place = place
         self.size, self.stride, self.offset, self.dtype = t.size(), t.stride(), t.storage_offset(), t.dtype
+        self.conjugate, self.negative = t.is_conj(), t.is_neg()
 
     def tensor(self) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(self.place.storage(), self.offset, self.size, self.stride)
+        t = torch.empty(0, dtype=self.dtype).set_(self.place.storage(), self.offset, self.size, self.stride)
+        t = torch.conj(t) if self.conjugate else t
+        return torch._neg_view(t) if self.negative else t
 
 
 class _Step:
     """One operator of the tape: what to call, with what, and which new tensors its results go to."""
 
-    __slots__ = ("args", "func", "kwargs", "results")
+    __slots__ = ("args", "func", "kwargs", "results", "variant")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[_Operand | None]) -> None:
-        self.func, self.args, self.kwargs, self.results = func, args, kwargs, results
+    def __init__(
+        self, func: Any, args: Any, kwargs: Any, results: list[_Operand | None], variant: Variant | None = None
+    ) -> None:
+        self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
 
 
 class Tape(OperatorWatch):
@@ -105,13 +112,15 @@ class Tape(OperatorWatch):
             return func(*args, **kwargs)
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
+        states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
         out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
         fresh = [storage_id(t) not in self.known for t in results]
+        variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
-            self._steps.append(_Step(func, *noted, operands))
+            self._steps.append(_Step(func, *noted, operands, variant))
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
@@ -179,22 +188,6 @@ class Tape(OperatorWatch):
         return self._steps, made
 
 
-@cache
-def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], bool] | None:
-    """The overload of the same operator that writes to given tensors: it, the names of those, whether it is one list."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
-    schema = func._schema
-    wanted = [(a.name, str(a.type)) for a in schema.arguments]
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        outs = [a for a in other._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write]
-        rest = [(a.name, str(a.type)) for a in other._schema.arguments if a not in outs]
-        if outs and rest == wanted:
-            return other, tuple(a.name for a in outs), str(outs[0].type).startswith("List")
-    return None
-
-
 _FILLS: dict[Any, Callable[[Any, Any], Any]] = {
     aten.zeros.default: lambda a, k: 0, aten.zeros_like.default: lambda a, k: 0, aten.new_zeros.default: lambda a, k: 0,
     aten.ones.default: lambda a, k: 1, aten.ones_like.default: lambda a, k: 1, aten.new_ones.default: lambda a, k: 1,
@@ -219,12 +212,12 @@ class TapeProgram:
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             calls = [call for step in steps if (call := self._call(step)) is not None]
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with below_autograd(), torch._C._DisableAutocast():
             self.calls = spelled(calls)
         self._probes: list[tuple[int, partial[Any]]] | None = None  # the calls that hold a probe of `dials`, and where
 
     def run(self, sources: Tensors, targets: Tensors) -> None:
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with below_autograd(), torch._C._DisableAutocast():
             self._fill(sources)
             for call in self.calls:
                 call()
@@ -258,13 +251,8 @@ class TapeProgram:
             return partial(aten.fill_.Scalar, outs[0], _FILLS[step.func](step.args, step.kwargs))
         if step.func in _COPIES:
             return partial(aten.copy_.default, outs[0], args[0])
-        variant = _out_variant(step.func)
-        if variant is not None and None not in outs:
-            func, names, one_list = variant
-            if one_list:
-                return partial(func, *args, **kwargs, **{names[0]: outs})
-            if len(names) == len(outs):
-                return partial(func, *args, **kwargs, **dict(zip(names, outs, strict=True)))
+        if step.variant is not None:
+            return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
     def _real(self, value: Any) -> Any:
@@ -277,7 +265,7 @@ class TapeProgram:
         return value
 
     def _operand(self, o: _Operand) -> torch.Tensor:
-        key = (o.place, o.size, o.stride, o.offset, o.dtype)
+        key = (o.place, o.size, o.stride, o.offset, o.dtype, o.conjugate, o.negative)
         if key not in self._tensors:
             self._tensors[key] = o.tensor()
         return self._tensors[key]
@@ -310,27 +298,47 @@ def _replaced(value: Any, numbers: Mapping[float, float]) -> Any:
 def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | None]) -> None:
     for out, result in zip(outs, operators.tensors_in(op(*args, **kwargs), []), strict=True):
         if out is not None:
+            if out.shape != result.shape:  # copy_ would broadcast
+                raise RuntimeError(f"{op} gave a result of shape {tuple(result.shape)}, and {tuple(out.shape)} at capture")
             out.copy_(result)
 
 
-class _HostReads(TorchFunctionMode):
-    """Refuses what reads a tensor's memory without an operator; on CUDA the same calls copy to the host."""
+# What reads a tensor's memory without an operator; on CUDA the same calls copy to the host. `tensor_split` does so if it is
+# given the places to split at as a tensor.
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split")
 
-    _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
-    _SPLITS = frozenset({torch.tensor_split, torch.Tensor.tensor_split})  # by the values of a tensor, read without an operator
 
-    def __init__(self, watch: OperatorWatch) -> None:
-        super().__init__()
-        self._watch = watch
+@contextmanager
+def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
+    """Put refusing functions in their place. (A `TorchFunctionMode` would be simpler, but some of torch's modules take
+    another way under one.)"""
+    mine = threading.get_ident()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._READS or (func in self._SPLITS and any(isinstance(a, torch.Tensor) for a in args[1:])):
-            name = getattr(func, "__name__", str(func))
+    def refusing(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(read)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            harmless = name == "tensor_split" and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values()))
+            if harmless or threading.get_ident() != mine:
+                return read(*args, **kwargs)
             refusal = Refusal(f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside",
                               where=users_line())  # fmt: skip
-            self._watch.refusal = self._watch.refusal or refusal
+            watch.refusal = watch.refusal or refusal
             raise refusal
-        return func(*args, **(kwargs or {}))
+
+        return refuse
+
+    places = [(torch.Tensor, name) for name in _READS] + [(torch, "tensor_split")]
+    own = [vars(place).get(name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, refusing(name, getattr(place, name)))
+    try:
+        yield
+    finally:
+        for (place, name), before in zip(places, own, strict=True):
+            if before is None:
+                delattr(place, name)  # it was inherited
+            else:
+                setattr(place, name, before)
 
 
 class CpuDevice:
@@ -371,7 +379,7 @@ class CpuDevice:
         tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
         tape.dials = dials
         try:
-            with tape, _HostReads(tape):
+            with tape, _host_reads_refused(tape):
                 result = call(slots)
             if tape.refusal is not None:
                 raise tape.refusal

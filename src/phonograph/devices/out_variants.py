@@ -1,0 +1,109 @@
+"""Operators that write to memory of the tape's own: the `out=` overload in place of the one that was noted.
+
+A replay has a place for every result, so that an operator need not allocate one. For most operators there is an overload
+that writes to a given tensor. That it computes the same is a convention and no law: `binary_cross_entropy.out` uses `out`
+as a buffer of another shape before it has the result, and cannot if the memory is fixed. So an overload is used only after
+it was tried: beside the operator itself, on the same inputs, into memory of exactly the size that a replay would give it,
+with the same bytes as the outcome.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..operators import tensors_in
+from ..torch_private import is_composite, storage_at
+
+__all__ = ["Variant", "tried"]
+
+
+class Variant(NamedTuple):
+    """An overload that writes its results to tensors given by these names, or to one list of them."""
+
+    func: Any
+    names: tuple[str, ...]
+    one_list: bool
+
+    def outs(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The results as its keyword arguments."""
+        return {self.names[0]: list(results)} if self.one_list else dict(zip(self.names, results, strict=True))
+
+
+_tried: dict[Any, Variant | None] = {}
+
+
+def tried(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]) -> Variant | None:
+    """The variant of `func` that gave these `results` for these arguments; None if there is none that does.
+
+    Inputs are only read. `before` are the states of the random generators before `func` ran; they are left as they are.
+    """
+    variant = _variant(func)
+    if variant is None or not (variant.one_list or len(variant.names) == len(results)):
+        return None
+    if any(t.is_conj() or t.is_neg() or t.layout is not torch.strided for t in results):
+        return None
+    key = (func, *_described(args), *_described(kwargs), *_described(results))
+    if key not in _tried:
+        _tried[key] = variant if _agrees(variant, args, kwargs, results, before) else None
+    return _tried[key]
+
+
+@cache
+def _variant(func: Any) -> Variant | None:
+    if is_composite(func):
+        return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    if any(name == "reduction" for name, _ in wanted):
+        return None  # losses are the ones that work in `out` before they reduce, and warn of it
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        outs = [a for a in other._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write]
+        rest = [(a.name, str(a.type)) for a in other._schema.arguments if a not in outs]
+        if outs and rest == wanted:
+            return Variant(other, tuple(a.name for a in outs), str(outs[0].type).startswith("List"))
+    return None
+
+
+def _agrees(variant: Variant, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]) -> bool:
+    memory = [torch.full((t.untyped_storage().nbytes(),), 0xA5, dtype=torch.uint8) for t in results]
+    fixed = [storage_at(m.data_ptr(), m.nbytes, m.device) for m in memory]
+    scratch = [torch.empty(0, dtype=t.dtype).set_(s, t.storage_offset(), t.size(), t.stride())
+               for t, s in zip(results, fixed, strict=True)]  # fmt: skip
+    after = {g: g.get_state() for g in before}
+    for g, state in before.items():
+        g.set_state(state)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of having resized `out`
+            variant.func(*args, **kwargs, **variant.outs(scratch))
+        drawn = all(torch.equal(g.get_state(), state) for g, state in after.items())
+    except (RuntimeError, TypeError, NotImplementedError):  # it wants memory that it can resize, say
+        return False
+    finally:
+        for g, state in after.items():
+            g.set_state(state)
+    return drawn and all(map(_same_bytes, results, scratch))
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.stride() != b.stride():
+        return False
+    rows = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)] if a.numel() else []
+    return not rows or torch.equal(*rows)
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    """What a variant's behaviour may depend on besides the values: kinds and shapes, and the numbers among the arguments."""
+    found: list[Any] = []
+    for t in tensors_in(list(value.values()) if isinstance(value, dict) else value, []):
+        found += [t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()]
+    return (*found, repr([v for v in (value.items() if isinstance(value, dict) else value) if not _holds_tensors(v)]))
+
+
+def _holds_tensors(value: Any) -> bool:
+    return bool(tensors_in(value, []))
