@@ -688,12 +688,8 @@ def transformed_function(factor):
     return torch.vmap(lambda x: x * factor)
 
 
-def scaling_method(factor):
-    return {None: lambda x: x * factor}.get(None)
-
-
 @may_run_live
-@pytest.mark.parametrize("make", [scaling_function, transformed_function, scaling_method])
+@pytest.mark.parametrize("make", [scaling_function, transformed_function])
 def test_c07_a_new_function_in_each_call_that_looks_like_the_last(device, make):
     """The last one is gone by then, and the new one may lie where it lay."""
     f = pg.record(lambda x, function: function(x), warmup=1)
@@ -708,16 +704,28 @@ def test_c07_a_new_class_in_each_call(device):
         assert_same(f(ramp(device, 4), type("Scale", (), {"scale": factor})), ramp(device, 4) * factor)
 
 
-@may_run_live
-@not_yet("a replay's inputs begin at the start of their storage")
-def test_c07_where_in_its_storage_an_argument_begins(device):
-    f = pg.record(lambda x: x * x.storage_offset(), warmup=1)
-    for offset in [4, 4, 4, 8, 8, 4]:
-        assert_same(f(torch.ones(16, device=device)[offset : offset + 4]), torch.full((4,), float(offset), device=device))
+SLOTS = not_yet("a replay's inputs begin at the start of a storage of their own, and nothing else is known of them")
+FACTS = {
+    "where in its storage it begins": (lambda x: x.storage_offset(), lambda x: x[4:8]),
+    "the size of its storage": (lambda x: x.untyped_storage().nbytes(), lambda x: x[:4]),
+    "whether it is a view": (lambda x: 2 if x._base is None else 3, lambda x: x[:4]),
+    "whether other processes see it": (lambda x: 2 if x.is_shared() else 3, lambda x: x[:4].clone().share_memory_()),
+    "how often it was written": (lambda x: x._version, lambda x: x[:4].clone().add_(0)),
+}
 
 
 @may_run_live
-@not_yet("a replay's inputs begin at the start of their storage")
+@SLOTS
+@pytest.mark.parametrize(("ask", "other"), FACTS.values(), ids=FACTS)
+def test_c07_what_else_an_argument_can_be_asked(device, ask, other):
+    f = pg.record(lambda x: x * ask(x), warmup=1)
+    for special in [False, False, False, True, True, False]:
+        x = ramp(device, 4) if not special else other(ramp(device, 8))
+        assert_same(f(x), x * ask(x))
+
+
+@may_run_live
+@SLOTS
 def test_c07_bytes_of_an_arguments_storage_that_the_argument_does_not_show(device):
     both = plain(lambda x: torch.as_strided(x, (2,), (1,), 0) * 1)
     for n in range(4):
@@ -1043,6 +1051,19 @@ def test_c07_the_way_of_attention_in_inference(device):
                 assert f(torch.ones(2, 3, 8, device=device)) is enabled
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+@may_run_live
+@not_yet("the number of threads is no part of the signature")
+def test_c07_the_number_of_threads(device):
+    f = pg.record(lambda x: x * torch.get_num_threads(), warmup=1)
+    before = torch.get_num_threads()
+    try:
+        for threads in [1, 1, 1, 2, 2, 1]:
+            torch.set_num_threads(threads)
+            assert_same(f(ramp(device, 4)), ramp(device, 4) * threads)
+    finally:
+        torch.set_num_threads(before)
 
 
 @may_run_live
@@ -1436,7 +1457,7 @@ def test_c09_an_array_that_counts(device):
         assert counts_of[0] == n
 
 
-def test_c09_settings_that_come_back_are_replayed(device):
+def test_c09_an_equal_list_in_a_new_object_is_no_change(device):
     def make():
         at = types.SimpleNamespace(scales=[2.0])
         return lambda x: x * at.scales[0], at
