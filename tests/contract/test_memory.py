@@ -392,6 +392,15 @@ def test_c05_a_result_held_by_something_else_keeps_its_value(device, hold, read)
     assert [read(one)[0].item() for one in held] == [2.0 * n for n in range(7)]
 
 
+def test_c05_a_result_sent_through_a_queue_of_processes():
+    f = pg.record(lambda x: x * 2, warmup=1)
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    for n in range(6):
+        queue.put(f(filled(torch.device("cpu"), n)))
+        f(filled(torch.device("cpu"), 50))
+        assert queue.get().tolist() == [2.0 * n] * 4
+
+
 def test_c05_a_dropped_result_is_gone(device):
     f = pg.record(lambda x: x * 2, warmup=1)
     for n in range(5):
@@ -822,14 +831,17 @@ def test_c12_a_function_is_reset_while_another_thread_waits_to_call_it(device):
     for n in range(4):
         f(filled(device, n))
 
+    begun = threading.Event()
+
     def slow(x):
+        begun.set()
         time.sleep(0.3)
         pg.reset(f)
         return x
 
     thread = threading.Thread(target=quietly, args=(pg.record(slow, warmup=1), filled(device, 1)))
     thread.start()
-    time.sleep(0.1)
+    begun.wait()
     try:
         assert f(filled(device, 50)).tolist() == [100.0] * 4
     finally:
