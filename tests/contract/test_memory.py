@@ -1,0 +1,874 @@
+"""C2-C6, C12, C15: memory. Results, arguments, views, gradients and borrowed outputs share memory with each other and with
+the recordings, as they would without any."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import threading
+import time
+import warnings
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phonograph as pg
+from phonograph.testing import Pair, assert_same
+from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
+
+
+def not_yet(reason, **options):
+    return pytest.mark.xfail(strict=True, reason=reason, **options)
+
+
+def filled(device, value, size=4):
+    return torch.full((size,), float(value), device=device)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C1: operators whose results are easily written to the wrong place
+
+LAZY = {
+    "product with the adjoint": lambda a: a.mH @ a,
+    "copy of the conjugate": lambda a: torch.empty_like(a).copy_(a.conj()),
+    "clone of the conjugate": lambda a: a.conj().clone(),
+    "imaginary part of the conjugate": lambda a: torch.empty(3, 3, device=a.device).copy_(a.conj().imag),
+    "concatenation": lambda a: torch.cat([a.conj(), a]),
+    "dot product": lambda a: torch.dot(a[0].conj(), a[1]),
+    "conversion": lambda a: a.conj().to(torch.complex128),
+    "contiguous": lambda a: a.mT.conj().contiguous(),
+    "reshape": lambda a: a.conj().reshape(9, 1) @ a.reshape(1, 9),
+    "times two": lambda a: a.conj() * 2,
+}
+CONJUGATED = not_yet("the tape's memory has no conjugate bit")
+
+
+@may_run_live
+@CONJUGATED
+@pytest.mark.parametrize("function", LAZY.values(), ids=LAZY)
+def test_c01_lazily_conjugated_and_negated_tensors_inside(device, function):
+    both = plain(function)
+    for _ in range(5):
+        both(torch.randn(3, 3, dtype=torch.complex64, device=device))
+
+
+@may_run_live
+@CONJUGATED
+def test_c01_a_lazily_conjugated_tensor_of_the_closure(device):
+    adjoint = torch.randn(3, 3, dtype=torch.complex64, device=device).mH
+    both = plain(lambda x: adjoint @ x)
+    for _ in range(5):
+        both(torch.randn(3, 3, dtype=torch.complex64, device=device))
+
+
+RESIZED = not_yet("an operator resizes its out tensor while it computes")
+LOSSES = {
+    "binary cross-entropy, mean": pytest.param(lambda a, b: F.binary_cross_entropy(a, b), marks=RESIZED),
+    "binary cross-entropy, sum": pytest.param(lambda a, b: F.binary_cross_entropy(a, b, reduction="sum"), marks=RESIZED),
+    "binary cross-entropy, none": lambda a, b: F.binary_cross_entropy(a, b, reduction="none"),
+    "huber": pytest.param(F.huber_loss, marks=RESIZED),
+    "mean squared": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "soft margin": F.soft_margin_loss,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_c01_losses_that_reduce_after_they_compute(device, loss):
+    both = plain(loss)
+    for _ in range(5):
+        both(torch.rand(6, 3, device=device), torch.rand(6, 3, device=device))
+
+
+@may_run_live
+@RESIZED
+@pytest.mark.parametrize("size", [5, 500])
+def test_c01_an_out_tensor_that_begins_empty(device, size):
+    both = plain(lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)))
+    for _ in range(5):
+        both(torch.randn(size, device=device))
+
+
+@may_run_live
+@not_yet("the shape of the operator's result depends on a CPU tensor's values")
+def test_c01_lengths_that_are_read_on_the_host(device):
+    def packed(x, lengths):
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data * 2
+
+    both = plain(packed)
+    for lengths in [[4, 3], [4, 3], [4, 3], [3, 2], [4, 4]]:
+        both(ramp(device, 2, 4), torch.tensor(lengths))
+
+
+def test_c13_an_index_out_of_range_in_a_replay(device):
+    table = ramp(torch.device("cpu"), 4)
+    both = plain(lambda x, i: (x.add_(1), table[i])[1])
+    for i in [0, 1, 2, 3]:
+        both(ramp(device, 2), torch.tensor([i]))
+    both.outcome(ramp(device, 2), torch.tensor([9]))
+    both(ramp(device, 2), torch.tensor([1]))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C2: generators that come and go
+
+
+def test_c02_a_new_generator_in_each_call(device):
+    f = pg.record(lambda x, g: x + torch.rand(4, generator=g, device=device), warmup=1)
+    for n in range(8):
+        mine, live = (torch.Generator(device).manual_seed(n) for _ in range(2))
+        assert_same(f(filled(device, 0), mine), torch.rand(4, generator=live, device=device) + 0)
+        assert_same(mine.get_state(), live.get_state())
+
+
+def test_c02_a_generator_whose_state_is_set_from_outside(device):
+    def make():
+        at = [torch.Generator(device).manual_seed(1)]
+        return lambda x: x + torch.rand(4, generator=at[0], device=device), at
+
+    both = side_by_side(make)
+    other = torch.Generator(device).manual_seed(4).get_state()
+    for n in range(12):
+        if n == 4:
+            both.change(lambda at: at.__setitem__(0, torch.Generator(device).manual_seed(9)))
+        if n == 7:
+            both.change(lambda at: at[0].manual_seed(3))
+        if n == 9:
+            both.change(lambda at: at[0].set_state(other))
+        both(filled(device, n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C3: arguments
+
+
+@may_run_live
+def test_c03_two_arguments_that_share_numpys_memory():
+    numpy = pytest.importorskip("numpy")
+    f = pg.record(lambda a, b: (a.add_(1), b * 2)[1], warmup=1)
+    for _ in range(5):
+        array = numpy.ones(3, numpy.float32)
+        assert f(torch.from_numpy(array), torch.from_numpy(array)).tolist() == [4.0] * 3
+
+
+@may_run_live
+def test_c03_an_argument_that_shares_numpys_memory_with_state():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.ones(3, numpy.float32)
+    state = torch.from_numpy(array)
+    f = pg.record(lambda x: (state.add_(1), x * 2)[1], warmup=1)
+    for n in range(5):
+        assert f(torch.from_numpy(array)).tolist() == [2.0 * (n + 2)] * 3
+
+
+@may_run_live
+def test_c03_an_array_of_the_closure_that_is_written_through_a_tensor():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros(3, numpy.float32)
+    f = pg.record(lambda x: torch.as_tensor(array).add_(x).clone(), warmup=1)
+    for n in range(1, 6):
+        assert f(torch.ones(3)).tolist() == [float(n)] * 3
+        assert array.tolist() == [float(n)] * 3
+
+
+@may_run_live
+def test_c03_an_argument_that_is_a_gradient_of_state(device):
+    p = torch.ones(2, device=device, requires_grad=True)
+    p.grad = torch.ones(2, device=device)
+    f = pg.record(lambda g: (g.add_(1), p.grad * 2)[1], warmup=1)
+    for _ in range(3):
+        assert f(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+    for n in range(1, 4):
+        assert f(p.grad).tolist() == [2.0 * (n + 1)] * 2
+
+
+def test_c03_a_view_of_an_earlier_result_is_written(device):
+    f, g = plain(lambda x: x * 2), plain(lambda view: view.add_(1))
+    for n in range(7):
+        y = f(filled(device, n))
+        g(y.each(lambda y: y[1:3]))
+        y.check()
+
+
+@may_run_live
+def test_c03_autograd_notices_what_a_replay_writes_through_data_or_not(device):
+    """Eager's version counters: `.data` hides a write from autograd, recorded as well as live."""
+    w = torch.ones(2, device=device, requires_grad=True)
+    f = pg.record(lambda x: w.data.add_(x), warmup=1)
+    for n in range(1, 6):
+        loss = (w * w).sum()
+        f(torch.ones(2, device=device))
+        w.grad = None
+        loss.backward()
+        assert w.grad.tolist() == [2.0 * (n + 1)] * 2
+
+
+@may_run_live
+def test_c03_an_argument_made_in_inference_mode(device):
+    w = torch.ones(2, device=device, requires_grad=True)
+    f = pg.record(lambda x: torch.autograd.grad((x * w).sum(), w)[0], warmup=1)
+    with torch.inference_mode():
+        x = torch.ones(2, device=device) * 2
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            f(x)
+
+
+@may_run_live
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_c06_a_gradient_of_an_argument_is_read_or_dropped(device, set_to_none):
+    @torch.no_grad()
+    def update(p):
+        p.sub_(0.5 * p.grad)
+        if set_to_none:
+            p.grad = None
+
+    update = pg.record(update, warmup=1)
+    w = torch.ones(3, device=device, requires_grad=True)
+    for n in range(5):
+        w.grad = filled(device, n, 3)
+        update(w)
+        assert (w.grad is None) == set_to_none
+    assert w.tolist() == [1 - 0.5 * (0 + 1 + 2 + 3 + 4)] * 3
+
+
+# ---------------------------------------------------------------------------------------------------
+# C4: results that are, or belong to, something else
+
+
+@pytest.mark.parametrize(
+    ("view", "window"),
+    [
+        (lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, 2))), slice(8, 16)),
+        (lambda x: x.view(torch.uint8), slice(8, 12)),
+        (lambda x: x.view(torch.float64), slice(8, 12)),
+        (lambda x: x.detach(), slice(8, 12)),
+        (lambda x: x[1:].unfold(0, 2, 1), slice(8, 12)),
+    ],
+    ids=["complex", "bytes", "double", "detached", "unfolded"],
+)
+def test_c04_a_view_of_a_part_of_a_larger_tensor(device, view, window):
+    both = plain(view)
+    for n in range(5):
+        base = Pair.of(ramp(device, 32, start=n))
+        result = both(base.each(lambda b: b[window]))
+        base.each(lambda b: b.mul_(2))
+        result.check()
+
+
+def test_c04_a_complex_argument_as_real(device):
+    both = plain(lambda x: torch.view_as_real(x))
+    for _ in range(5):
+        base = Pair.of(torch.randn(32, dtype=torch.complex64, device=device))
+        both(base.each(lambda b: b[8:16]))
+
+
+@may_run_live
+def test_c04_detached_results_need_no_grad(device):
+    f = pg.record(lambda x: (x.detach(), (x * 2).detach()), warmup=1)
+    for n in range(5):
+        x = ramp(device, 3, start=n).requires_grad_()
+        assert_same(f(x), (x.detach(), (x * 2).detach()))
+
+
+def two_views(x):
+    y = x * 2
+    return y, y[0]
+
+
+def test_c04_two_results_that_share_memory_are_views_to_autograd(device):
+    f = pg.record(two_views, warmup=1)
+    for _ in range(5):
+        w = torch.tensor(3.0, device=device, requires_grad=True)
+        y, first = f(torch.ones(2, 2, device=device))
+        first.mul_(w)
+        y.sum().backward()
+        assert w.grad.item() == 4
+
+
+def test_c04_two_results_that_share_memory_have_one_version(device):
+    f = pg.record(two_views, warmup=1)
+    for _ in range(5):
+        w = torch.ones(2, 2, device=device, requires_grad=True)
+        y, first = f(torch.ones(2, 2, device=device))
+        loss = (y * w).sum()
+        first.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_c04_one_result_in_three_places(device):
+    def f(x):
+        y = x * 2
+        return y, y, [y.view(-1), y]
+
+    f = pg.record(f, warmup=1)
+    for n in range(5):
+        a, b, (c, d) = f(torch.ones(2, device=device))
+        a.add_(n)
+        assert a is b is d
+        assert c.tolist() == [2.0 + n] * 2
+
+
+@dataclasses.dataclass
+class Outcome:
+    y: torch.Tensor
+
+    def __post_init__(self):
+        self.norm = self.y.abs().sum()
+
+
+@may_run_live
+@pytest.mark.parametrize("kept", [False, True])
+def test_c04_a_dataclass_result_with_an_attribute_that_is_no_field(device, kept):
+    f = pg.record(lambda x: Outcome(x * 2), warmup=1)
+    results = []
+    for n in range(6):
+        results = [*results, f(filled(device, n))] if kept else [f(filled(device, n))]
+        for result in results:
+            assert result.norm.item() == 4 * result.y[0].item()
+        assert results[-1].norm.item() == 8 * n
+
+
+@may_run_live
+def test_c04_each_call_makes_a_new_set(device):
+    f = pg.record(lambda x: (x * 2, {1, 2}), warmup=1)
+    for n in range(5):
+        found = f(ramp(device, 2))[1]
+        assert found == {1, 2}
+        found.add(10 + n)
+
+
+def a_closure(x):
+    y = x * 2
+    return lambda: y + 1
+
+
+def a_pullback(x):
+    pull = torch.func.vjp(lambda t: t * t, x)[1]
+    return lambda: pull(torch.ones_like(x))[0] + 1
+
+
+@may_run_live
+@pytest.mark.parametrize("function", [a_closure, a_pullback])
+def test_c04_a_function_as_the_result(device, function):
+    f = pg.record(function, warmup=1)
+    results = [f(filled(device, n)) for n in range(6)]
+    assert [result()[0].item() for result in results] == [2.0 * n + 1 for n in range(6)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# C5: results that are held, in yet other ways
+
+HOLDS = {
+    "dlpack capsule": (lambda y: torch.utils.dlpack.to_dlpack(y), torch.utils.dlpack.from_dlpack),
+    "storage": (lambda y: y.untyped_storage(), lambda s: of_storage(s, 4)),
+    "data of a parameter": (lambda y: with_data(y), lambda p: p.detach()),
+    "swapped with another": (lambda y: swapped(y), lambda z: z),
+}
+
+
+def with_data(y):
+    parameter = nn.Parameter(torch.empty(2, device=y.device))
+    parameter.data = y
+    return parameter
+
+
+def swapped(y):
+    other = torch.zeros(4, device=y.device)
+    torch.utils.swap_tensors(y, other)
+    return other
+
+
+@pytest.mark.parametrize(("hold", "read"), HOLDS.values(), ids=HOLDS)
+def test_c05_a_result_held_by_something_else_keeps_its_value(device, hold, read):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    held = [hold(f(filled(device, n))) for n in range(7)]
+    assert [read(one)[0].item() for one in held] == [2.0 * n for n in range(7)]
+
+
+def test_c05_a_result_sent_through_a_queue_of_processes():
+    f = pg.record(lambda x: x * 2, warmup=1)
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    for n in range(6):
+        queue.put(f(filled(torch.device("cpu"), n)))
+        f(filled(torch.device("cpu"), 50))
+        assert queue.get().tolist() == [2.0 * n] * 4
+
+
+def test_c05_a_dropped_result_is_gone(device):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(5):
+        y = f(filled(device, n))
+        gone = weakref.ref(y)
+        del y
+        assert gone() is None
+
+
+def test_c05_a_result_whose_storage_its_owner_empties(device):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(6):
+        y = f(filled(device, n))
+        assert y.tolist() == [2.0 * n] * 4
+        y.untyped_storage().resize_(0)
+
+
+@may_run_live
+@pytest.mark.parametrize("most", [1, 2])
+def test_c05_results_of_recordings_that_had_to_go(device, most):
+    f = pg.record(lambda x: (x * 2 + 1, x.sum()), warmup=1, max_recordings=most)
+    held = []
+    for n in range(18):
+        size = 2 + n % (most + 1)
+        held = [*held[-4:], (n, size, f(filled(device, n, size)))]
+        for n_then, size_then, (y, total) in held:
+            assert y.tolist() == [2.0 * n_then + 1] * size_then
+            assert total.item() == n_then * size_then
+
+
+def test_c05_results_of_a_function_that_is_reset_again_and_again(device):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    held = []
+    for n in range(9):
+        held.append(f(filled(device, n)))
+        if n % 3 == 2:
+            pg.reset(f)
+            gc.collect()
+            taken = [torch.full((1 << 12,), 7.0, device=device) for _ in range(8)]
+    assert [y[0].item() for y in held] == [2.0 * n for n in range(9)]
+    del taken
+
+
+def test_c05_a_result_and_a_state_fed_back(device):
+    both = plain(lambda x, s: (x * 2 + s, s + 1))
+    s = Pair.of(torch.zeros(4, device=device))
+    for n in range(10):
+        s = both(filled(device, n), s).each(lambda result: result[1])
+
+
+def test_c05_two_results_that_change_places(device):
+    both = plain(lambda a, b: (a + 1, b * 2))
+    a, b = Pair.of(filled(device, 1)), Pair.of(filled(device, 3))
+    for _ in range(10):
+        result = both(a, b)
+        b, a = result.each(lambda r: r[0]), result.each(lambda r: r[1])
+        del result
+
+
+# ---------------------------------------------------------------------------------------------------
+# C5: borrowed outputs. Whatever a caller does with one, it reads the right value or raises StaleOutput.
+
+
+def borrowing(device, function=lambda x: x * 2):
+    f = pg.record(function, warmup=1, outputs="borrow")
+    for n in range(3):
+        f(filled(device, n))
+    return f
+
+
+def right_or_stale(read, right):
+    """Assert that reading gives what it gave before, or raises."""
+    with contextlib.suppress(pg.StaleOutput):
+        assert_same(read(), right)
+
+
+Two = namedtuple("Two", "a b")
+
+UNDER_THE_CLASS = not_yet("torch reaches the memory below the tensor's class")
+KEEPS = {
+    "copy.copy": pytest.param(copy.copy, lambda held: held + 0, marks=UNDER_THE_CLASS),
+    "named tuple": pytest.param(lambda y: Two(y, y), lambda held: torch.stack(held)[0], marks=UNDER_THE_CLASS),
+    "NumPy array": pytest.param(lambda y: y.numpy(), lambda held: torch.tensor(held), marks=UNDER_THE_CLASS),
+    "storage": pytest.param(lambda y: y.untyped_storage(), lambda held: of_storage(held, 4), marks=UNDER_THE_CLASS),
+    "list": (lambda y: [y], torch.cat),
+    "dictionary": (lambda y: {"y": y}, lambda held: held["y"] + 0),
+    "slice": (lambda y: y[:4], lambda held: held * 1),
+    "detached alias": (lambda y: y.detach(), lambda held: held.clone()),
+}
+
+
+def of_storage(storage, size):
+    return torch.empty(0, device=storage.device).set_(storage, 0, (size,))
+
+
+@pytest.mark.parametrize(("keep", "read"), KEEPS.values(), ids=KEEPS)
+def test_c05_a_borrowed_output_kept_in_another_form(keep, read):
+    device = torch.device("cpu")
+    f = borrowing(device)
+    held = keep(f(filled(device, 1)))
+    f(filled(device, 5))
+    right_or_stale(lambda: read(held).as_subclass(torch.Tensor), filled(device, 2))
+
+
+@not_yet("autograd reads what it saved below the tensor's class")
+def test_c05_a_borrowed_output_saved_by_autograd(device):
+    f = borrowing(device)
+    w = torch.ones(4, device=device, requires_grad=True)
+    loss = (w * f(filled(device, 1))).sum()
+    f(filled(device, 5))
+    with contextlib.suppress(pg.StaleOutput):
+        loss.backward()
+        assert w.grad.tolist() == [2.0] * 4
+
+
+def test_c05_a_borrowed_output_unpacked(device):
+    f = borrowing(device)
+    a, b, c, d = f(filled(device, 1))
+    f(filled(device, 5))
+    for part in (a, b, c, d):
+        right_or_stale(lambda: part.clone(), torch.tensor(2.0, device=device))
+
+
+@not_yet("the first call of another function is refused a borrowed output that nothing has overwritten")
+def test_c05_a_borrowed_output_is_the_first_argument_of_another_function(device):
+    f, g = borrowing(device), pg.record(lambda y: y + 1, warmup=1)
+    for n in range(5):
+        assert_same(g(f(filled(device, n))), filled(device, 2 * n + 1))
+
+
+@not_yet("an argument that is returned is the recording's own slot")
+def test_c05_a_borrowed_output_that_is_the_argument_itself(device):
+    f = pg.record(lambda x: (x, x + 1), warmup=1, outputs="borrow")
+    y = filled(device, 0)
+    for n in range(6):
+        given, y = f(y)
+        right_or_stale(lambda: given.clone(), filled(device, n))
+
+
+@not_yet("another function's recording is filled in the memory of a borrowed output")
+def test_c05_a_borrowed_output_while_another_function_is_filled(device):
+    size = 40_000
+    f, g = pg.record(lambda x: x * 2, warmup=1), pg.record(lambda y: (y * 3).sum(), warmup=1)
+    h = pg.record(lambda z: z + 5, warmup=1, outputs="borrow")
+    large = pg.record(lambda x: (x @ x).sum(), warmup=1)
+    for _ in range(3):
+        large(torch.ones(300, 300, device=device))
+    for _ in range(3):
+        g(f(filled(device, 1, size)))
+    for _ in range(3):
+        h(filled(device, 1, size))
+    borrowed = h(filled(device, 1, size))
+    g(filled(device, 100, size))
+    right_or_stale(lambda: borrowed.clone(), filled(device, 6, size))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: gradients
+
+
+def steps(make_net, *, zero=True, **options):
+    """A backward beside a live one; the state is (net, optimizer)."""
+
+    def make():
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x):
+            if zero:
+                net.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            return loss.detach()
+
+        return step, [net, optimizer]
+
+    return side_by_side(make, **options)
+
+
+def linear(device):
+    return lambda: nn.Linear(4, 2, device=device)
+
+
+@may_run_live
+@pytest.mark.parametrize("zero", [True, False], ids=["made anew", "accumulated"])
+def test_c06_the_data_of_a_gradient_is_replaced_after_each_step(device, zero):
+    both = steps(linear(device), zero=zero)
+    for _ in range(8):
+        both(torch.randn(3, 4, device=device))
+        both.change(lambda state: halve_the_data_of_gradients(state[0]))
+        both.change(lambda state: state[1].step())
+
+
+def halve_the_data_of_gradients(net):
+    for p in net.parameters():
+        p.grad.data = p.grad.data / 2
+
+
+@may_run_live
+@pytest.mark.parametrize("zero", [True, False], ids=["made anew", "accumulated"])
+def test_c06_the_data_of_a_gradient_is_replaced_once(device, zero):
+    both = steps(lambda: nn.Linear(64, 64, device=device), zero=zero)
+    for n in range(9):
+        if n == 5:
+            both.change(lambda state: setattr(state[0].weight.grad, "data", torch.zeros(64, 64, device=device)))
+        both(torch.randn(2, 64, device=device))
+
+
+@may_run_live
+def test_c06_gradients_set_by_hand_between_the_steps(device):
+    def set_weight(value):
+        return lambda state: setattr(state[0].weight, "grad", None if value is None else filled(device, value, 8).view(2, 4))
+
+    both = steps(linear(device), zero=False)
+    changes = {
+        4: set_weight(None),
+        6: set_weight(1),
+        8: lambda state: setattr(state[0].bias, "grad", torch.zeros(2, device=device)),
+        10: lambda state: setattr(state[0].weight, "grad", state[0].weight.grad.clone()),
+        12: lambda state: state.append(state[0].weight.grad) or setattr(state[0].weight, "grad", None),
+        14: lambda state: setattr(state[0].weight, "grad", state.pop()),
+    }
+    for n in range(18):
+        both.change(changes.get(n, lambda state: None))
+        both(torch.randn(3, 4, device=device))
+        both.change(lambda state: state[1].step())
+
+
+KEPT_GRADIENTS = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "a view": lambda grad: grad.view(-1)[1:],
+    "its storage": lambda grad: grad.untyped_storage(),
+    "a NumPy array": lambda grad: grad.numpy() if grad.device.type == "cpu" else grad,
+    "a tensor on a NumPy array": lambda grad: torch.from_numpy(grad.numpy()) if grad.device.type == "cpu" else grad,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("keep", KEPT_GRADIENTS.values(), ids=KEPT_GRADIENTS)
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_c06_a_gradient_that_is_kept_keeps_its_value(device, keep, all_of_them):
+    w = torch.ones(2, device=device, requires_grad=True)
+
+    def f(x):
+        w.grad = None
+        (w * x).sum().backward()
+
+    f, kept = pg.record(f, warmup=1), []
+    for n in range(7):
+        f(filled(device, n, 2))
+        kept = [*kept[0 if all_of_them else -1 :], (n, keep(w.grad))]
+        for n_then, grad in kept:
+            values = of_storage(grad, 2) if isinstance(grad, torch.UntypedStorage) else grad
+            assert set(values.tolist()) == {float(n_then)}
+
+
+@may_run_live
+def test_c06_a_gradient_that_is_returned_keeps_its_value(device):
+    w = torch.ones(2, device=device, requires_grad=True)
+
+    def f(x):
+        w.grad = None
+        (w * x).sum().backward()
+        return w.grad
+
+    f, last = pg.record(f, warmup=1), None
+    for n in range(7):
+        before, last = last, f(filled(device, n, 2))
+        assert last is w.grad
+        assert before is None or before.tolist() == [n - 1.0] * 2
+
+
+def test_c06_a_gradient_retained_in_the_middle(device):
+    def make():
+        net = nn.Linear(4, 2, device=device)
+
+        def step(x):
+            net.zero_grad()
+            h = net(x)
+            h.retain_grad()
+            h.pow(2).mean().backward()
+            return h.grad, h.detach()
+
+        return step, net
+
+    both = side_by_side(make, hold=True)
+    for _ in range(6):
+        both(torch.randn(3, 4, device=device))
+
+
+def test_c06_two_functions_add_to_the_same_gradients(device):
+    net = nn.Linear(4, 2, device=device)
+    twin = copy.deepcopy(net)
+
+    def backward_of(net, loss):
+        return lambda x: loss(net(x)).backward()
+
+    losses = [lambda y: y.pow(2).mean(), lambda y: y.abs().mean()]
+    recorded = [pg.record(backward_of(net, loss), warmup=1) for loss in losses]
+    live = [backward_of(twin, loss) for loss in losses]
+    for n in range(14):
+        x = torch.randn(3 - n % 2, 4, device=device)
+        for f in (recorded[n % 2], recorded[0]):
+            f(x)
+        for f in (live[n % 2], live[0]):
+            f(x)
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+        if n % 4 == 3:
+            net.zero_grad(set_to_none=n > 8)
+            twin.zero_grad(set_to_none=n > 8)
+
+
+def test_c06_parameters_that_are_used_in_some_calls_only(device):
+    def make():
+        nets = nn.ModuleList([nn.Linear(4, 2, device=device) for _ in range(2)])
+        optimizer = torch.optim.SGD(nets.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x, which):
+            optimizer.zero_grad()
+            loss = nets[which](x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step, [nets, optimizer]
+
+    both = side_by_side(make)
+    for n in range(15):
+        both(torch.randn(3, 4, device=device), int(n % 3 == 0))
+
+
+def test_c06_signatures_share_the_gradients_that_they_make(device):
+    both = steps(linear(device))
+    for n in range(14):
+        both(torch.randn(3 + n % 3, 4, device=device))
+        if n % 5 == 4:
+            both.change(lambda state: state[0].zero_grad())
+
+
+@may_run_live
+def test_c06_sparse_gradients(device):
+    def make():
+        table = nn.Embedding(10, 4, sparse=True, device=device)
+        return lambda i: table(i).sum().backward(), table
+
+    both = side_by_side(make)
+    for _ in range(4):
+        both(torch.tensor([1, 2], device=device))
+
+
+@may_run_live
+def test_c06_autograd_notices_a_gradient_that_a_replay_adds_to(device):
+    w, u = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    f = pg.record(lambda x: (w * x).sum().backward(), warmup=1)
+    for n in range(5):
+        f(filled(device, n, 2))
+        product = (w.grad * u).sum()
+        f(filled(device, n, 2))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@may_run_live
+def test_c06_backward_reaches_an_earlier_result_that_requires_grad_now(device):
+    f = pg.record(lambda x: x + 1, warmup=1)
+    w = torch.ones(2, device=device, requires_grad=True)
+    g = pg.record(lambda y: (w * y).sum().backward(), warmup=1)
+    for n in range(5):
+        w.grad = None
+        y = f(filled(device, n, 2)).requires_grad_()
+        g(y)
+        assert w.grad.tolist() == [n + 1.0] * 2
+        assert y.grad.tolist() == [1.0] * 2
+
+
+@may_run_live
+def test_c06_backward_reaches_what_an_earlier_result_was_multiplied_with(device):
+    f = pg.record(lambda x: x + 1, warmup=1)
+    w, u = torch.ones(2, device=device, requires_grad=True), torch.tensor(3.0, device=device, requires_grad=True)
+    g = pg.record(lambda y: (w * y).sum().backward(), warmup=1)
+    for n in range(5):
+        w.grad = u.grad = None
+        g(f(filled(device, n, 2)).mul_(u))
+        assert w.grad.tolist() == [3 * (n + 1.0)] * 2
+        assert u.grad.item() == 2 * (n + 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C12, C14, C15: threads, resets, and what is shared
+
+
+@may_run_live
+@not_yet("operators of a thread that the function starts are not seen")
+def test_c14_a_thread_of_the_functions_own_writes_its_result(device):
+    def f(x):
+        result = torch.zeros(4, device=device)
+        thread = threading.Thread(target=lambda: result.copy_(x))
+        thread.start()
+        thread.join()
+        return result
+
+    f = pg.record(f, warmup=1)
+    for n in range(5):
+        assert f(filled(device, n)).tolist() == [float(n)] * 4
+
+
+@may_run_live
+@not_yet("a recording holds the lock that the thread's own call waits for")
+def test_c14_a_thread_of_the_functions_own_calls_a_recorded_function(device):
+    inner = pg.record(lambda x: x + 1, warmup=1)
+
+    def f(x):
+        result = []
+        thread = threading.Thread(target=lambda: result.append(inner(x)), daemon=True)
+        thread.start()
+        thread.join(timeout=2)
+        return result[0] * 2
+
+    f = pg.record(f, warmup=1)
+    for n in range(4):
+        assert f(filled(device, n)).tolist() == [2.0 * (n + 1)] * 4
+
+
+@not_yet("a call that waits for the other thread finds its recording closed", raises=RuntimeError)
+def test_c12_a_function_is_reset_while_another_thread_waits_to_call_it(device):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(4):
+        f(filled(device, n))
+
+    begun = threading.Event()
+
+    def slow(x):
+        begun.set()
+        time.sleep(0.3)
+        pg.reset(f)
+        return x
+
+    thread = threading.Thread(target=quietly, args=(pg.record(slow, warmup=1), filled(device, 1)))
+    thread.start()
+    begun.wait()
+    try:
+        assert f(filled(device, 50)).tolist() == [100.0] * 4
+    finally:
+        thread.join()
+
+
+def quietly(function, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(*args)
+
+
+def test_c15_a_warm_function_takes_the_result_of_a_cold_one(device):
+    f, g = plain(lambda x: x * 2), plain(lambda y: y + 1)
+    for n in range(4):
+        f(filled(device, n))
+    for n in range(6):
+        g(f(filled(device, n)))
+    assert_replays(g, f(filled(device, 9)))
+
+
+def test_c10_verify_while_results_are_held(device):
+    def make():
+        w = torch.ones(2, device=device)
+        return lambda x: (w.add_(x) * 2, torch.rand(2, device=device)), w
+
+    both = side_by_side(make, verify=2, hold=True)
+    for _ in range(8):
+        both(torch.ones(2, device=device))
+    assert counts(both)[2] >= 6

@@ -1,0 +1,1469 @@
+"""C7-C10: noticing. A function relies on much more than its arguments: on classes and modules, containers, metadata of
+tensors, hooks, an optimizer's settings. Whatever of it changes between two calls, the next call is eager's."""
+
+import abc
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+import types
+import weakref
+from collections import deque
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import phonograph as pg
+from phonograph.testing import Pair, assert_same
+from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
+
+FACTOR = 2.0
+SETTINGS = {"scale": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def globals_as_before():
+    before = dict(globals())
+    yield
+    globals().update(before)
+
+
+def set_factor(value=3.0):
+    globals().update(FACTOR=value)
+
+
+def not_yet(reason):
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+class Table(list):
+    """Situations for `parametrize`: functions that make (a function, what changes something for it)."""
+
+    def __call__(self, make, *marks):
+        self.append(pytest.param(make, id=make.__name__, marks=marks))
+        return make
+
+    def but(self, *marks):
+        return lambda make: self(make, *marks)
+
+
+def assert_noticed(device, make):
+    """The change comes while the function is being replayed (or runs live anyway), and a caller can see it."""
+    changes = []
+
+    def function():
+        function, change = make(device)
+        changes.append(change)
+        return function
+
+    both = side_by_side(function)
+    for n in range(3):
+        both(ramp(device, 4, start=n))
+    before = both(ramp(device, 4)).live
+    live, _, replayed = counts(both)
+    assert replayed == 3 or live == 4, "neither replayed nor refused"
+    for change in changes:
+        change()
+    with pytest.raises(AssertionError):
+        assert_same(both(ramp(device, 4)).live, before)
+    for n in range(3):
+        both(ramp(device, 4, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: classes
+
+classes = Table()
+
+
+@classes
+def attribute_of_an_abstract_class(device):
+    class Scale(abc.ABC):  # noqa: B024
+        by = 2.0
+
+    return lambda x: x * Scale.by, lambda: setattr(Scale, "by", 3.0)
+
+
+@classes
+def attribute_that_a_subclass_shadows_later(device):
+    class Base:
+        by = 2.0
+
+    class Own(Base):
+        pass
+
+    own = Own()
+    return lambda x: x * own.by, lambda: setattr(Own, "by", 3.0)
+
+
+@classes
+def method_replaced(device):
+    class Scale:
+        def of(self, x):
+            return x * 2
+
+    scale = Scale()
+    return lambda x: scale.of(x), lambda: setattr(Scale, "of", lambda self, x: x * 3)
+
+
+@classes
+def forward_of_a_module_class_replaced(device):
+    class Net(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    net = Net()
+    return lambda x: net(x), lambda: setattr(Net, "forward", lambda self, x: x * 3)
+
+
+@classes
+def forward_of_a_layer_replaced(device):
+    net = nn.Sequential(nn.Tanh(), nn.Sigmoid())
+    return lambda x: net(x), lambda: setattr(net[0], "forward", lambda x: x * 3)
+
+
+@classes
+def property_replaced(device):
+    class Scale:
+        @property
+        def by(self):
+            return 2.0
+
+    scale = Scale()
+    return lambda x: x * scale.by, lambda: setattr(Scale, "by", property(lambda self: 3.0))
+
+
+@classes
+def static_method_replaced(device):
+    class Scale:
+        @staticmethod
+        def of(x):
+            return x * 2
+
+    return lambda x: Scale.of(x), lambda: setattr(Scale, "of", staticmethod(lambda x: x * 3))
+
+
+@classes
+def class_method_replaced(device):
+    class Scale:
+        @classmethod
+        def of(cls, x):
+            return x * 2
+
+    return lambda x: Scale.of(x), lambda: setattr(Scale, "of", classmethod(lambda cls, x: x * 3))
+
+
+@classes
+def slot_with_a_mangled_name(device):
+    class Scale:
+        __slots__ = ("__by",)
+
+        def __init__(self):
+            self.put(2.0)
+
+        def put(self, by):
+            self.__by = by
+
+        def of(self, x):
+            return x * self.__by
+
+    scale = Scale()
+    return lambda x: scale.of(x), lambda: scale.put(3.0)
+
+
+@classes
+def enum_member_replaced(device):
+    class Mode(enum.Enum):
+        DOUBLE = 1
+        TRIPLE = 2
+
+    at = types.SimpleNamespace(mode=Mode.DOUBLE)
+    return lambda x: x * (2 if at.mode is Mode.DOUBLE else 3), lambda: setattr(at, "mode", Mode.TRIPLE)
+
+
+@classes
+def setting_read_by_the_backward_of_an_autograd_function(device):
+    class Scaled(torch.autograd.Function):
+        by = 2.0
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * Scaled.by
+
+    w = ramp(device, 4).requires_grad_()
+    return lambda x: torch.autograd.grad(Scaled.apply(w * x).sum(), w)[0], lambda: setattr(Scaled, "by", 3.0)
+
+
+@classes
+def global_read_by_the_backward_of_an_autograd_function(device):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * FACTOR
+
+    w = ramp(device, 4).requires_grad_()
+    return lambda x: torch.autograd.grad(Scaled.apply(w * x).sum(), w)[0], set_factor
+
+
+class Scaler:
+    """Reads a global in its constructor, a method, and whatever Python calls by itself."""
+
+    def __init__(self):
+        self.by = FACTOR
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return FACTOR
+
+    def __getitem__(self, key):
+        return FACTOR
+
+    def __mul__(self, x):
+        return x * FACTOR
+
+    def __len__(self):
+        return int(FACTOR)
+
+    def __iter__(self):
+        return iter([FACTOR])
+
+    def __enter__(self):
+        return FACTOR
+
+    def __exit__(self, *error):
+        pass
+
+
+class GivenTuple(tuple):
+    def of(self, x):
+        return x * FACTOR
+
+
+class GivenSet(set):
+    of = GivenTuple.of
+
+
+class GivenDeque(deque):
+    of = GivenTuple.of
+
+
+def entered(scaler, x):
+    with scaler as by:
+        return x * by
+
+
+USES_OF_A_GLOBAL = {
+    "in __init__": (object, lambda _, x: x * Scaler().by),
+    "in __getattr__": (Scaler, lambda scaler, x: x * scaler.anything),
+    "in __getitem__": (Scaler, lambda scaler, x: x * scaler["anything"]),
+    "in __mul__": (Scaler, lambda scaler, x: scaler * x),
+    "in __len__": (Scaler, lambda scaler, x: x * len(scaler)),
+    "in __iter__": (Scaler, lambda scaler, x: x * sum(scaler)),
+    "in __enter__": (Scaler, entered),
+    "in a method of a tuple's subclass": (lambda: GivenTuple((1,)), lambda it, x: it.of(x)),
+    "in a method of a set's subclass": (GivenSet, lambda it, x: it.of(x)),
+    "in a method of a deque's subclass": (GivenDeque, lambda it, x: it.of(x)),
+}
+
+
+@pytest.mark.parametrize(("make_object", "use"), USES_OF_A_GLOBAL.values(), ids=USES_OF_A_GLOBAL)
+def test_c09_a_global_that_is_only_read(device, make_object, use):
+    made = make_object()
+    f = pg.record(lambda x: use(made, x), warmup=1)
+    for factor in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
+        set_factor(factor)
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * factor)
+    assert counts(f)[2] >= 3
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: containers, and objects that hold others
+
+containers = Table()
+
+
+@containers
+def equal_dictionary_in_the_attribute_of_an_object(device):
+    at = types.SimpleNamespace(settings={"scale": 2.0})
+    return lambda x: x * at.settings["scale"], lambda: set_in_a_copy(at, "settings", "scale")
+
+
+@containers
+def equal_list_in_the_attribute_of_an_object(device):
+    at = types.SimpleNamespace(scales=[2.0])
+    return lambda x: x * at.scales[0], lambda: set_in_a_copy(at, "scales", 0)
+
+
+@containers
+def equal_dictionary_in_the_attribute_of_a_module(device):
+    net = nn.Tanh()
+    net.settings = {"scale": 2.0}
+    return lambda x: net(x) * net.settings["scale"], lambda: set_in_a_copy(net, "settings", "scale")
+
+
+@containers
+def deep_copy_of_a_nested_setting(device):
+    at = {"a": {"b": [1.0, {"c": 2.0}]}}
+
+    def change():
+        at["a"]["b"] = copy.deepcopy(at["a"]["b"])
+        at["a"]["b"][1]["c"] = 3.0
+
+    return lambda x: x * at["a"]["b"][1]["c"], change
+
+
+def set_in_a_copy(holder, name, key):
+    setattr(holder, name, copy.copy(getattr(holder, name)))
+    getattr(holder, name)[key] = 3.0
+
+
+@containers
+def function_in_a_list(device):
+    functions = [lambda x: x * 2]
+    return lambda x: functions[0](x), lambda: functions.__setitem__(0, lambda x: x * 3)
+
+
+@containers
+def dictionary_behind_its_bound_method(device):
+    settings = {"scale": 2.0}
+    get = settings.get
+    return lambda x: x * get("scale"), lambda: settings.update(scale=3.0)
+
+
+@containers
+def dictionary_behind_a_read_only_proxy(device):
+    settings = {"scale": 2.0}
+    proxy = types.MappingProxyType(settings)
+    return lambda x: x * proxy["scale"], lambda: settings.update(scale=3.0)
+
+
+@containers
+def bytes_that_are_written(device):
+    data = bytearray(b"\x02")
+    return lambda x: x * data[0], lambda: data.__setitem__(0, 3)
+
+
+@containers
+def attribute_of_a_tuples_subclass(device):
+    given = GivenTuple((1.0,))
+    given.scale = 2.0
+    return lambda x: x * given.scale, lambda: setattr(given, "scale", 3.0)
+
+
+@containers
+def object_behind_a_weak_reference(device):
+    target = type("Target", (), {})()
+    target.scale = 2.0
+    reference = weakref.ref(target)
+    return lambda x: x * reference().scale, lambda: setattr(target, "scale", 3.0)
+
+
+@containers.but(may_run_live)
+def object_beside_very_many_others(device):
+    others = [types.SimpleNamespace(a=n) for n in range(60_000)]
+    others[-1].scale = 2.0
+    return lambda x: x * others[-1].scale, lambda: setattr(others[-1], "scale", 3.0)
+
+
+@containers.but(may_run_live)
+def object_deep_below_a_very_large_table(device):
+    at = types.SimpleNamespace(table={n: [n] for n in range(60_000)}, deep=types.SimpleNamespace(scale=2.0))
+    return lambda x: x * at.deep.scale * at.table[1][0], lambda: setattr(at.deep, "scale", 3.0)
+
+
+@containers
+def attribute_of_a_decorated_function(device):
+    @functools.wraps(torch.sin)
+    def scaled(x):
+        return x * scaled.scale
+
+    scaled.scale = 2.0
+    return lambda x: scaled(x), lambda: setattr(scaled, "scale", 3.0)
+
+
+@containers
+def function_registered_for_a_type(device):
+    @functools.singledispatch
+    def scaled(x):
+        return x * 2
+
+    return lambda x: scaled(x), lambda: scaled.register(torch.Tensor, lambda x: x * 3)
+
+
+@containers
+def attribute_of_a_parameter(device):
+    weight = nn.Parameter(ramp(device, 4), requires_grad=False)
+    weight.scale = 2.0
+    return lambda x: x * weight * weight.scale, lambda: setattr(weight, "scale", 3.0)
+
+
+@containers
+def attribute_of_a_tensor(device):
+    weight = ramp(device, 4)
+    weight.scale = 2.0
+    return lambda x: x * weight * weight.scale, lambda: setattr(weight, "scale", 3.0)
+
+
+@pytest.mark.parametrize("make", classes + containers)
+def test_c09_what_the_function_finds_has_changed(device, make):
+    assert_noticed(device, make)
+
+
+def test_c09_an_equal_dictionary_under_the_global_name(device):
+    f = pg.record(lambda x: x * SETTINGS["scale"], warmup=1)
+    for n in range(9):
+        if n == 3:
+            globals().update(SETTINGS=dict(SETTINGS))
+        if n == 6:
+            SETTINGS["scale"] = 3.0
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * (3.0 if n >= 6 else 2.0))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: modules of code
+
+SOURCE = """
+import torch
+
+scale = 2.0
+
+class Scaler:
+    def of(self, x):
+        return x * scale
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x * scale
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A module of the user's, importable as `written_for_a_test`."""
+    (tmp_path / "written_for_a_test.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("written_for_a_test")
+    sys.modules.pop("written_for_a_test")
+
+
+def imports_the_module(module):
+    def f(x):
+        import written_for_a_test
+
+        return x * written_for_a_test.scale
+
+    return f
+
+
+def imports_the_name(module):
+    def f(x):
+        from written_for_a_test import scale
+
+        return x * scale
+
+    return f
+
+
+def reads_an_attribute_of_the_module(module):
+    return lambda x: x * module.scale
+
+
+def uses_an_object_of_the_module(module):
+    scaler = module.Scaler()
+    return lambda x: scaler.of(x)
+
+
+def uses_a_net_of_the_module(module):
+    net = module.Net()
+    return lambda x: net(x)
+
+
+WAYS = [
+    imports_the_module, imports_the_name, reads_an_attribute_of_the_module, uses_an_object_of_the_module,
+    uses_a_net_of_the_module,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_c09_a_global_of_another_module(device, written, way):
+    f = pg.record(way(written), warmup=1)
+    for scale in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
+        written.scale = scale
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * scale)
+    assert counts(f)[2] >= 3
+
+
+@pytest.mark.parametrize("kind", ["Scaler", "Net"])
+def test_c09_a_global_of_a_module_that_no_table_of_modules_has(device, tmp_path, kind):
+    (tmp_path / "unlisted.py").write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("unlisted", tmp_path / "unlisted.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, kind)()
+    f = pg.record(lambda x: made.of(x) if kind == "Scaler" else made(x), warmup=1)
+    for scale in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
+        module.scale = scale
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * scale)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C7, C9: arguments
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    of_class: ClassVar[float] = 2.0
+
+    def __post_init__(self):
+        self.extra = 2.0
+
+    def scaled(self):
+        return self.x * FACTOR
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+    def scaled(self):
+        return self.x * FACTOR
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", [Batch, Named])
+def test_c09_a_global_read_by_a_method_of_an_argument(device, kind):
+    f = pg.record(lambda batch: batch.scaled(), warmup=1)
+    for factor in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
+        set_factor(factor)
+        assert_same(f(kind(ramp(device, 4))), ramp(device, 4) * factor)
+
+
+@not_yet("rebuilding the argument leaves copyreg's __slotnames__ on its class, which reads as an effect of the function")
+def test_c07_a_dataclass_argument_is_replayed(device):
+    f = pg.record(lambda batch: batch.x * 2, warmup=1)
+    for n in range(4):
+        assert_same(f(Batch(ramp(device, 4, start=n))), ramp(device, 4, start=n) * 2)
+    assert counts(f) == (1, 1, 3)
+
+
+@may_run_live
+def test_c07_an_attribute_of_a_dataclass_argument_that_is_no_field(device):
+    f = pg.record(lambda batch: batch.x * batch.extra, warmup=1)
+    for extra in [2.0, 2.0, 2.0, 3.0, 3.0, 2.0]:
+        batch = Batch(ramp(device, 4))
+        batch.extra = extra
+        assert_same(f(batch), ramp(device, 4) * extra)
+
+
+@may_run_live
+def test_c09_an_attribute_of_an_arguments_class(device, monkeypatch):
+    f = pg.record(lambda batch: batch.x * batch.of_class, warmup=1)
+    for of_class in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
+        monkeypatch.setattr(Batch, "of_class", of_class)
+        assert_same(f(Batch(ramp(device, 4))), ramp(device, 4) * of_class)
+
+
+@may_run_live
+def test_c07_the_types_of_a_dictionarys_keys(device):
+    both = plain(lambda table: [key * value for key, value in table.items()])
+    for key in [2, 2, 2, 2.0, 2.0, 2]:
+        both({key: torch.tensor([1, 2], device=device)})
+    for key in [1, 1, 1, True, True, 1]:
+        both({key: torch.tensor([1, 2], device=device)})
+
+
+def test_c07_the_signs_of_the_zeros_of_a_complex_number(device):
+    both = plain(lambda x, c: x + torch.full((1,), c, device=device).angle())
+    for c in [complex(-1, 0.0)] * 3 + [complex(-1, -0.0)] * 2 + [complex(-1, 0.0)]:
+        both(torch.zeros(1, device=device), c)
+
+
+@may_run_live
+@pytest.mark.parametrize(
+    "first", [True, pytest.param(False, marks=not_yet("noticed only while it is recorded, not by a later replay"))]
+)
+def test_c07_whether_the_argument_is_a_tensor_that_the_function_knows(device, first):
+    w, other = ramp(device, 4), ramp(device, 4)
+    f = pg.record(lambda x: x * (2 if x is w else 3), warmup=1)
+    for x in [w if first else other] * 4 + [other if first else w] * 3 * (not first):
+        assert_same(f(x), ramp(device, 4) * (2 if x is w else 3))
+
+
+@may_run_live
+@pytest.mark.parametrize("first", [True, False], ids=["one tensor first", "two tensors first"])
+def test_c07_whether_two_arguments_are_one_tensor(device, first):
+    f = pg.record(lambda a, b: a * (2 if a is b else 3), warmup=1)
+    for same in [first] * 4 + [not first] * 4 + [first, not first]:
+        x = ramp(device, 4)
+        assert_same(f(x, x if same else ramp(device, 4)), ramp(device, 4) * (2 if same else 3))
+
+
+@may_run_live
+@pytest.mark.parametrize("training", [False, True])
+def test_c07_attention_to_itself(device, training):
+    """Whether query, key and value are one tensor decides which way the attention takes."""
+
+    def make():
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, device=device).train(training)
+        return lambda q, k, v: attention(q, k, v, need_weights=False)[0].detach(), attention
+
+    both = side_by_side(make, tolerance=1e-5)
+    for n in range(8):
+        x = Pair.of(torch.randn(2, 3, 8, device=device))
+        both(x, x, x if n < 5 else Pair.of(torch.randn(2, 3, 8, device=device)))
+
+
+@may_run_live
+def test_c07_whether_an_argument_has_a_gradient(device):
+    f = pg.record(lambda x: x.detach() * (2 if x.grad is None else 3), warmup=1)
+    for has in [False] * 4 + [True] * 4 + [False, True]:
+        x = ramp(device, 4).requires_grad_()
+        x.grad = torch.ones(4, device=device) if has else None
+        assert_same(f(x), ramp(device, 4) * (3 if has else 2))
+
+
+@may_run_live
+def test_c07_a_hook_of_an_argument(device):
+    f = pg.record(lambda x: torch.autograd.grad((x**2).sum(), x)[0], warmup=1)
+    for factor in [1, 1, 1, 10, 10, 7]:
+        x = ramp(device, 4).requires_grad_()
+        x.register_hook(lambda grad: grad * factor)
+        assert_same(f(x), 2 * ramp(device, 4) * factor)
+
+
+@may_run_live
+def test_c07_an_earlier_result_that_requires_grad_now(device):
+    f = pg.record(lambda x: x + 1, warmup=1)
+    g = pg.record(lambda y: y.detach() * (2 if y.requires_grad else 3), warmup=1)
+    for requires in [True] * 4 + [False] * 4 + [True, False]:
+        y = f(ramp(device, 4)).requires_grad_(requires)
+        assert_same(g(y), (ramp(device, 4) + 1) * (2 if requires else 3))
+
+
+@may_run_live
+@pytest.mark.parametrize("warm", [0, 3], ids=["from the first call on", "after plain calls"])
+def test_c07_a_dual_tensor_of_forward_mode(device, warm):
+    f = pg.record(lambda x: x * x, warmup=1)
+    for _ in range(warm):
+        f(torch.ones(2, device=device))
+    for n in range(4):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(torch.full((2,), float(n), device=device), torch.ones(2, device=device))
+            assert forward_ad.unpack_dual(f(dual)).tangent.tolist() == [2.0 * n] * 2
+
+
+def test_c07_the_bound_method_of_a_dictionary(device):
+    f = pg.record(lambda x, get: x * get("scale"), warmup=1)
+    one, other = {"scale": 2.0}, {"scale": 5.0}
+    for table in [one, one, one, other, one, other]:
+        assert_same(f(ramp(device, 4), table.get), ramp(device, 4) * table["scale"])
+    one["scale"] = 7.0
+    assert_same(f(ramp(device, 4), one.get), ramp(device, 4) * 7)
+
+
+def scaling_function(factor):
+    return torch.no_grad()(lambda x: x * factor)
+
+
+def transformed_function(factor):
+    return torch.vmap(lambda x: x * factor)
+
+
+@may_run_live
+@pytest.mark.parametrize("make", [scaling_function, transformed_function])
+def test_c07_a_new_function_in_each_call_that_looks_like_the_last(device, make):
+    """The last one is gone by then, and the new one may lie where it lay."""
+    f = pg.record(lambda x, function: function(x), warmup=1)
+    for factor in [2.0, 2.0, 2.0, 5.0, 6.0, 7.0, 8.0]:
+        assert_same(f(ramp(device, 4), make(factor)), ramp(device, 4) * factor)
+
+
+@may_run_live
+def test_c07_a_new_class_in_each_call(device):
+    f = pg.record(lambda x, kind: x * kind.scale, warmup=1)
+    for factor in [2.0, 2.0, 2.0, 5.0, 6.0, 7.0, 8.0]:
+        assert_same(f(ramp(device, 4), type("Scale", (), {"scale": factor})), ramp(device, 4) * factor)
+
+
+SLOTS = not_yet("a replay's inputs begin at the start of a storage of their own, and nothing else is known of them")
+FACTS = {
+    "where in its storage it begins": (lambda x: x.storage_offset(), lambda x: x[4:8]),
+    "the size of its storage": (lambda x: x.untyped_storage().nbytes(), lambda x: x[:4]),
+    "whether it is a view": (lambda x: 2 if x._base is None else 3, lambda x: x[:4]),
+    "whether other processes see it": (lambda x: 2 if x.is_shared() else 3, lambda x: x[:4].clone().share_memory_()),
+    "how often it was written": (lambda x: x._version, lambda x: x[:4].clone().add_(0)),
+}
+
+
+@may_run_live
+@SLOTS
+@pytest.mark.parametrize(("ask", "other"), FACTS.values(), ids=FACTS)
+def test_c07_what_else_an_argument_can_be_asked(device, ask, other):
+    f = pg.record(lambda x: x * ask(x), warmup=1)
+    for special in [False, False, False, True, True, False]:
+        x = ramp(device, 4) if not special else other(ramp(device, 8))
+        assert_same(f(x), x * ask(x))
+
+
+@may_run_live
+@SLOTS
+def test_c07_bytes_of_an_arguments_storage_that_the_argument_does_not_show(device):
+    both = plain(lambda x: torch.as_strided(x, (2,), (1,), 0) * 1)
+    for n in range(4):
+        base = Pair.of(ramp(device, 16, start=n))
+        both(base.each(lambda b: b[4:8]))
+
+
+@may_run_live
+def test_c07_numbers_read_from_an_arguments_storage():
+    f = pg.record(lambda x: x * x.untyped_storage()[0], warmup=1)
+    for n in range(5):
+        assert f(torch.tensor([n, 1], dtype=torch.uint8)).tolist() == [n * n, n]
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8: what tensors and modules are
+
+metadata = Table()
+
+
+@metadata
+def tensor_transposed_in_place(device):
+    w = ramp(device, 4, 4)
+    return lambda x: x @ w, lambda: w.t_()
+
+
+@metadata
+def tensor_whose_data_is_its_own_transpose(device):
+    w = ramp(device, 4, 4)
+    return lambda x: x @ w, lambda: setattr(w, "data", w.data.t())
+
+
+@metadata
+def parameter_transposed_in_place(device):
+    w = nn.Parameter(ramp(device, 4, 4))
+    return lambda x: (x @ w).detach(), torch.no_grad()(lambda: w.t_())
+
+
+@metadata
+def tensor_that_requires_grad(device):
+    w = ramp(device, 4)
+    return lambda x: (x * w.detach(), w.requires_grad), lambda: w.requires_grad_()
+
+
+@metadata
+def tensor_frozen(device):
+    w, v = ramp(device, 4).requires_grad_(), ramp(device, 4).requires_grad_()
+
+    def f(x):
+        w.grad = v.grad = None
+        (w * v * x).sum().backward()
+        return x + (0 if v.grad is None else v.grad)
+
+    return f, lambda: v.requires_grad_(False)
+
+
+@metadata
+def gradient_that_is_there_now(device):
+    w = ramp(device, 4).requires_grad_()
+    return lambda x: x * (2 if w.grad is None else 3), lambda: setattr(w, "grad", torch.ones(4, device=device))
+
+
+@metadata
+def gradient_that_is_gone(device):
+    w = ramp(device, 4).requires_grad_()
+    w.grad = torch.ones(4, device=device)
+    return lambda x: x * (2 if w.grad is None else 3), lambda: setattr(w, "grad", None)
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def many_layers(device):
+    """So many modules that not each is looked at before each replay."""
+    layers = [nn.Linear(4, 4, bias=False, device=device).requires_grad_(False) for _ in range(70)]
+    for layer in layers:
+        nn.init.eye_(layer.weight)
+    return layers
+
+
+@metadata.but(not_yet("a parameter's own content replaced, where there are too many to look at each"))
+def parameter_swapped_among_many(device):
+    net = nn.Sequential(*many_layers(device))
+    other = nn.Parameter(torch.eye(4, device=device) * 3, requires_grad=False)
+    return lambda x: net(x), lambda: torch.utils.swap_tensors(net[69].weight, other)
+
+
+@metadata
+def buffer_whose_data_is_replaced_among_many(device):
+    net = nn.Sequential(*(nn.BatchNorm1d(4, device=device) for _ in range(40))).eval().requires_grad_(False)
+    return lambda x: net(x[None]), lambda: setattr(net[39].running_mean, "data", torch.ones(4, device=device))
+
+
+@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+def layer_inserted_among_many(device):
+    net = nn.Sequential(*many_layers(device))
+    return lambda x: net(x), lambda: net.insert(2, Double())
+
+
+@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+def layer_appended_to_many(device):
+    net = nn.Sequential(*many_layers(device))
+    return lambda x: net(x), lambda: net.insert(70, Double())
+
+
+@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+def layer_inserted_in_a_list_of_many(device):
+    layers = nn.ModuleList(many_layers(device))
+    return lambda x: functools.reduce(lambda x, layer: layer(x), layers, x), lambda: layers.insert(1, Double())
+
+
+@metadata.but(not_yet("a module popped from _modules, where there are too many to look at each"))
+def layer_popped_beside_many(device):
+    net, more = nn.Sequential(*many_layers(device)), nn.ModuleDict({"a": Double(), "b": Double()})
+    return lambda x: functools.reduce(lambda x, layer: layer(x), more.values(), net(x)), lambda: more.pop("b")
+
+
+@pytest.mark.parametrize("make", metadata)
+def test_c08_what_tensors_and_modules_are_has_changed(device, make):
+    assert_noticed(device, make)
+
+
+def test_c08_one_of_many_weights_is_frozen_and_thawed(device):
+    both = side_by_side(backward_of(lambda: nn.Sequential(*many_layers(device)).requires_grad_()))
+    for n in range(10):
+        if n in (4, 7):
+            both.change(lambda state: state[0][40].weight.requires_grad_(n == 7))
+        both(ramp(device, 4, start=n))
+
+
+class Hidden:
+    """Something in the state that is not to be compared."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it):
+        self.it = it
+
+
+@may_run_live
+@not_yet("the cache that torch keeps in a global of its own is not watched")
+def test_c08_a_parametrization_that_is_cached_for_a_while(device):
+    def make():
+        net = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, device=device)).requires_grad_(False)
+        return lambda x: net(x), Hidden(net)
+
+    both = side_by_side(make)
+    for n in range(4):
+        both(ramp(device, 4, start=n))
+    with parametrize.cached():
+        for n in range(3):
+            both(ramp(device, 4, start=n))
+            both.change(lambda hidden: hidden.it.parametrizations.weight.original0.mul_(2))
+    both(ramp(device, 4))
+
+
+COMPUTED = {
+    "parametrized": (
+        lambda net: parametrize.register_parametrization(net, "weight", Double()),
+        lambda net: parametrize.remove_parametrizations(net, "weight"),
+    ),
+    "pruned": (lambda net: prune.l1_unstructured(net, "weight", 0.5), lambda net: prune.remove(net, "weight")),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize(("on", "off"), COMPUTED.values(), ids=COMPUTED)
+def test_c08_a_weight_that_is_computed_for_a_while(device, on, off):
+    def make():
+        step, (net,) = backward_of(lambda: nn.Linear(4, 4, device=device))()
+        return lambda x: (step(x), [p.grad for p in net.parameters()]), Hidden(net)
+
+    both = side_by_side(make)
+    for n in range(10):
+        if n in (4, 7):
+            both.change(lambda hidden: (on if n == 4 else off)(hidden.it))
+        both(ramp(device, 4, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8: hooks
+
+
+def backward_of(make_net):
+    """A `make`: the loss with its backward, and (net, ) as the state."""
+
+    def make():
+        net = make_net()
+
+        def step(x):
+            net.zero_grad()
+            loss = net(x).pow(2).sum()
+            loss.backward()
+            return loss.detach()
+
+        return step, [net]
+
+    return make
+
+
+def linear(device):
+    return nn.Linear(4, 1, device=device)
+
+
+def scale_grad(parameter, by):
+    parameter.grad.mul_(by)
+
+
+HOOKS = {
+    "of a parameter": lambda net, by: net.weight.register_hook(lambda grad: grad * by),
+    "of a parameter, after accumulation": lambda net, by: net.weight.register_post_accumulate_grad_hook(
+        lambda p: scale_grad(p, by)
+    ),
+    "of a module": lambda net, by: net.register_forward_hook(lambda module, inputs, result: result * by),
+    "of a module's backward": lambda net, by: net.register_full_backward_hook(
+        lambda module, given, grads: tuple(None if g is None else g * by for g in given)
+    ),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_c08_a_hook_replaced_by_another_with_the_same_code(device, register):
+    both = side_by_side(backward_of(lambda: nn.Sequential(nn.Linear(4, 4, device=device), linear(device))))
+    both.change(lambda state: state.append(Hidden(register(state[0][1], 2))))
+    for n in range(9):
+        if n in (4, 7):
+            both.change(lambda state: state[1].it.remove())
+        if n == 4:
+            both.change(lambda state: setattr(state[1], "it", register(state[0][1], 10)))
+        both(ramp(device, 4, start=n))
+
+
+@not_yet("hooks that a tensor gets later are looked for in parameters only")
+def test_c08_a_hook_that_a_tensor_gets_later(device):
+    w = ramp(device, 4).requires_grad_()
+
+    def f(x):
+        w.grad = None
+        (w * x).sum().backward()
+
+    f = pg.record(f, warmup=1)
+    for n in range(7):
+        if n == 4:
+            w.register_hook(lambda grad: grad * 3)
+        f(ramp(device, 4))
+        assert_same(w.grad, ramp(device, 4) * (3 if n >= 4 else 1))
+
+
+def test_c08_a_hook_that_the_function_itself_registers(device):
+    w = torch.ones(2, device=device, requires_grad=True)
+    f = pg.record(lambda x: (w.register_hook(lambda grad: grad * 2), x * 2)[1], warmup=1)
+    for n in range(4):
+        with pytest.warns(pg.RunsLive) if n == 1 else contextlib.nullcontext():
+            f(torch.ones(2, device=device))
+    w.sum().backward()
+    assert w.grad.tolist() == [16.0, 16.0]
+
+
+@may_run_live
+def test_c09_hooks_that_count(device):
+    net, seen = linear(device), []
+    net.weight.register_hook(lambda grad: seen.append("weight"))
+    torch.autograd.graph.register_multi_grad_hook(list(net.parameters()), lambda grads: seen.append("all"))
+    f = pg.record(lambda x: net(x).sum().backward(), warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert (seen.count("weight"), seen.count("all")) == (n, n)
+
+
+@may_run_live
+def test_c08_a_backward_hook_of_one_of_many_modules(device):
+    both = side_by_side(backward_of(lambda: nn.Sequential(*many_layers(device)).requires_grad_()))
+
+    def tripled(module, given, grads):
+        return tuple(None if g is None else g * 3 for g in given)
+
+    for n in range(8):
+        if n == 4:
+            both.change(lambda state: state[0][20].register_full_backward_hook(tripled))
+        both(ramp(device, 4, start=n) / 8)
+
+
+@may_run_live
+def test_c07_hooks_around_saved_tensors(device):
+    both = side_by_side(backward_of(lambda: linear(device)))
+    for n in range(8):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0.5, lambda t: t)
+            if n in (4, 5, 7)
+            else contextlib.nullcontext()
+        ):
+            both(ramp(device, 4, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C7: settings of the process
+
+
+@may_run_live
+def test_c07_the_precision_of_matrix_products(device):
+    f = pg.record(lambda x: (x @ x, torch.backends.cuda.matmul.fp32_precision), warmup=1)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ["ieee"] * 4 + ["tf32"] * 3 + ["ieee"]:
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert f(torch.ones(2, 2, device=device))[1] == precision
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@may_run_live
+@not_yet("the switch of attention's fast path is no part of the signature")
+def test_c07_the_way_of_attention_in_inference(device):
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, device=device).eval()
+    f = pg.record(lambda x: (layer(x), torch.backends.mha.get_fastpath_enabled())[1], warmup=1)
+    try:
+        with torch.no_grad():
+            for enabled in [True] * 4 + [False] * 3 + [True]:
+                torch.backends.mha.set_fastpath_enabled(enabled)
+                assert f(torch.ones(2, 3, 8, device=device)) is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@may_run_live
+@not_yet("the number of threads is no part of the signature")
+def test_c07_the_number_of_threads(device):
+    f = pg.record(lambda x: x * torch.get_num_threads(), warmup=1)
+    before = torch.get_num_threads()
+    try:
+        for threads in [1, 1, 1, 2, 2, 1]:
+            torch.set_num_threads(threads)
+            assert_same(f(ramp(device, 4)), ramp(device, 4) * threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+@may_run_live
+def test_c09_a_grad_mode_that_the_function_sets(device):
+    f = pg.record(lambda x: (torch.set_grad_enabled(False), x * 2)[1], warmup=1)
+    for _ in range(5):
+        torch.set_grad_enabled(True)
+        f(torch.ones(2, device=device))
+        now = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert not now
+
+
+@may_run_live
+def test_c09_a_default_dtype_that_the_function_sets(device):
+    f = pg.record(lambda x: (torch.set_default_dtype(torch.float64), x * 2)[1], warmup=1)
+    for _ in range(5):
+        torch.set_default_dtype(torch.float32)
+        f(torch.ones(2, device=device))
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        assert now is torch.float64
+
+
+@not_yet("a replay does not fill the memory that torch.empty gives")
+def test_c07_memory_that_determinism_fills(device):
+    both = plain(lambda x: (torch.empty(4, device=device), x + 1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        for n in range(5):
+            both(ramp(device, 4, start=n))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@may_run_live
+@not_yet("the seed that the generator was given last is not watched")
+def test_c09_the_seed_that_the_generator_was_given(device):
+    f = pg.record(lambda x: x * (torch.initial_seed() % 7), warmup=1)
+    for seed in [3, 3, 3, 5, 5]:
+        torch.manual_seed(seed)
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * (seed % 7))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8, C9: what an optimizer's settings are used for
+
+
+def steps(device, step_of, *, momentum=0.0, optimizer=torch.optim.SGD, **options):
+    """A step of a small model beside a live one; the state is (model, optimizer)."""
+
+    def make():
+        net = nn.Linear(4, 2, device=device)
+        chosen = optimizer(net.parameters(), lr=0.1, **({"momentum": momentum} if momentum else {}), **options)
+
+        def usual(x):
+            chosen.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            chosen.step()
+            return loss.detach()
+
+        return step_of(net, chosen, usual), [net, chosen]
+
+    return side_by_side(make)
+
+
+def usual_step(net, optimizer, usual):
+    return usual
+
+
+def data(device, n):
+    return torch.randn(3, 4, device=device, generator=torch.Generator(device).manual_seed(n))
+
+
+def returns_it(net, optimizer, usual):
+    return lambda x: (usual(x), optimizer.param_groups[0]["lr"])
+
+
+def makes_a_tensor_of_it(net, optimizer, usual):
+    return lambda x: (usual(x), torch.tensor(optimizer.param_groups[0]["lr"]))
+
+
+def decays_by_hand(net, optimizer, usual):
+    def step(x):
+        loss = usual(x)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1 - optimizer.param_groups[0]["lr"] * 0.5)
+        return loss
+
+    return step
+
+
+def decays_in_a_hook(net, optimizer, usual):
+    @torch.no_grad()
+    def decay(chosen, args, kwargs):
+        for group in chosen.param_groups:
+            for p in group["params"]:
+                p.mul_(math.exp(-group["lr"]))
+
+    optimizer.register_step_post_hook(decay)
+    return usual
+
+
+def notes_it_in_a_hook(net, optimizer, usual):
+    seen = torch.zeros(())
+    optimizer.register_step_post_hook(lambda chosen, a, k: seen.copy_(torch.tensor(chosen.param_groups[0]["lr"])))
+    return lambda x: (usual(x), seen.clone())
+
+
+def scales_the_loss_of_a_closure_with_it(net, optimizer, usual):
+    def step(x):
+        def closure():
+            optimizer.zero_grad()
+            loss = net(x).sum() * math.exp(-optimizer.param_groups[0]["lr"])
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    return step
+
+
+READS_OF_THE_RATE = [
+    returns_it, makes_a_tensor_of_it, decays_by_hand, decays_in_a_hook, notes_it_in_a_hook,
+    scales_the_loss_of_a_closure_with_it,
+]  # fmt: skip
+
+
+@may_run_live
+@pytest.mark.parametrize("step_of", READS_OF_THE_RATE)
+def test_c09_a_learning_rate_that_the_function_reads_itself(device, step_of):
+    both = steps(device, step_of)
+    for n in range(8):
+        if n in (4, 6):
+            both.change(lambda state: state[1].param_groups[0].update(lr=0.05 / n))
+        both(data(device, n))
+
+
+def multiplies_it_afterwards(net, optimizer, usual):
+    def step(x):
+        loss = usual(x)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        return loss
+
+    return step
+
+
+def multiplies_it_before(net, optimizer, usual):
+    def step(x):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        return usual(x)
+
+    return step
+
+
+def doubles_it_for_the_step(net, optimizer, usual):
+    def step(x):
+        group = optimizer.param_groups[0]
+        group["lr"] *= 2
+        loss = usual(x)
+        group["lr"] /= 2
+        return loss
+
+    return step
+
+
+def turns_weight_decay_off_for_the_step(net, optimizer, usual):
+    def step(x):
+        group = optimizer.param_groups[0]
+        before, group["weight_decay"] = group["weight_decay"], 0.0
+        loss = usual(x)
+        group["weight_decay"] = before
+        return loss
+
+    return step
+
+
+@may_run_live
+@pytest.mark.parametrize(
+    "step_of",
+    [multiplies_it_afterwards, multiplies_it_before, doubles_it_for_the_step, turns_weight_decay_off_for_the_step],
+)
+def test_c09_a_learning_rate_that_the_function_writes_itself(device, step_of):
+    both = steps(device, step_of, weight_decay=0.1)
+    for n in range(8):
+        both(data(device, n))
+
+
+@may_run_live
+def test_c09_a_learning_rate_that_is_an_argument(device):
+    def step_of(net, optimizer, usual):
+        return lambda x, lr: (optimizer.param_groups[0].update(lr=lr), usual(x))[1]
+
+    both = steps(device, step_of)
+    for n, lr in enumerate([0.1, 0.1, 0.1, 0.1, 0.01, 0.02, 0.01, 0.02, 0.1]):
+        both(data(device, n), lr)
+
+
+@may_run_live
+def test_c09_a_learning_rate_taken_from_a_setting(device):
+    setting = types.SimpleNamespace(lr=0.1)
+
+    def step_of(net, optimizer, usual):
+        return lambda x: (optimizer.param_groups[0].update(lr=setting.lr), usual(x))[1]
+
+    both = steps(device, step_of)
+    for n in range(8):
+        setting.lr = 0.01 if n > 3 else 0.1
+        both(data(device, n))
+
+
+@may_run_live
+def test_c09_learning_rates_of_every_type(device):
+    numpy = pytest.importorskip("numpy")
+    both = steps(device, usual_step)
+    for n, lr in enumerate([0.1, 0.1, 0.1, numpy.float64(0.05), torch.tensor(0.02), 1, 0.0, 0.3]):
+        both.change(lambda state: state[1].param_groups[0].update(lr=copy.copy(lr)))
+        both(data(device, n))
+        both(data(device, n))
+
+
+class OwnOptimizer(torch.optim.SGD):
+    factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-math.sqrt(group["lr"]) * FACTOR * self.factor)
+
+
+def test_c09_what_an_optimizer_of_the_users_reads(device, monkeypatch):
+    both = steps(device, usual_step, optimizer=OwnOptimizer)
+    for n in range(12):
+        if n == 3:
+            both.change(lambda state: state[1].param_groups[0].update(lr=0.05))
+        if n == 6:
+            set_factor(0.5)
+        if n == 9:
+            monkeypatch.setattr(OwnOptimizer, "factor", 0.25)
+        both(data(device, n))
+    assert counts(both)[2] >= 6
+
+
+REPLACED_PARTS = {
+    "groups": lambda optimizer: setattr(optimizer, "param_groups", [dict(g) for g in optimizer.param_groups]),
+    "list of parameters": lambda optimizer: optimizer.param_groups[0].update(params=[*optimizer.param_groups[0]["params"]]),
+    "everything, by loading": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "state of one parameter": lambda optimizer: next(reversed(optimizer.state.values())).update(
+        momentum_buffer=torch.ones_like(next(reversed(optimizer.state.values()))["momentum_buffer"])
+    ),
+    "state, dropped": lambda optimizer: optimizer.state.clear(),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("replace", REPLACED_PARTS.values(), ids=REPLACED_PARTS)
+def test_c08_parts_of_an_optimizer_replaced_by_equal_ones_that_change_later(device, replace):
+    both = steps(device, usual_step, momentum=0.9)
+    for n in range(12):
+        if n == 4:
+            both.change(lambda state: replace(state[1]))
+        if n == 7:
+            both.change(lambda state: state[1].param_groups[0].update(lr=1.0))
+        both(data(device, n))
+
+
+@not_yet("the state of an optimizer, where there is too much of it to look at each")
+def test_c08_the_momentum_of_one_of_many_parameters_is_replaced(device):
+    def make():
+        weights = [nn.Parameter(torch.ones(1, device=device)) for _ in range(80)]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+
+        def step():
+            optimizer.zero_grad()
+            sum(w.sum() for w in weights).backward()
+            optimizer.step()
+
+        return step, [weights, optimizer]
+
+    both = side_by_side(make)
+    for n in range(8):
+        if n == 5:
+            both.change(lambda s: s[1].state[s[0][79]].update(momentum_buffer=torch.zeros(1, device=device)))
+        both()
+
+
+def test_c08_a_hook_of_all_optimizers(device):
+    both = steps(device, usual_step)
+    for n in range(8):
+        if n == 4:
+            handle = register_optimizer_step_post_hook(lambda chosen, a, k: zeroed(chosen))
+        if n == 6:
+            handle.remove()
+        both(data(device, n))
+
+
+@torch.no_grad()
+def zeroed(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.zero_()
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: effects on what the function relies on
+
+
+@may_run_live
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_c09_a_counter_on_a_decorated_function(device, synchronizes):
+    @functools.wraps(torch.sin)
+    def counting(x):
+        counting.calls += 1
+        return x.sum().item() if synchronizes else x * 2
+
+    counting.calls = 0
+    f = pg.record(lambda x: counting(x), warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert counting.calls == n
+
+
+@may_run_live
+def test_c09_a_counter_on_a_class_with_a_metaclass(device):
+    class Meta(type):
+        def __call__(cls, *args):
+            return super().__call__(*args)
+
+    counted = Meta("Counted", (), {"calls": 0})
+    f = pg.record(lambda x: (setattr(counted, "calls", counted.calls + 1), x * 2)[1], warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert counted.calls == n
+
+
+@may_run_live
+def test_c09_a_counter_on_a_parameter(device):
+    weight = nn.Parameter(ramp(device, 4), requires_grad=False)
+    weight.calls = 0
+    f = pg.record(lambda x: (setattr(weight, "calls", weight.calls + 1), x * weight)[1], warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert weight.calls == n
+
+
+@may_run_live
+def test_c09_an_attribute_given_to_an_argument(device):
+    f = pg.record(lambda x: (setattr(x, "tag", 5), x * 2)[1], warmup=1)
+    for _ in range(5):
+        x = ramp(device, 4)
+        f(x)
+        assert x.tag == 5
+
+
+@may_run_live
+def test_c09_an_argument_that_the_function_makes_require_grad(device):
+    f = pg.record(lambda x: torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0], warmup=1)
+    for _ in range(5):
+        x = ramp(device, 4)
+        assert_same(f(x), 2 * ramp(device, 4))
+        assert x.requires_grad
+
+
+@may_run_live
+def test_c09_a_list_whose_append_the_function_holds(device):
+    seen = []
+    append = seen.append
+    f = pg.record(lambda x: (append(1), x * 2)[1], warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert len(seen) == n
+
+
+@may_run_live
+def test_c09_an_array_that_counts(device):
+    numpy = pytest.importorskip("numpy")
+    counts_of = numpy.zeros(2)
+
+    def f(x):
+        counts_of[0] += 1
+        return x * 2
+
+    f = pg.record(f, warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert counts_of[0] == n
+
+
+def test_c09_an_equal_list_in_a_new_object_is_no_change(device):
+    def make():
+        at = types.SimpleNamespace(scales=[2.0])
+        return lambda x: x * at.scales[0], at
+
+    both = side_by_side(make)
+    for n in range(6):
+        both.change(lambda at: set_in_a_copy(at, "scales", 0))
+        both(ramp(device, 4, start=n))
+    assert_replays(both, ramp(device, 4))
