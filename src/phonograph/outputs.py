@@ -124,7 +124,7 @@ def _place(
         if key == storage_id(slot):
             # A view of an argument becomes a view of the caller's tensor.
             return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
-                          offset=t.data_ptr() - slot.data_ptr())  # fmt: skip
+                          offset=_byte(t) - _byte(slot))  # fmt: skip
     outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
     for x in outside:
         if t is x:
@@ -146,6 +146,11 @@ def _place(
     # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
     first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)
     return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad, index=first)
+
+
+def _byte(t: torch.Tensor) -> int:
+    """Where in its storage a tensor begins, in bytes."""
+    return int(t.storage_offset()) * t.element_size()
 
 
 def _can_be_base(o: Output, t: torch.Tensor) -> bool:

@@ -146,7 +146,7 @@ class Pool:
         self.device = device
         self.leases: list[Lease] = []
         self.untidy = False  # recordings have gone since the device last returned memory
-        self.loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+        self.loans: set[Loan] = set()
         self._recordings: list[weakref.ref[Recording]] = []
 
     @property

@@ -190,7 +190,7 @@ class Recorded(Generic[P, R]):
                 self._eligible()
                 call = describe(args, kwargs)
                 if self._entangled and any(map(self._entangled.meets, call.tensors)):
-                    raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone")
+                    raise Refusal(Entangled.REASON, "pass a clone")
                 found = self._shelf.find(call)
                 if found.player is not None:
                     if found.player.grads_held():

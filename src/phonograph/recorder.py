@@ -111,7 +111,7 @@ def record(
             copied = tuple(leases.pop(key) for key in captured.copied)
             captured.program.outs = outputs.moulds(plan, copied)
             entangled = _entangling(captured.watch, reach)
-            _separate(call, entangled, reach)
+            _separate(call, entangled)
             slots = tuple(
                 Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
                 for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
@@ -253,12 +253,10 @@ def _no_overlap(call: Call, slots: tuple[Slot, ...]) -> None:
             raise Refusal("writes an argument that shares memory with another argument", "pass separate tensors")
 
 
-def _separate(call: Call, entangled: Entangled, reach: Reach) -> None:
+def _separate(call: Call, entangled: Entangled) -> None:
     """A slot cannot stand for an argument that shares memory with a tensor outside, if either is written."""
-    if any(t is x for t in call.tensors if type(t) is torch.Tensor for _, x in reach.tensors.values()):
-        raise Refusal("gets an argument that it can reach by another name as well", "pass a clone", this_call=True)
     if any(entangled.meets(t) for t in call.tensors):
-        raise Refusal("gets an argument that shares memory with a tensor it writes", "pass a clone", this_call=True)
+        raise Refusal(Entangled.REASON, "pass a clone", this_call=True)
 
 
 def _entangling(watch: Any, reach: Reach) -> Entangled:
@@ -267,7 +265,8 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     written = watch.written.keys() if watch.written.keys().isdisjoint(watch.slot_ids) else watch.known.keys()
     keys = {key for key in written if key not in watch.slot_ids}
-    return Entangled({storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}.values())
+    storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
+    return Entangled([t for _, t in reach.tensors.values()], storages.values())
 
 
 @contextmanager

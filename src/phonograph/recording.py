@@ -85,22 +85,32 @@ def memory_of(t: torch.Tensor) -> tuple[int, int]:
 
 
 class Entangled:
-    """Memory outside that no argument may share. Weakly: when a storage is gone, its memory is somebody else's."""
+    """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
+    share. Weakly: when a storage is gone, its memory is somebody else's."""
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage] = ()) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = ()) -> None:
+        self._ids = {id(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
         self._spans = Spans(self._storages)
 
+    REASON = "gets an argument that it can reach by another name as well, or that shares memory with a tensor it writes"
+
     def __bool__(self) -> bool:
-        return bool(self._storages)
+        return bool(self._storages or self._ids)
 
     def __ior__(self, other: Entangled) -> Entangled:
+        self._ids |= other._ids
         self._storages |= other._storages
         self._spans = Spans(self._storages)
         return self
 
     def meets(self, t: torch.Tensor) -> bool:
-        """Whether a tensor that is no Parameter lies in such memory."""
+        """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
+        known = self._ids.get(id(t))
+        if known is not None and known() is t:
+            return True
+        if not self._storages:
+            return False
         at, nbytes = memory_of(t)
         if not self._spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
             return False

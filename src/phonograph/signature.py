@@ -170,7 +170,7 @@ def _getters() -> list[Callable[[], Any]]:
     found: list[Callable[[], Any]] = [
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
-        torch.is_anomaly_enabled,
+        torch.is_anomaly_enabled, torch.get_num_threads,
     ]  # fmt: skip
     names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
              "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",

@@ -6,7 +6,6 @@ types are kept (an OrderedDict comes back as one), and so is the order of dictio
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -40,8 +39,7 @@ def flatten(tree: Any, leaves: list[Any]) -> Node | None:
 
 
 def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any:
-    """Rebuild the tree of shape `node` from `leaves`. `like` is the original, for what is not a field (a dataclass's
-    other attributes, a defaultdict's factory)."""
+    """Rebuild the tree of shape `node` from `leaves`. `like` is the original, for a defaultdict's factory."""
     if node is None:
         return next(leaves)
     old = _parts(like)
@@ -138,7 +136,7 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
         return build(zip(map(_key, node.names), values, strict=True))
     if node.kind in _pytree.SUPPORTED_NODES:
         return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
-    made = copy.copy(like)
+    made: Any = object.__new__(node.kind)  # not copy.copy, which leaves a note on the class
     for name, value in zip(node.names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

@@ -557,7 +557,6 @@ def test_c09_a_global_read_by_a_method_of_an_argument(device, kind):
         assert_same(f(kind(ramp(device, 4))), ramp(device, 4) * factor)
 
 
-@not_yet("rebuilding the argument leaves copyreg's __slotnames__ on its class, which reads as an effect of the function")
 def test_c07_a_dataclass_argument_is_replayed(device):
     f = pg.record(lambda batch: batch.x * 2, warmup=1)
     for n in range(4):
@@ -598,9 +597,7 @@ def test_c07_the_signs_of_the_zeros_of_a_complex_number(device):
 
 
 @may_run_live
-@pytest.mark.parametrize(
-    "first", [True, pytest.param(False, marks=not_yet("noticed only while it is recorded, not by a later replay"))]
-)
+@pytest.mark.parametrize("first", [True, False])
 def test_c07_whether_the_argument_is_a_tensor_that_the_function_knows(device, first):
     w, other = ramp(device, 4), ramp(device, 4)
     f = pg.record(lambda x: x * (2 if x is w else 3), warmup=1)
@@ -725,7 +722,6 @@ def test_c07_what_else_an_argument_can_be_asked(device, ask, other):
 
 
 @may_run_live
-@SLOTS
 def test_c07_bytes_of_an_arguments_storage_that_the_argument_does_not_show(device):
     both = plain(lambda x: torch.as_strided(x, (2,), (1,), 0) * 1)
     for n in range(4):
@@ -808,7 +804,7 @@ def many_layers(device):
     return layers
 
 
-@metadata.but(not_yet("a parameter's own content replaced, where there are too many to look at each"))
+@metadata
 def parameter_swapped_among_many(device):
     net = nn.Sequential(*many_layers(device))
     other = nn.Parameter(torch.eye(4, device=device) * 3, requires_grad=False)
@@ -821,25 +817,25 @@ def buffer_whose_data_is_replaced_among_many(device):
     return lambda x: net(x[None]), lambda: setattr(net[39].running_mean, "data", torch.ones(4, device=device))
 
 
-@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+@metadata
 def layer_inserted_among_many(device):
     net = nn.Sequential(*many_layers(device))
     return lambda x: net(x), lambda: net.insert(2, Double())
 
 
-@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+@metadata
 def layer_appended_to_many(device):
     net = nn.Sequential(*many_layers(device))
     return lambda x: net(x), lambda: net.insert(70, Double())
 
 
-@metadata.but(not_yet("a module inserted by writing into _modules, where there are too many to look at each"))
+@metadata
 def layer_inserted_in_a_list_of_many(device):
     layers = nn.ModuleList(many_layers(device))
     return lambda x: functools.reduce(lambda x, layer: layer(x), layers, x), lambda: layers.insert(1, Double())
 
 
-@metadata.but(not_yet("a module popped from _modules, where there are too many to look at each"))
+@metadata
 def layer_popped_beside_many(device):
     net, more = nn.Sequential(*many_layers(device)), nn.ModuleDict({"a": Double(), "b": Double()})
     return lambda x: functools.reduce(lambda x, layer: layer(x), more.values(), net(x)), lambda: more.pop("b")
@@ -868,7 +864,6 @@ class Hidden:
 
 
 @may_run_live
-@not_yet("the cache that torch keeps in a global of its own is not watched")
 def test_c08_a_parametrization_that_is_cached_for_a_while(device):
     def make():
         net = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, device=device)).requires_grad_(False)
@@ -961,7 +956,6 @@ def test_c08_a_hook_replaced_by_another_with_the_same_code(device, register):
         both(ramp(device, 4, start=n))
 
 
-@not_yet("hooks that a tensor gets later are looked for in parameters only")
 def test_c08_a_hook_that_a_tensor_gets_later(device):
     w = ramp(device, 4).requires_grad_()
 
@@ -1040,7 +1034,6 @@ def test_c07_the_precision_of_matrix_products(device):
 
 
 @may_run_live
-@not_yet("the switch of attention's fast path is no part of the signature")
 def test_c07_the_way_of_attention_in_inference(device):
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, device=device).eval()
     f = pg.record(lambda x: (layer(x), torch.backends.mha.get_fastpath_enabled())[1], warmup=1)
@@ -1054,7 +1047,6 @@ def test_c07_the_way_of_attention_in_inference(device):
 
 
 @may_run_live
-@not_yet("the number of threads is no part of the signature")
 def test_c07_the_number_of_threads(device):
     f = pg.record(lambda x: x * torch.get_num_threads(), warmup=1)
     before = torch.get_num_threads()
@@ -1088,7 +1080,6 @@ def test_c09_a_default_dtype_that_the_function_sets(device):
         assert now is torch.float64
 
 
-@not_yet("a replay does not fill the memory that torch.empty gives")
 def test_c07_memory_that_determinism_fills(device):
     both = plain(lambda x: (torch.empty(4, device=device), x + 1))
     torch.use_deterministic_algorithms(True)
@@ -1100,7 +1091,6 @@ def test_c07_memory_that_determinism_fills(device):
 
 
 @may_run_live
-@not_yet("the seed that the generator was given last is not watched")
 def test_c09_the_seed_that_the_generator_was_given(device):
     f = pg.record(lambda x: x * (torch.initial_seed() % 7), warmup=1)
     for seed in [3, 3, 3, 5, 5]:

@@ -117,6 +117,8 @@ class Tape(OperatorWatch):
         results = operators.tensors_in(out, [])
         fresh = [storage_id(t) not in self.known for t in results]
         variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
+        if func in _NOTHING and _fills_memory():
+            return self._constant(out)
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
@@ -197,6 +199,13 @@ _FILLS: dict[Any, Callable[[Any, Any], Any]] = {
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
             aten.new_empty_strided.default}  # fmt: skip
+
+
+def _fills_memory() -> bool:
+    """Whether `torch.empty` fills what it gives, so that the same is in it each time."""
+    return torch.are_deterministic_algorithms_enabled() and getattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", True
+    )
 
 
 class TapeProgram:
