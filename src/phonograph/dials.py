@@ -134,6 +134,7 @@ class Dials:
         self.formulas: dict[float, Formula] = {}
         self.used: set[float] = set()
         self.lost = False
+        self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
         self._conditions: list[tuple[Callable[[Values], Any], Any]] = []
         self._touched: set[int] = set()
 
@@ -211,8 +212,9 @@ def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
 
     real = list(dials._last)
 
-    def put(now: Sequence[Any], then: Sequence[Any]) -> Callable[..., None]:
+    def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            dials.stepping(begins)
             if len(args) > 1 or kwargs:
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):
@@ -226,7 +228,7 @@ def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
 
     handles = []
     for o in reach.optimizers if dials else ():
-        handles += [o.register_step_pre_hook(put(real, probes)), o.register_step_post_hook(put(probes, real))]
+        handles += [o.register_step_pre_hook(put(real, probes, True)), o.register_step_post_hook(put(probes, real, False))]
     try:
         yield dials
     finally:

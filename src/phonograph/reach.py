@@ -229,9 +229,9 @@ class Reach:
                 at += 1 + 2 * len(d)
 
         self._hold(path, read, restore, watched=True, keyed=True)
-        for d in dicts:
-            self._seen.add(id(d))
-            self._keep.append(d)
+        self._keep += dicts
+        self._seen.update(map(id, dicts))
+        for d in filter(None, dicts):
             self._items(path, d)
 
     def _list(self, path: str, values: list[Any]) -> None:
@@ -358,7 +358,8 @@ class Reach:
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.tensors[id(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-            self._fixed(f"{path}'s hook", (hooks or {}).values())
+            if hooks:
+                self._fixed(f"{path}'s hook", hooks.values())
         if getattr(tensor, "__dict__", None):
             self._attributed.append((path, tensor))
 

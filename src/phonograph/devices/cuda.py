@@ -20,7 +20,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -219,8 +219,8 @@ def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, edges: _Edges, keep: Any,
-                 device: int) -> None:  # fmt: skip
+    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, edges: _Edges, steps: Set[int],
+                 keep: Any, device: int) -> None:  # fmt: skip
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -231,6 +231,7 @@ class GraphProgram:
         self._launch = driver.launcher(graph.raw_cuda_graph_exec())
         self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
         self._numbers: driver.KernelNumbers | None = None
+        self._steps = steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         self._random: bool | None = None  # known after the first launch
         self.outs: tuple[torch.Tensor, ...] = ()
         self._fill = Fill(edges.slots)
@@ -281,7 +282,7 @@ class GraphProgram:
             return True
         assert self._graph is not None
         if self._numbers is None:
-            self._numbers = driver.KernelNumbers(self._graph.raw_cuda_graph(), numbers)
+            self._numbers = driver.KernelNumbers(self._steps, numbers)
         return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
 
     def close(self) -> None:
@@ -387,6 +388,8 @@ class CudaDevice:
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 watch = CudaWatch(self.torch_device, reach, slots, self._generators)
                 watch.dials = dials
+                steps: set[int] = set()
+                dials.stepping = self._collecting(steps)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 with self._capturing(graph, handle):
                     edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
@@ -406,8 +409,21 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
-        program: Program = GraphProgram(graph, footprint, watch, edges, self._anchor, self.index)
+        program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index)
         return Captured(result, program, made, watch, slots, final, tuple(out))
+
+    def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
+        """Collects the nodes that are captured between a call with True and one with False."""
+        before: list[set[int]] = []
+
+        def tell(begins: bool) -> None:
+            now = driver.captured_nodes(self._stream.cuda_stream)
+            if begins:
+                before.append(now)
+            elif before:
+                nodes.update(now - before.pop())
+
+        return tell
 
     def _small(self, watch: OperatorWatch, results: list[torch.Tensor], most: float) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results, if they have no more than `most` bytes in all."""

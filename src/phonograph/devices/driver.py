@@ -173,10 +173,10 @@ _FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, recip
 class KernelNumbers:
     """Where the parameters of a graph's kernels hold given numbers, as float32 or float64, in one of `_FORMS`.
 
-    Found by their bytes: the numbers are random, so that nothing else looks like them.
+    Found by their bytes, among the given nodes: the numbers are random, so that nothing else looks like them.
     """
 
-    def __init__(self, graph: int, numbers: Mapping[float, float]) -> None:
+    def __init__(self, nodes: Set[int], numbers: Mapping[float, float]) -> None:
         patterns: dict[bytes, Any] = {}
         for n, f, form in ((n, f, form) for n in numbers for f in "fd" for form in _FORMS):
             pattern = struct.pack(f, form(n))
@@ -186,7 +186,7 @@ class KernelNumbers:
         anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
         self._kernels: list[tuple[_Kernel, list[Any]]] = []
         self.found: set[float] = set()
-        for node in filter(_is_kernel, _nodes(graph)):
+        for node in filter(_is_kernel, nodes):
             kernel = _Kernel(node)
             places = [(b, m.start(), *patterns[m[0]]) for b in kernel.buffers for m in anywhere.finditer(b.raw)
                       if m.start() % 4 == 0]  # fmt: skip
