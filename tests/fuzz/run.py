@@ -2,7 +2,11 @@
 
     python -m tests.fuzz.run --programs 3000 --seed 1 --device cuda --out benchmarks/out/fuzz.json
 
-Program number i of seed s is always the same one. Exits with 1 if a program failed.
+Program number i of seed s is always the same one, so that several processes can share the work (`--first`), and
+
+    python -m tests.fuzz.run --join benchmarks/results/fuzz.json benchmarks/out/fuzz_*.json
+
+makes one report of theirs. Exits with 1 if a program failed.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ from tests.fuzz.programs import Program, check, make_program, shrink
 
 def main() -> int:
     options = _options()
+    if options.join:
+        return _join(*map(pathlib.Path, options.join))
     device = torch.device(options.device)
     started, recorded, replayed = time.perf_counter(), 0, 0
     failures: list[dict[str, Any]] = []
     torch.set_num_threads(1)
     gc.freeze()  # the collection after each program need not walk through torch
-    for i in range(options.programs):
+    for i in range(options.first, options.first + options.programs):
         program = make_program(random.Random(f"{options.seed}-{i}").choice)
         try:
             ran = check(program, device)
@@ -42,7 +48,8 @@ def main() -> int:
         else:
             recorded, replayed = recorded + ran.recorded, replayed + ran.replayed
     report = {
-        "programs": i + 1,
+        "programs": i + 1 - options.first,
+        "first": options.first,
         "seed": options.seed,
         "recordings": recorded,
         "replays": replayed,
@@ -67,11 +74,28 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=3000, help="how many (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one, to share them out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--join", nargs="+", metavar="FILE", help="write to the first file what all others say together")
     parser.add_argument("--max-failures", type=int, default=5, help="stop after so many (default: %(default)s)")
     parser.add_argument("--out", help="where to write the report, as JSON")
     return parser.parse_args()
+
+
+def _join(into: pathlib.Path, *parts: pathlib.Path) -> int:
+    reports = sorted((json.loads(part.read_text()) for part in parts), key=lambda report: report["first"])
+    whole = dict(reports[0])
+    at = whole["first"]
+    for report in reports:
+        if (report["first"], report["seed"], report["device"]) != (at, whole["seed"], whole["device"]):
+            raise ValueError(f"the programs from {at} on are missing, or of another seed or device")
+        at += report["programs"]
+    for key in ("programs", "recordings", "replays", "failed", "seconds"):
+        whole[key] = round(sum(report[key] for report in reports), 1)
+    whole["failures"] = [failure for report in reports for failure in report["failures"]]
+    into.write_text(json.dumps(whole, indent=2) + "\n")
+    return bool(whole["failures"])
 
 
 def _failure(i: int, program: Program, error: Exception, device: torch.device) -> dict[str, Any]:
