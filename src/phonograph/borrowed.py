@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils import dlpack
 
 from .errors import StaleOutput
 from .torch_private import alias, bump
@@ -46,7 +47,8 @@ class Loan:
 
 
 # What gives access to the memory without a look at the loan each time gets a copy of it.
-_EXPOSE = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
+_EXPOSE = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage,
+           torch.Tensor.__dlpack__, vars(dlpack)["to_dlpack"], torch.Tensor.set_, torch.Tensor.as_subclass}  # fmt: skip
 
 
 class Borrowed(torch.Tensor):
@@ -71,7 +73,7 @@ class Borrowed(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         loans: dict[int, Loan] = {}
         if func in _EXPOSE:
-            args = (plain(args[0]).clone(), *args[1:])
+            args = tuple(plain(a).clone() if isinstance(a, Borrowed) else a for a in args)
         bare_args, bare_kwargs = _bare(args, loans), _bare(kwargs or {}, loans)
         with torch._C.DisableTorchFunctionSubclass():
             return _lent(func(*bare_args, **bare_kwargs), loans)

@@ -106,6 +106,10 @@ for _name in ("neg", "abs"):
     setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
 
 
+def _is_number(v: Any) -> bool:
+    return isinstance(v, (float, int)) and not isinstance(v, bool)
+
+
 def _probe() -> float:
     """A random number of which 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
     while True:
@@ -127,7 +131,7 @@ class Dials:
             (group, key)
             for o in optimizers if type(o) in _KNOWN
             for group in o.param_groups for key in LIVE
-            if type(group.get(key)) in (float, int)
+            if _is_number(group.get(key))
         ]  # fmt: skip
         self._last: list[Any] = [group[key] for group, key in self.sources]
         self.values: Values = tuple(map(float, self._last))
@@ -184,7 +188,7 @@ class Dials:
         if all(map(operator.is_, now, self._last)):
             return False
         self._last = now
-        if any(type(v) not in (float, int) for v in now):
+        if not all(map(_is_number, now)):
             self.values = ()
             return True
         values = tuple([float(v) for v in now if v is not None])

@@ -21,8 +21,8 @@ __all__ = ["FastPath"]
 
 
 def _unusual(t: torch.Tensor) -> bool:
-    """What `TensorGuards` does not look at: attributes of the tensor's own, and where its memory begins."""
-    return bool(t.data_ptr() % ALIGNMENT or t.__dict__)
+    """What torch's guards do not look at: where its memory begins, attributes of its own, a gradient."""
+    return bool(t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None)
 
 
 class FastPath:

@@ -12,6 +12,7 @@ is extended for the same span of time.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,18 +41,30 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         yield
         return
     lists = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim") and hasattr(m, _LISTED_BY)]
-    old = [getattr(m, _LISTED_BY) for m in lists]
-    for group in groups:
-        group["capturable"] = True
-    for m, listed in zip(lists, old, strict=True):
-        setattr(m, _LISTED_BY, _with_cpu(listed))
+    with _guard:  # several threads may be at it, each with groups of its own
+        for group in groups:
+            group["capturable"] = True
+        if not _listed:
+            _listed.extend((m, getattr(m, _LISTED_BY)) for m in lists)
+            for m, listed in _listed:
+                setattr(m, _LISTED_BY, _with_cpu(listed))
+        _blocks.append(None)
     try:
         yield
     finally:
-        for group in groups:
-            group["capturable"] = False
-        for m, listed in zip(lists, old, strict=True):
-            setattr(m, _LISTED_BY, listed)
+        with _guard:
+            _blocks.pop()
+            for group in groups:
+                group["capturable"] = False
+            if not _blocks:
+                for m, listed in _listed:
+                    setattr(m, _LISTED_BY, listed)
+                _listed.clear()
+
+
+_guard = threading.Lock()
+_blocks: list[None] = []  # one for each thread that is inside
+_listed: list[tuple[Any, Any]] = []  # the modules whose list is extended, and their own functions
 
 
 def _with_cpu(listed: Any) -> Any:

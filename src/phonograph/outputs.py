@@ -38,8 +38,12 @@ def plan(
     """
     leaves: list[Any] = []
     flatten(captured.result, leaves)
-    if any(id(c) in captured.containers for c in containers(captured.result)):
+    outer = {id(x) for x in reach._keep}
+    returned = [id(c) for c in containers(captured.result)]
+    if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
+    if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
+        raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
     seen: dict[int, int] = {}
     found: list[Output] = []
     for i, leaf in enumerate(leaves):

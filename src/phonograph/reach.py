@@ -14,6 +14,7 @@ reads and that was not found here has an unknown origin, and the recorder refuse
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import random
 import sys
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.backends.mha
+import torch.distributions
 import torch.optim.optimizer as optimizer_module
 
 from .where import is_users
@@ -84,7 +86,11 @@ class Holder(NamedTuple):
 
 _ARRAY = 4096  # bytes of a NumPy array that are compared before each replay; larger ones are refused
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
-_TORCH_OBJECTS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+# Objects of torch's, of the standard library's or built in that are looked into like those of the user's classes.
+_LOOKED_INTO = (
+    torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.amp.autocast, torch.distributions.Distribution,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, BaseException,
+)  # fmt: skip
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map,
               filter, enumerate)  # fmt: skip
@@ -106,6 +112,7 @@ class Reach:
         self.iterators: list[str] = []
         self.arrays: list[str] = []
         self.compiles_a_step = False
+        self.asks_identity = False  # whether some code may ask which object it has
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
         self._classes: set[int] = set()
@@ -183,7 +190,7 @@ class Reach:
                 enter(self, path, thing)
                 return
         if type(thing).__module__.startswith("phonograph.") and hasattr(thing, "__wrapped__"):
-            self._work.append((path, thing.__wrapped__))  # a recorded function: it runs as part of this one
+            self._recorded(path, thing)
         elif hasattr(type(thing), "__next__"):
             self.iterators.append(path)
         elif type(thing).__module__.partition(".")[0] == "numpy" and type(thing).__name__ in ("Generator", "RandomState"):
@@ -196,6 +203,24 @@ class Reach:
     def _kind(self, path: str, kind: type) -> None:
         if is_users_class(kind):
             self._methods.append((path, kind))
+            if is_users_class(type(kind)):
+                self._methods.append((path, type(kind)))
+
+    def _recorded(self, path: str, recorded: Any) -> None:
+        """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
+        attributes, own = recorded.__dict__, recorded.own
+
+        def read() -> tuple[Any, ...]:
+            return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
+
+        def restore(values: tuple[Any, ...]) -> None:
+            for k in [k for k in attributes if k not in own]:
+                del attributes[k]
+            attributes.update(zip(values[::2], values[1::2], strict=True))
+
+        self._hold(path, read, restore)
+        self._fixed(path, read()[1::2])
+        self._work.append((path, recorded.__wrapped__))
 
     def _hold(self, path: str, read: Any, restore: Any, *, watched: bool = False, keyed: bool = False) -> None:
         self.holders.append(Holder(path, read, restore, watched, keyed))
@@ -393,8 +418,12 @@ class Reach:
             self._dict(f.__qualname__, f.__dict__)
         named = set(_names(f.__code__))
         self._names |= named
-        for name in named & sys.modules.keys():  # `import` inside the function
-            self._module_of_the_user(name, sys.modules[name])
+        self.asks_identity = self.asks_identity or _asks_identity(f.__code__)
+        package = f.__globals__.get("__package__") or ""
+        parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
+        candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
+        for name in candidates & sys.modules.keys():
+            self._module_of_the_user(name, sys.modules[name])  # `import` inside the function
         self._globals(f.__globals__, sorted(named & f.__globals__.keys()))
         missing = sorted(n for n in named & vars(builtins).keys() if n not in f.__globals__)
         if missing:  # a global that appears later may shadow a builtin
@@ -427,7 +456,8 @@ class Reach:
         self._work.extend((name, space.get(name)) for name in names)
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
-        if is_users(getattr(module, "__file__", None) or "<frozen>"):
+        made = module.__spec__ is None and module.__name__ not in sys.builtin_module_names  # ModuleType("x")
+        if made or is_users(getattr(module, "__file__", None) or "<frozen>"):
             self._keep.append(module)
             self._python_modules.setdefault(id(module), (path, module, set()))
 
@@ -526,8 +556,16 @@ def _names(code: CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _names(const)
-        elif isinstance(const, str) and const.isidentifier():
+        elif isinstance(const, str) and (const.isidentifier() or const in sys.modules):
             yield const
+
+
+@functools.cache
+def _asks_identity(code: CodeType) -> bool:
+    """Whether code compares objects by identity (``a is b``), or asks for what stands for it."""
+    inner = any(_asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
+    names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
+    return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
 
 
 _parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -570,7 +608,7 @@ _OPAQUE = {"torch", "builtins", "threading", "_thread", "io", "_io", "logging", 
 
 
 def _is_plain_object(thing: Any) -> bool:
-    if isinstance(thing, _TORCH_OBJECTS):
+    if isinstance(thing, _LOOKED_INTO):
         return True
     return type(thing).__module__.partition(".")[0] not in _OPAQUE
 

@@ -11,6 +11,7 @@ recorded functions that it calls simply run as part of it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -129,6 +130,9 @@ class Recorded(Generic[P, R]):
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
+        self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
+        self._place = f"_phonograph_{self.name}_{id(self):x}"
+        self.own = frozenset([*vars(self), "own"])  # all other attributes are the user's
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
@@ -138,24 +142,28 @@ class Recorded(Generic[P, R]):
         if instance is None:
             return self
         kept = getattr(instance, "__dict__", None)
-        if kept is None:
-            return MethodType(self, instance)  # with __slots__: the instance is an argument like any other
-        place = f"_phonograph_{self._function.__name__}"
-        mine = kept.get(place)
-        if (
-            not isinstance(mine, Recorded) or getattr(mine._function, "__self__", None) is not instance
-        ):  # e.g. a copy of the instance
-            mine = kept[place] = Recorded(MethodType(self._function, instance), self.options)
+        if kept is None or isinstance(instance, type):
+            return MethodType(self, instance)  # with __slots__, or a class: it is an argument like any other
+        mine = kept.get(self._place)
+        if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
+            mine = kept[self._place] = Recorded(MethodType(self._function, instance), self.options)
+            mine._made_for = self
             self._bound.add(mine)
         return mine
 
+    def _instance(self) -> Any:
+        return getattr(self._function, "__self__", None)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._place = f"_phonograph_{owner.__qualname__}.{name}"
+
     def __reduce__(self) -> Any:
-        if isinstance(self._function, MethodType):
+        if self._made_for is not None:
             return (_no_recordings, ())  # an instance's own: its copy makes new ones
         return (_rebuild, (self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return None if isinstance(self._function, MethodType) else Recorded(self._function, self.options)
+        return None if self._made_for is not None else Recorded(copy.deepcopy(self._function, memo), self.options)
 
     # -- the corridor
 
@@ -177,11 +185,13 @@ class Recorded(Generic[P, R]):
                     counters.replayed += 1
                     counters.bytes_copied += copied
                     return result  # type: ignore[no-any-return]
-            return self._answer(args, kwargs)
+            answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
+        return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
 
-    def _answer(self, args: Any, kwargs: Any) -> R:
+    def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """(True, the result), or (False, why the call has to run live)."""
         with lock:
             self._counters.calls += 1
             try:
@@ -195,16 +205,16 @@ class Recorded(Generic[P, R]):
                 if found.player is not None:
                     if found.player.grads_held():
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
-                    return self._play(found.player, call)
+                    return True, self._play(found.player, call)
                 history = self._history(call.key)
                 if history.refusal is not None:
                     raise history.refusal
                 if history.warm < self.options.warmup:
                     history.warm += 1
-                    return self._warm_up(call, args, kwargs)
+                    return True, self._warm_up(call, args, kwargs)
                 player = self._made(call, found, history)
                 try:
-                    return self._play(player, call)
+                    return True, self._play(player, call)
                 finally:
                     player.recording.reliances.grads.seal()
             except NoSignature as e:
@@ -212,11 +222,7 @@ class Recorded(Generic[P, R]):
             except Refusal as e:
                 refusal = e
         refusal.let_go()
-        lock.release()  # what runs live is no business of other threads
-        try:
-            return self._refused(refusal, args, kwargs)
-        finally:
-            lock.acquire()
+        return False, refusal
 
     def _eligible(self) -> None:
         if torch_private.dispatch_modes() or torch_private.function_modes():
@@ -326,7 +332,7 @@ class Recorded(Generic[P, R]):
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback == "live":
-            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=6)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
 
     # -- recording
 
@@ -401,9 +407,12 @@ class Recorded(Generic[P, R]):
             self._tidy()
 
     def _tidy(self) -> None:
-        with lock:
-            for device in self._devices:
-                device.tidy()
+        if lock.acquire(blocking=False):  # not now, if another thread is busy: it may be waiting for this one
+            try:
+                for device in self._devices:
+                    device.tidy()
+            finally:
+                lock.release()
 
     def explain(self) -> str:
         s = self.stats()

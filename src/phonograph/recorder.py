@@ -266,7 +266,7 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     written = watch.written.keys() if watch.written.keys().isdisjoint(watch.slot_ids) else watch.known.keys()
     keys = {key for key in written if key not in watch.slot_ids}
     storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
-    return Entangled([t for _, t in reach.tensors.values()], storages.values())
+    return Entangled([t for _, t in reach.tensors.values()] if reach.asks_identity else (), storages.values())
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Call(NamedTuple):
             self.leaves[self.places[i]] = self.tensors[i]
 
 
-_SCALARS = (bool, int, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size,
+_SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
 BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -108,7 +108,7 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor:
         raise NoSignature("takes a tensor with attributes of its own")
-    if t.requires_grad and type(t) is torch.Tensor and _has_gradient_or_hooks(t):
+    if type(t) is torch.Tensor and _has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks")
     if t.is_inference() and torch.is_grad_enabled():
         raise NoSignature("takes an inference tensor where gradients are enabled")
@@ -128,16 +128,18 @@ def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
 def plain_key(value: Any) -> Any:
     """What identifies a Python value: equal keys, same program."""
     kind = type(value)
-    if kind is float:
-        return (float, value.hex())
+    if isinstance(value, float):
+        return (kind, value.hex())
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())
     if kind in _SCALARS or isinstance(value, enum.Enum):
         return (kind, value)
     if kind is slice:
         return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
-    if kind in (frozenset, set):
-        return (kind, frozenset(map(plain_key, value)))
+    if kind is range:  # equal ranges may have another stop
+        return (range, value.start, value.stop, value.step)
+    if kind in (frozenset, set):  # and equal sets another order
+        return (kind, tuple(map(plain_key, value)))
     if isinstance(value, BY_IDENTITY):
         # A weak reference is equal for as long as it is to the same object, and then never again.
         return (kind, weakref.ref(value) if kind.__weakrefoffset__ else value)

@@ -87,8 +87,10 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         return None if getattr(tree, "__dict__", None) else ((), list(tree))
     if kind in _DICTS:
         return tuple(k if type(k) is str else _Key(type(k), k) for k in tree), list(tree.values())
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and kind not in _pytree.SUPPORTED_NODES:
-        names = tuple(f.name for f in dataclasses.fields(tree))
+    if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
+        if kind.__new__ is not object.__new__ or isinstance(tree, torch.nn.Module):
+            return None  # more than its fields: a dictionary, an exception, a module
+        names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(tree, f.name))
         names += tuple(n for n in getattr(tree, "__dict__", ()) if n not in names)  # set by __post_init__, or by hand
         return names, [getattr(tree, n) for n in names]
     if kind in _pytree.SUPPORTED_NODES:

@@ -23,6 +23,7 @@ from . import operators
 from .dials import Dials
 from .errors import Refusal
 from .listening import unheard
+from .pool import dense
 from .reach import Reach
 from .where import users_line
 
@@ -138,9 +139,8 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif name is None:
                 self.stranger(m, t)
-        offset = m.name == "aten::as_strided" and (len(args) > 3 or "storage_offset" in kwargs)
-        if offset and storage_id(args[0]) in self.slot_ids:
-            raise Refusal(f"{m.name} with an offset of its own reads beside an argument", "use slices of it")
+        if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
+            raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
         if m.writes or m.writes_named:
             for t in operators.written_by(m, args, kwargs):
                 key = storage_id(t)
@@ -166,6 +166,11 @@ class OperatorWatch(TorchDispatchMode):
     def meet(self, generator: torch.Generator) -> None:
         """A generator that was not in reach is used."""
         self.generators.append(generator)
+
+
+def _reaches_beside(args: Any, kwargs: Any) -> bool:
+    """Whether `as_strided` with these arguments may show memory that the tensor itself does not."""
+    return len(args) > 3 or "storage_offset" in kwargs or not dense(args[0])
 
 
 def _sizes(m: operators.Meaning, args: Any, kwargs: Any) -> list[int]:

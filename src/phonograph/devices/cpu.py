@@ -115,6 +115,10 @@ class Tape(OperatorWatch):
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
         out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
+        if results and all(t.is_meta for t in results):
+            return out  # a shape without values
+        if any(t.is_quantized or t._is_zerotensor() for t in results):
+            raise Refusal(f"{m.name} gives a quantized tensor, or one that is known to be zero and has no memory")
         fresh = [storage_id(t) not in self.known for t in results]
         variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
         if func in _NOTHING and _fills_memory():

@@ -70,9 +70,12 @@ def _quietly(end: Callable[[], None]) -> None:
 class CudaWatch(OperatorWatch):
     """Also refuses host tensors: what runs on the host during a capture would not run again at a replay."""
 
-    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any]) -> None:
+    def __init__(
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any], free: Spans
+    ) -> None:
         super().__init__(device, reach, slots)
         self._registered = generators
+        self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
 
     def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         super()._see(m, args, kwargs, tensors)
@@ -106,7 +109,7 @@ class CudaWatch(OperatorWatch):
         # address. Host constants need no watching: they are baked in.
         if t.is_cuda:
             place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-            if place not in self.strangers:
+            if place not in self.strangers and not self._free.covers(*place):
                 self.strangers[place] = (m.name, users_line())
         else:
             super().stranger(m, t)
@@ -381,12 +384,14 @@ class CudaDevice:
             graph.register_generator_state(g)
         with self._on_stream(), self._undisturbed(protected):
             handle = self._anchor.handle
-            owned = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not b.free)
+            before = cuda_memory.blocks(handle)
+            owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with torch_private.allocations_since(self.index) as allocated:
                 torch_private.clear_cublas_workspaces()
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
-                watch = CudaWatch(self.torch_device, reach, slots, self._generators)
+                free = Spans((b.address, b.nbytes) for b in before if b.free)
+                watch = CudaWatch(self.torch_device, reach, slots, self._generators, free)
                 watch.dials = dials
                 steps: set[int] = set()
                 dials.stepping = self._collecting(steps)
