@@ -46,6 +46,8 @@ __all__ = ["FEW", "LIVE", "MISSING", "Holder", "Reach", "parametrizations_are_ca
 
 LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
+_THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
+                      "default_stream"})  # fmt: skip
 _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
 
 
@@ -137,6 +139,11 @@ class Reach:
     def reads_settings(self) -> bool:
         """Whether the user's own code may look at the settings of an optimizer."""
         return not self._names.isdisjoint(_SETTINGS)
+
+    @property
+    def orders_streams(self) -> bool:
+        """Whether the user's own code may rely on which stream is current, with threads of its own for instance."""
+        return not self._names.isdisjoint(_THREADS)
 
     @property
     def reads_gradients(self) -> bool:

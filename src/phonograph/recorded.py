@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -296,7 +297,9 @@ class Recorded(Generic[P, R]):
                 return self._function(*args, **kwargs)
         optimizers.prepare(reach.optimizers)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
-        with _Within(warming_up=True), optimizers.recordable(reach.optimizers), device.beside():
+        # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
+        place = nullcontext() if reach.orders_streams else device.beside()
+        with _Within(warming_up=True), optimizers.recordable(reach.optimizers), place:
             return self._function(*args, **kwargs)
 
     def _live(self, args: Any, kwargs: Any) -> R:
