@@ -20,11 +20,6 @@ from .torch_private import tensor_check
 __all__ = ["FastPath"]
 
 
-def _unusual(t: torch.Tensor) -> bool:
-    """What torch's guards do not look at: where its memory begins, attributes of its own, a gradient."""
-    return bool(t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None)
-
-
 class FastPath:
     """Recognises calls of one signature, and finds the recording to play.
 
@@ -58,8 +53,11 @@ class FastPath:
     def find(self, args: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call with these arguments; None if that is for others to say."""
         n = self._count
-        if len(args) != n or not self._check(*args) or modes() != self._modes or any(map(_unusual, args)):
+        if len(args) != n or not self._check(*args) or modes() != self._modes:
             return None
+        for t in args:  # what torch's guards do not look at: where its memory begins, attributes of its own, a gradient
+            if t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None:
+                return None
         if n > 1 and len({*map(id, args)}) < n:
             return None  # one tensor given twice is another signature
         if self._state and any(map(self._state.meets, args)):

@@ -187,8 +187,6 @@ _autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 
 
 def _autocast() -> tuple[Any, ...]:
-    if not _autocast_on():
-        return ()
     kinds = ("cpu", "cuda")
     return tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
@@ -196,7 +194,7 @@ def _autocast() -> tuple[Any, ...]:
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
     try:
-        return _settings(), _autocast(), forward_ad._current_level
+        return _settings(), _autocast() if _autocast_on() else (), forward_ad._current_level
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
         settings = [*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS]]
         return tuple(settings), _autocast(), forward_ad._current_level
