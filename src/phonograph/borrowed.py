@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils import dlpack
 
 from .errors import StaleOutput
 from .torch_private import alias, bump
@@ -48,7 +47,7 @@ class Loan:
 
 # What gives access to the memory without a look at the loan each time gets a copy of it.
 _EXPOSE = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage,
-           torch.Tensor.__dlpack__, vars(dlpack)["to_dlpack"], torch.Tensor.set_, torch.Tensor.as_subclass}  # fmt: skip
+           torch.Tensor.__dlpack__}  # fmt: skip
 
 
 class Borrowed(torch.Tensor):

@@ -247,8 +247,9 @@ class Reach:
             if not isinstance(k, (str, torch.Tensor)):
                 self._work.append((path, k))
 
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]]) -> None:
-        """Several dictionaries, most of them empty, as one place that the witness hears of."""
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool) -> None:
+        """Several dictionaries, most of them empty or small, as one place: reading it is cheaper than reading each."""
+        dicts = [d for d in dicts if id(d) not in self._seen]
 
         def read() -> tuple[Any, ...]:
             return tuple([x for d in dicts for x in (len(d), *d, *d.values())] if any(dicts) else ())
@@ -260,7 +261,7 @@ class Reach:
                 d.update(_pairs(values, at))
                 at += 1 + 2 * len(d)
 
-        self._hold(path, read, restore, watched=True, keyed=True)
+        self._hold(path, read, restore, watched=watched, keyed=True)
         self._keep += dicts
         self._seen.update(map(id, dicts))
         for d in filter(None, dicts):
@@ -323,13 +324,14 @@ class Reach:
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
         inner = [d for name, d in module.__dict__.items() if name.startswith("_") and type(d) in (dict, OrderedDict)]
-        self._dicts(path, [d for d in inner if id(d) not in self._seen])
+        self._dicts(path, inner, watched=True)
         self._seen.add(id(module.__dict__.get("_non_persistent_buffers_set")))
         self._dict(path, module.__dict__, watched=True)
         self._methods.append((path, type(module)))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
+        self._dicts(path, [d for d in optimizer.__dict__.values() if type(d) in (dict, OrderedDict)], watched=False)
         self._dict(path, optimizer.__dict__)
         self._seen.add(id(optimizer.state))
         self._hold(f"{path}.state", lambda: (*optimizer.state.values(),), _leave)
@@ -337,12 +339,9 @@ class Reach:
         self._methods.append((path, type(optimizer)))
         for i, group in enumerate(optimizer.param_groups):
             self._group(f"{path}.param_groups[{i}]", group)
-        for state in optimizer.state.values():
-            # One dict a parameter: many, and changed only through the optimizer itself.
-            if isinstance(state, dict) and id(state) not in self._seen:
-                self._seen.add(id(state))
-                self._keep.append(state)
-                self._dict(f"{path}.state", state, watched=len(optimizer.state) > FEW)
+        # One dictionary a parameter: where there are many, they are looked at in turn.
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        self._dicts(f"{path}.state", states, watched=len(states) > FEW)
 
     def _group(self, path: str, group: dict[str, Any]) -> None:
         """A parameter group: its hyper-parameters, the live ones each as a place of its own."""

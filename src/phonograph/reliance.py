@@ -221,7 +221,7 @@ class Grads:
         if not self._created:
             return False
         now = self._count()
-        if now == self._alone:
+        if now == self._alone or (now == self._standing and all(map(is_, map(_grad, self._owners), self._created))):
             return False
         return any(
             count > (standing if p.grad is g else alone)
@@ -274,6 +274,8 @@ class Reliances:
         self._pointers = [*map(address, hot)]
         self._same_metadata = tensor_check(hot)
         self._tensors = [(t, _state(t)) for t in tensors]
+        looked_at = set(map(id, hot)) if self._same_metadata is not None else set()
+        self._others = [entry for entry in self._tensors if id(entry[0]) not in looked_at]
         self._names = {id(t): name for name, t in reach.tensors.values()}
         self._turn = 0
         witness.watch([*reach.modules, *tensors])
@@ -299,7 +301,7 @@ class Reliances:
             return self._moved(self._tensors) or self._names[id(self._pointed[0])]
         if witness.epoch() != self._epoch:
             return self._all_watched()
-        return self._rotate() if self._watched or len(self._tensors) > FEW else None
+        return self._rotate() if self._watched or self._others else None
 
     def _all_watched(self) -> str | None:
         epoch = witness.epoch()
@@ -315,7 +317,7 @@ class Reliances:
         """A few at a time. What is found once is found again: the next look is a full one."""
         turn = self._turn
         entries = self._watched[turn * _ROTATE : (turn + 1) * _ROTATE]
-        tensors = self._tensors[turn * 16 * _ROTATE : (turn + 1) * 16 * _ROTATE]
+        tensors = self._others[turn * 16 * _ROTATE : (turn + 1) * 16 * _ROTATE]
         self._turn = turn + 1 if entries or tensors else 0
         changed = next((_which(e) for e in entries if not _unchanged(e)), None) or self._moved(tensors)
         if changed is not None:

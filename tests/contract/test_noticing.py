@@ -1328,7 +1328,6 @@ def test_c08_parts_of_an_optimizer_replaced_by_equal_ones_that_change_later(devi
         both(data(device, n))
 
 
-@not_yet("the state of an optimizer, where there is too much of it to look at each")
 def test_c08_the_momentum_of_one_of_many_parameters_is_replaced(device):
     def make():
         weights = [nn.Parameter(torch.ones(1, device=device)) for _ in range(80)]
