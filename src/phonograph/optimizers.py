@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """`capturable` on in every group that knows it, for the length of the block."""
-    groups = [g for o in optimizers for g in o.param_groups if g.get("capturable") is False]
+    groups = [g for o in optimizers for g in o.param_groups if g.get("capturable") is False or id(g) in _switched]
     if not groups:
         yield
         return
@@ -44,6 +45,7 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     with _guard:  # several threads may be at it, each with groups of its own
         for group in groups:
             group["capturable"] = True
+            _switched[id(group)] += 1
         if not _listed:
             _listed.extend((m, getattr(m, _LISTED_BY)) for m in lists)
             for m, listed in _listed:
@@ -55,7 +57,10 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         with _guard:
             _blocks.pop()
             for group in groups:
-                group["capturable"] = False
+                _switched[id(group)] -= 1
+                if not _switched[id(group)]:
+                    del _switched[id(group)]
+                    group["capturable"] = False
             if not _blocks:
                 for m, listed in _listed:
                     setattr(m, _LISTED_BY, listed)
@@ -63,7 +68,8 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 _guard = threading.Lock()
-_blocks: list[None] = []  # one for each thread that is inside
+_blocks: list[None] = []  # one for each block that somebody is in
+_switched: Counter[int] = Counter()  # how many of them have switched a group, by its identity
 _listed: list[tuple[Any, Any]] = []  # the modules whose list is extended, and their own functions
 
 

@@ -82,7 +82,5 @@ class Shelf:
 
     def clear(self) -> list[Player]:
         gone = list(self)
-        for players in self._by_key.values():
-            players.clear()  # the fast path has this very list
         self._by_key.clear()
         return gone

@@ -4,6 +4,7 @@ the recordings, as they would without any."""
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import threading
 import time
@@ -858,3 +859,115 @@ def test_c10_verify_while_results_are_held(device):
     for _ in range(8):
         both(torch.ones(2, device=device))
     assert counts(both)[2] >= 6
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a wrong line would break, each seen to fail without it
+
+
+@may_run_live
+def test_c03_separate_arguments_at_first_and_overlapping_ones_later(device):
+    f = pg.record(lambda a, b: (a.add_(1), b * 2)[1], warmup=1)
+    for n in range(4):
+        assert_same(f(filled(device, n), filled(device, n)), filled(device, 2 * n))
+    for n in range(3):
+        memory = ramp(device, 6, start=n)
+        assert_same(f(memory[:4], memory[:4]), (ramp(device, 4, start=n) + 1) * 2)
+
+
+def test_c05_a_dropped_result_that_went_to_shared_memory(device, results_are):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(6):
+        y = f(filled(device, n))
+        y.share_memory_()  # gives it other memory, on the CPU
+        assert_same(y, filled(device, 2 * n))
+        del y
+
+
+@may_run_live
+def test_c12_a_refused_capture_that_grew_the_dictionaries_of_a_module_and_an_optimizer(device):
+    def make():
+        model = nn.Linear(3, 3).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.register_buffer("seen", torch.zeros(3, device=device))
+        model.register_forward_hook(lambda *args: None)
+
+        def f(x):
+            n = len(model._buffers)
+            model.register_buffer(f"b{n}", x + n)
+            model.add_module(f"m{n}", nn.Identity())
+            model.register_forward_pre_hook(lambda *args: None)
+            optimizer.register_step_post_hook(lambda *args: None)
+            return model(x).sum().item()
+
+        return f, (model, optimizer)
+
+    def shape(state):
+        model, optimizer = state
+        hooks = len(model._forward_hooks), len(model._forward_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+        return list(model._buffers), list(model._modules), list(model._parameters), hooks
+
+    both = side_by_side(make)
+    for n in range(4):
+        both(ramp(device, 2, 3, start=n))
+        assert shape(both.state) == shape(both.live_state)
+
+
+@may_run_live
+def test_c09_a_scheduler_that_steps_inside_before_the_optimizer(device):
+    def make():
+        weight = nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def f(x):
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            schedule.step()
+            optimizer.step()
+
+        return f, weight
+
+    both = side_by_side(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's: they are called in the wrong order
+        for n in range(6):
+            both(ramp(device, 3, start=n))
+            assert_same(both.state, both.live_state)
+
+
+@may_run_live
+def test_c14_a_recorded_function_in_the_backward_of_another(device):
+    """On a GPU backward runs on a thread of autograd's own, while the recording waits for it."""
+    inner = pg.record(lambda grad: grad * 3, warmup=1)
+
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return inner(grad)
+
+    weight = torch.ones(4, device=device, requires_grad=True)
+    f = pg.record(lambda x: torch.autograd.grad(Tripled.apply(weight * x).sum(), weight)[0], warmup=1)
+    for n in range(5):
+        assert_same(f(filled(device, n)), filled(device, 3 * n))
+
+
+@may_run_live
+def test_c08_a_cached_tensor_that_the_first_call_made(device):
+    """What a warm-up leaves behind on a GPU lies in the memory of the pool, and is no memory of the recording's."""
+    factor = [2.0]
+
+    @functools.lru_cache
+    def table():
+        return torch.full((4,), factor[0], device=device)
+
+    f = pg.record(lambda x: x * table(), warmup=1)
+    for n in range(8):
+        if n == 5:
+            factor[0] = 5.0
+            table.cache_clear()
+        assert_same(f(filled(device, n)), filled(device, n * factor[0]))
