@@ -971,3 +971,28 @@ def test_c08_a_cached_tensor_that_the_first_call_made(device):
             factor[0] = 5.0
             table.cache_clear()
         assert_same(f(filled(device, n)), filled(device, n * factor[0]))
+
+
+@may_run_live
+def test_c09_a_rate_that_code_of_a_package_sets_inside(device):
+    space = {}
+    source = "def adjust(optimizer, rate):\n    for group in optimizer.param_groups:\n        group['lr'] = rate\n"
+    exec(compile(source, "/usr/lib/site-packages/package.py", "exec"), space)
+    adjust = space["adjust"]
+
+    def make():
+        weight = nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+        def f(x, rate):
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            adjust(optimizer, rate)
+            optimizer.step()
+
+        return f, weight
+
+    both = side_by_side(make)
+    for rate in [0.5, 0.5, 0.25, 0.25, 0.5, 0.25, 0.5]:
+        both(ramp(device, 3), rate)
+        assert_same(both.state, both.live_state)
