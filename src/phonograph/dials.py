@@ -214,7 +214,9 @@ def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
     dials = Dials(reach.optimizers if wanted and not seen else ())
     probes = [dials.source(i) for i in range(len(dials.sources))]
 
+    # New objects of the same value: that the function sets a number is seen even if it sets what is there already.
     real = list(dials._last)
+    marks = [float(v) * 1.0 for v in real]
 
     def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -232,12 +234,16 @@ def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
 
     handles = []
     for o in reach.optimizers if dials else ():
-        handles += [o.register_step_pre_hook(put(real, probes, True)), o.register_step_post_hook(put(probes, real, False))]
+        handles += [o.register_step_pre_hook(put(marks, probes, True)), o.register_step_post_hook(put(probes, marks, False))]
     try:
+        for (group, key), mark in zip(dials.sources, marks, strict=True):
+            group[key] = mark
         yield dials
     finally:
         for handle in handles:
             handle.remove()
-        for (group, key), probe, value in zip(dials.sources, probes, real, strict=True):
-            if group.get(key) is probe:
+        for (group, key), probe, mark, value in zip(dials.sources, probes, marks, real, strict=True):
+            if group.get(key) is mark or group.get(key) is probe:
                 group[key] = value
+            else:
+                dials.lost = True  # the function itself sets it

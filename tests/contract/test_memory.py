@@ -973,26 +973,71 @@ def test_c08_a_cached_tensor_that_the_first_call_made(device):
         assert_same(f(filled(device, n)), filled(device, n * factor[0]))
 
 
-@may_run_live
-def test_c09_a_rate_that_code_of_a_package_sets_inside(device):
+def of_a_package(source):
+    """What `source` defines, as code of an installed package: the names that it uses are not looked at."""
     space = {}
-    source = "def adjust(optimizer, rate):\n    for group in optimizer.param_groups:\n        group['lr'] = rate\n"
     exec(compile(source, "/usr/lib/site-packages/package.py", "exec"), space)
-    adjust = space["adjust"]
+    return space
+
+
+RATES = """
+def adjust(optimizer, rate):
+    for group in optimizer.param_groups:
+        group['lr'] = rate
+
+def step_with(optimizer, factor):
+    group = optimizer.param_groups[0]
+    was = group['lr']
+    group['lr'] = was * factor
+    optimizer.step()
+    group['lr'] = was
+"""
+
+
+@may_run_live
+@pytest.mark.parametrize("after", [False, True])
+def test_c09_a_rate_that_code_of_a_package_sets_inside(device, after):
+    adjust = of_a_package(RATES)["adjust"]
 
     def make():
         weight = nn.Parameter(torch.ones(3, device=device))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizer = torch.optim.SGD([weight], lr=0.5)
 
         def f(x, rate):
             optimizer.zero_grad()
             (weight * x).sum().backward()
+            if after:
+                optimizer.step()
             adjust(optimizer, rate)
-            optimizer.step()
+            if not after:
+                optimizer.step()
 
-        return f, weight
+        return f, (weight, optimizer)
 
     both = side_by_side(make)
     for rate in [0.5, 0.5, 0.25, 0.25, 0.5, 0.25, 0.5]:
         both(ramp(device, 3), rate)
-        assert_same(both.state, both.live_state)
+
+
+@may_run_live
+def test_c09_a_rate_that_code_of_a_package_sets_for_a_moment(device):
+    step_with = of_a_package(RATES)["step_with"]
+
+    def make():
+        weight = nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+
+        def f(x):
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+            step_with(optimizer, 0.5)
+
+        return f, (weight, optimizer)
+
+    both = side_by_side(make)
+    for n in range(6):
+        if n == 3:
+            for optimizer in (both.state[1], both.live_state[1]):
+                optimizer.param_groups[0]["lr"] = 0.25
+        both(ramp(device, 3))
