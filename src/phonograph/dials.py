@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.optim.optimizer as optimizer_module
 
 from .reach import LIVE, Reach
+from .torch_private import optimizer_hooks, step_hooks
 
 __all__ = ["Dial", "Dials", "probing"]
 
@@ -202,9 +202,7 @@ class Dials:
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether other code runs within `step`, and might see the probes."""
-    o = optimizer_module
-    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-                o._global_optimizer_pre_hooks, o._global_optimizer_post_hooks))  # fmt: skip
+    return bool(step_hooks(optimizer) or optimizer_hooks())
 
 
 @contextmanager

@@ -14,18 +14,15 @@ reads and that was not found here has an unknown origin, and the recorder refuse
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import random
 import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
 from types import (
     BuiltinFunctionType,
     CellType,
-    CodeType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -36,27 +33,28 @@ from types import (
 from typing import Any, NamedTuple
 
 import torch
-import torch.backends.mha
-import torch.distributions
-import torch.optim.optimizer as optimizer_module
 
+from . import torch_private
+from .introspection import (
+    MISSING,
+    asks_identity,
+    contents,
+    functions_of,
+    has_attributes,
+    is_users_class,
+    names_in,
+    parts,
+    slots_of,
+)
 from .where import is_users
 
-__all__ = ["FEW", "LIVE", "MISSING", "Holder", "Reach", "parametrizations_are_cached"]
+__all__ = ["FEW", "LIVE", "Holder", "Reach"]
 
 LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream"})  # fmt: skip
 _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
-
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-MISSING: Any = _Missing()
 
 
 class Holder(NamedTuple):
@@ -88,11 +86,6 @@ class Holder(NamedTuple):
 
 _ARRAY = 4096  # bytes of a NumPy array that are compared before each replay; larger ones are refused
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
-# Objects of torch's, of the standard library's or built in that are looked into like those of the user's classes.
-_LOOKED_INTO = (
-    torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.amp.autocast, torch.distributions.Distribution,
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, BaseException,
-)  # fmt: skip
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map,
               filter, enumerate)  # fmt: skip
@@ -124,7 +117,7 @@ class Reach:
         self._attributed: list[tuple[str, torch.Tensor]] = []
         self._python_modules: dict[int, tuple[str, ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
-        self._work.extend(("a hook", hook) for hook in (*_global_hooks(), *_optimizer_hooks()))
+        self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self._functions: list[FunctionType] = []
         self._objects: list[Any] = []
         self._drain()
@@ -154,15 +147,15 @@ class Reach:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
         if functions:
-            self._hold("code", lambda: tuple([x for f in functions for x in (*_parts(f), len(f.__dict__))]), _leave)
+            self._hold("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), _leave)
         if objects:
             self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
         if modules:
             self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
-            self._hold("global hooks", _global_hooks, _leave)
-            self._hold("settings of torch.nn", _module_settings, _leave)
+            self._hold("global hooks", torch_private.module_hooks, _leave)
+            self._hold("settings of torch.nn", torch_private.module_settings, _leave)
         if self.optimizers:
-            self._hold("hooks of all optimizers", _optimizer_hooks, _leave)
+            self._hold("hooks of all optimizers", torch_private.optimizer_hooks, _leave)
 
     # -- walking
 
@@ -176,16 +169,9 @@ class Reach:
                 self._enter_methods(path, kind)
             for path, module, held in list(self._python_modules.values()):
                 self._members(path, module, held)
+            for path, tensor in self._attributed:
+                self._attributes(path, tensor)
         self.truncated = bool(self._work)
-        for path, tensor in self._attributed:
-            if not self._names.isdisjoint(tensor.__dict__):
-                self._dict(path, tensor.__dict__, watched=len(self.tensors) > FEW)
-        self._drain_attributes()
-
-    def _drain_attributes(self) -> None:
-        """What attributes of tensors hold: plain values nearly always, and entered once more in case they do not."""
-        while self._work:
-            self._visit(*self._work.popleft())
 
     def _visit(self, path: str, thing: Any) -> None:
         if type(thing) in _LEAVES or id(thing) in self._seen:
@@ -204,7 +190,7 @@ class Reach:
             self.host_rngs.append(thing)
         elif type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
             self._array(path, thing)
-        elif _is_plain_object(thing):
+        elif has_attributes(thing):
             self._object(path, thing)
 
     def _kind(self, path: str, kind: type) -> None:
@@ -303,7 +289,7 @@ class Reach:
         if isinstance(getattr(thing, "__dict__", None), dict):
             self._dict(path, thing.__dict__)
             self._objects.append(thing)
-        slots = [s for c in type(thing).__mro__ for s in _slots(c)]
+        slots = [s for c in type(thing).__mro__ for s in slots_of(c)]
         if slots:
 
             def read() -> tuple[Any, ...]:
@@ -317,8 +303,8 @@ class Reach:
             self._hold(path, read, restore)
             self._fixed(path, read())
         if isinstance(thing, (dict, list)):  # a subclass with contents of its own
-            contents: Any = self._dict if isinstance(thing, dict) else self._list
-            contents(path, thing)
+            enter: Any = self._dict if isinstance(thing, dict) else self._list
+            enter(path, thing)
         self._methods.append((path, type(thing)))
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
@@ -394,6 +380,11 @@ class Reach:
         if getattr(tensor, "__dict__", None):
             self._attributed.append((path, tensor))
 
+    def _attributes(self, path: str, tensor: torch.Tensor) -> None:
+        if id(tensor.__dict__) not in self._seen and not self._names.isdisjoint(tensor.__dict__):
+            self._seen.add(id(tensor.__dict__))
+            self._dict(path, tensor.__dict__, watched=len(self.tensors) > FEW)
+
     def _method(self, path: str, method: MethodType) -> None:
         self._work.append((path, method.__func__))
         self._work.append(("self", method.__self__))
@@ -412,7 +403,8 @@ class Reach:
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
         compiled = f.__dict__.get("_torchdynamo_orig_callable")
-        if compiled is not None and (getattr(compiled, "__name__", "") == "step" or "step" in _names_of(compiled)):
+        code = getattr(compiled, "__code__", None)
+        if getattr(compiled, "__name__", "") == "step" or (code is not None and "step" in names_in(code)):
             self.compiles_a_step = True
         if not is_users(f.__code__.co_filename):
             return
@@ -422,9 +414,9 @@ class Reach:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
         if f.__dict__.keys() - {"__wrapped__"} and f.__qualname__.partition(".")[0] != "live":
             self._dict(f.__qualname__, f.__dict__)
-        named = set(_names(f.__code__))
+        named = names_in(f.__code__)
         self._names |= named
-        self.asks_identity = self.asks_identity or _asks_identity(f.__code__)
+        self.asks_identity = self.asks_identity or asks_identity(f.__code__)
         package = f.__globals__.get("__package__") or ""
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
@@ -438,7 +430,7 @@ class Reach:
 
     def _cells(self, owner: str, names: tuple[str, ...], cells: tuple[CellType, ...]) -> None:
         def read() -> tuple[Any, ...]:
-            return tuple(map(_contents, cells))
+            return tuple(map(contents, cells))
 
         def restore(values: tuple[Any, ...]) -> None:
             for cell, value in zip(cells, values, strict=True):
@@ -483,7 +475,7 @@ class Reach:
                 self._class(f"{base.__qualname__}", base)
             for name, member in list(vars(base).items()):
                 if name in self._names or name in _UNNAMED or name.startswith("__"):
-                    for f in _functions(member):
+                    for f in functions_of(member):
                         self._visit(f"{base.__qualname__}.{name}", f)
 
     def _class(self, path: str, kind: type) -> None:
@@ -498,7 +490,7 @@ class Reach:
                 delattr(kind, n)
 
         self._hold(path, lambda: (len(space), *space, *space.values()), restore, keyed=True)
-        names = [n for n, v in space.items() if not n.startswith("__") and not _functions(v)]
+        names = [n for n, v in space.items() if not n.startswith("__") and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
@@ -524,99 +516,6 @@ def _label(key: Any) -> str:
 
 def _leave(_: tuple[Any, ...]) -> None:
     """For places whose change a capture does not undo: code, classes, hooks of all modules."""
-
-
-_hook_dicts = [v for n, v in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(v, dict)]
-
-
-def _global_hooks() -> tuple[Any, ...]:
-    return tuple([hook for d in _hook_dicts for hook in d.values()])
-
-
-def _module_settings() -> tuple[Any, ...]:
-    """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
-    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()
-
-
-def parametrizations_are_cached() -> bool:
-    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
-
-
-_optimizer_hook_dicts = [v for n, v in vars(optimizer_module).items() if n.startswith("_global_") and isinstance(v, dict)]
-
-
-def _optimizer_hooks() -> tuple[Any, ...]:
-    return tuple([hook for d in _optimizer_hook_dicts for hook in d.values()])
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that a code object uses, and the words that it may look something up by."""
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _names(const)
-        elif isinstance(const, str) and (const.isidentifier() or const in sys.modules):
-            yield const
-
-
-@functools.cache
-def _asks_identity(code: CodeType) -> bool:
-    """Whether code compares objects by identity (``a is b``), or asks for what stands for it."""
-    inner = any(_asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
-    names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
-    return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
-
-
-_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
-def _names_of(function: Any) -> set[str]:
-    code = getattr(function, "__code__", None)
-    return set(_names(code)) if code is not None else set()
-
-
-def _functions(member: Any) -> list[FunctionType]:
-    if isinstance(member, (staticmethod, classmethod)):
-        member = member.__func__
-    if isinstance(member, property):
-        return [f for f in (member.fget, member.fset) if isinstance(f, FunctionType)]
-    return [member] if isinstance(member, FunctionType) else []
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else tuple(slots)
-    prefix = f"_{kind.__name__.lstrip('_')}"
-    mangled = [prefix + s if s.startswith("__") and not s.endswith("__") else s for s in slots]
-    return tuple(s for s in mangled if s not in ("__dict__", "__weakref__"))
-
-
-def is_users_class(kind: type) -> bool:
-    """Whether a class is defined in the user's own code."""
-    if kind.__module__ == "builtins":
-        return False
-    module = sys.modules.get(kind.__module__)
-    if module is None:  # loaded in a way of the user's own: its functions know their file
-        return any(is_users(f.__code__.co_filename) for v in vars(kind).values() for f in _functions(v))
-    return is_users(getattr(module, "__file__", None) or "<string>")
-
-
-_OPAQUE = {"torch", "builtins", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
-           "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
-           "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
-
-
-def _is_plain_object(thing: Any) -> bool:
-    if isinstance(thing, _LOOKED_INTO):
-        return True
-    return type(thing).__module__.partition(".")[0] not in _OPAQUE
 
 
 _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [

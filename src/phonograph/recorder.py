@@ -30,11 +30,12 @@ from .errors import Refusal
 from .listening import watching_python
 from .optimizers import recordable
 from .pool import Lease, unowned
-from .reach import Reach, parametrizations_are_cached
+from .reach import Reach
 from .recording import Entangled, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
 from .signature import Call, modes
 from .spans import Spans
+from .torch_private import parametrizations_are_cached
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 

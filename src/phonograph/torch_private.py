@@ -6,6 +6,7 @@ to record and names it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +14,14 @@ from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
+import torch.backends.mha
+import torch.optim.optimizer as optimizer_module
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "dispatch_modes", "function_modes", "is_composite", "missing", "raw_alloc", "raw_free",
-           "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch",
-           "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+           "current_device", "dispatch_modes", "function_modes", "is_composite", "missing", "module_hooks",
+           "module_settings", "optimizer_hooks", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
+           "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch", "step_hooks", "storage_at",
+           "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -105,6 +109,41 @@ def transformed() -> bool:
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
+
+
+# -- modules and optimizers
+
+
+def _global_hooks(module: Any) -> list[dict[int, Any]]:
+    return [v for n, v in vars(module).items() if n.startswith("_global_") and isinstance(v, dict)]
+
+
+_of_modules, _of_optimizers = _global_hooks(torch.nn.modules.module), _global_hooks(optimizer_module)
+
+
+def module_hooks() -> tuple[Any, ...]:
+    """The hooks that all modules share."""
+    return tuple([hook for d in _of_modules for hook in d.values()])
+
+
+def optimizer_hooks() -> tuple[Any, ...]:
+    """The hooks that all optimizers share."""
+    return tuple([hook for d in _of_optimizers for hook in d.values()])
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """The hooks of one optimizer's `step`."""
+    return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether this is within `parametrize.cached()`."""
+    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
+
+
+def module_settings() -> tuple[Any, ...]:
+    """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
+    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()
 
 
 # -- CUDA
