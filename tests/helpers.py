@@ -22,6 +22,22 @@ def side_by_side(make: Callable[[], Any], **options: Any) -> SideBySide:
     return SideBySide(make, **{"warmup": 1, **options})
 
 
+def changeable(make: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]) -> tuple[SideBySide, Callable[..., None]]:
+    """`side_by_side` for a function that is made together with what changes something for it; and the change of both."""
+    changes: list[Callable[..., Any]] = []
+
+    def function() -> Callable[..., Any]:
+        made, change = make()
+        changes.append(change)
+        return made
+
+    def change(*args: Any) -> None:
+        for one in changes:
+            one(*args)
+
+    return side_by_side(function), change
+
+
 def plain(function: Callable[..., Any], **options: Any) -> SideBySide:
     """`side_by_side` for a function that has no state of its own."""
     return side_by_side(lambda: copy_of(function), **options)

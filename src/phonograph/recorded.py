@@ -366,9 +366,8 @@ class Recorded(Generic[P, R]):
         call.own_borrowed()
         device.pool.take_back()
         with _Within():
-            recording = record(self.name, self._function, call, reach, device, blocked=blocked,
-                apart=apart,
-                               borrow=self.options.outputs == "borrow")  # fmt: skip
+            borrow = self.options.outputs == "borrow"
+            recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
         device.settle(recording)
         device.pool.add(recording)
         self._entangled |= recording.entangled

@@ -76,28 +76,13 @@ def record(
     Raises:
         Refusal: it cannot be recorded; everything is as before.
     """
-    if reach.iterators:
-        raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
-    if reach.arrays:
-        raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    if parametrizations_are_cached():
-        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
-    if reach.truncated:
-        raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
-    tensors_outside = [t for _, t in reach.tensors.values()]
-    layouts = {t.grad.layout for t in tensors_outside if t.is_leaf and t.grad is not None}
-    if layouts - {torch.strided}:
-        raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
-    grads = Grads(tensors_outside, device.outlives)
+    _check(reach)
+    grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     tensors = TensorSnapshot(reach)
     try:
         with _transaction(reach, grads, tensors) as snapshot:
-            borrowed = [device.pool.lease_of(t) is not None for t in call.tensors]
-            arguments = [unowned(t) if b else t for t, b in zip(call.tensors, borrowed, strict=True)]
-            parameters = {i for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)}
-            arguments = [call.tensors[i] if i in parameters else t for i, t in enumerate(arguments)]
-            fixed = [b or i in parameters for i, b in enumerate(borrowed)]
+            arguments, fixed = _arguments(call, device)
             most = 0 if borrow else math.inf if copies_out else SMALL
             with probing(reach, follow) as dials:
                 captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most)
@@ -123,7 +108,6 @@ def record(
     except _Unfollowed:
         # Some number could not be found in the program: then they are all baked in.
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False)
-    written = captured.watch.written
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -137,16 +121,46 @@ def record(
         copied=copied,
         footprint=captured.program.footprint,
         reliances=Reliances(reach, grads, dials),
-        written_outside=tuple(
-            t
-            for key, t in written.items()
-            if key in captured.watch.outside and not t.is_inference() and not captured.watch.known[key].endswith(".grad")
-        ),
+        written_outside=_written_outside(captured.watch),
         like=outputs.skeleton(captured.result),
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=borrow,
     )
+
+
+def _check(reach: Reach) -> None:
+    """Refuse at once what makes a recording impossible, whatever the function does."""
+    if reach.iterators:
+        raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
+    if reach.arrays:
+        raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
+    if parametrizations_are_cached():
+        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
+    if reach.truncated:
+        raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
+    layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
+    if layouts - {torch.strided}:
+        raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+
+
+def _arguments(call: Call, device: Any) -> tuple[list[torch.Tensor], list[bool]]:
+    """What the call's tensors are captured with, and which of them stay where they are: outputs of earlier recordings, which
+    are read in place, and parameters, which are state and no input."""
+    arguments, fixed = [], []
+    for t in call.tensors:
+        parameter, borrowed = isinstance(t, torch.nn.Parameter), device.pool.lease_of(t) is not None
+        arguments.append(unowned(t) if borrowed and not parameter else t)
+        fixed.append(borrowed or parameter)
+    return arguments, fixed
+
+
+def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
+    """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
+    return tuple(
+        t for key, t in watch.written.items()
+        if key in watch.outside and not t.is_inference() and not watch.known[key].endswith(".grad")
+    )  # fmt: skip
 
 
 class _Unfollowed(Exception):

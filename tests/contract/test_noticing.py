@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import phonograph as pg
 from phonograph.testing import Pair, assert_same
-from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
+from tests.helpers import assert_replays, changeable, counts, may_run_live, plain, ramp, side_by_side
 
 FACTOR = 2.0
 SETTINGS = {"scale": 2.0}
@@ -59,21 +59,13 @@ class Table(list):
 
 def assert_noticed(device, make):
     """The change comes while the function is being replayed (or runs live anyway), and a caller can see it."""
-    changes = []
-
-    def function():
-        function, change = make(device)
-        changes.append(change)
-        return function
-
-    both = side_by_side(function)
+    both, change = changeable(lambda: make(device))
     for n in range(3):
         both(ramp(device, 4, start=n))
     before = both(ramp(device, 4)).live
     live, _, replayed = counts(both)
     assert replayed == 3 or live == 4, "neither replayed nor refused"
-    for change in changes:
-        change()
+    change()
     with pytest.raises(AssertionError):
         assert_same(both(ramp(device, 4)).live, before)
     for n in range(3):
@@ -1422,6 +1414,21 @@ def test_c09_an_argument_that_the_function_makes_require_grad(device):
         x = ramp(device, 4)
         assert_same(f(x), 2 * ramp(device, 4))
         assert x.requires_grad
+
+
+@may_run_live
+def test_c09_an_object_of_a_class_without_a_module(device):
+    """`exec` in a bare dictionary gives classes that say they are of `builtins`."""
+
+    def make():
+        space = {}
+        exec("class Kept:\n    last = 0.5\n    def put(self, value): self.last = value", space)
+        kept = space["Kept"]()
+        return lambda x, value: (kept.put(value), x * value)[1], vars(kept)
+
+    both = side_by_side(make)
+    for value in [0.5, 0.5, 0.25, 0.25, 0.5, 0.25, 0.5]:
+        both(ramp(device, 4), value)
 
 
 @may_run_live

@@ -19,7 +19,7 @@ from torch.optim import adam
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.helpers import counts, may_run_live, ramp, side_by_side
+from tests.helpers import changeable, counts, may_run_live, ramp, side_by_side
 
 
 class Doubler(nn.Module):
@@ -66,18 +66,10 @@ def in_threads(*functions, seconds=60):
 
 def followed(device, make, *, calls=9):
     """Calls beside live, with a change of the state (`make` gives the function and the change) before some of them."""
-    changes = []
-
-    def function():
-        function, change = make(device)
-        changes.append(change)
-        return function
-
-    both = side_by_side(function)
+    both, change = changeable(lambda: make(device))
     for n in range(calls):
         if n % 3 == 2:
-            for change in changes:
-                change(float(n))
+            change(float(n))
         both(ramp(device, 3))
     return both
 
