@@ -25,13 +25,16 @@ __all__ = ["prepare", "recordable"]
 _LISTED_BY = "_get_capturable_supported_devices"
 
 
-def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Move step counts that are on the host to their parameters' device. Values do not change."""
+def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Move step counts that are on the host to their parameters' device; whether there were any. Values do not change."""
+    moved = False
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             step = state.get("step") if isinstance(state, dict) else None
             if isinstance(step, torch.Tensor) and step.device != p.device:
                 state["step"] = step.to(p.device)
+                moved = True
+    return moved
 
 
 @contextmanager

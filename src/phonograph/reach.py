@@ -113,7 +113,8 @@ class Reach:
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self._names: set[str] = set()  # every name that the user's code mentions
-        self._methods: list[tuple[str, type]] = []
+        self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
+        self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
         self._attributed: list[tuple[str, torch.Tensor]] = []
         self._python_modules: dict[int, tuple[str, ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -165,8 +166,9 @@ class Reach:
             before = (len(self._seen), len(self._names))
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
-            for path, kind in self._methods:
-                self._enter_methods(path, kind)
+            for bases in list(self._kinds.values()):
+                for base in bases:
+                    self._enter_methods(base)
             for path, module, held in list(self._python_modules.values()):
                 self._members(path, module, held)
             for path, tensor in self._attributed:
@@ -174,30 +176,26 @@ class Reach:
         self.truncated = bool(self._work)
 
     def _visit(self, path: str, thing: Any) -> None:
-        if type(thing) in _LEAVES or id(thing) in self._seen:
+        kind = type(thing)
+        if kind in _LEAVES or id(thing) in self._seen:
             return
         self._seen.add(id(thing))
         self._keep.append(thing)
-        for kinds, enter in _ENTER:
-            if isinstance(thing, kinds):
-                enter(self, path, thing)
-                return
-        if type(thing).__module__.startswith("phonograph.") and hasattr(thing, "__wrapped__"):
-            self._recorded(path, thing)
-        elif hasattr(type(thing), "__next__"):
-            self.iterators.append(path)
-        elif type(thing).__module__.partition(".")[0] == "numpy" and type(thing).__name__ in ("Generator", "RandomState"):
-            self.host_rngs.append(thing)
-        elif type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray":
-            self._array(path, thing)
-        elif has_attributes(thing):
-            self._object(path, thing)
+        enter = self._ways.get(kind)
+        if enter is None:
+            enter = self._ways[kind] = _way(thing)
+        enter(self, path, thing)
 
     def _kind(self, path: str, kind: type) -> None:
         if is_users_class(kind):
-            self._methods.append((path, kind))
+            self._class_of(kind)
             if is_users_class(type(kind)):
-                self._methods.append((path, type(kind)))
+                self._class_of(type(kind))
+
+    def _class_of(self, kind: type) -> None:
+        """Objects of this class are in reach: its methods may run."""
+        if kind not in self._kinds:
+            self._kinds[kind] = [base for base in kind.__mro__ if is_users_class(base)]
 
     def _recorded(self, path: str, recorded: Any) -> None:
         """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
@@ -227,11 +225,12 @@ class Reach:
         self._items(path, d)
 
     def _items(self, path: str, d: dict[Any, Any]) -> None:
+        seen, work = self._seen, self._work
         for k, v in list(d.items()):
-            if type(v) not in _LEAVES and id(v) not in self._seen:
-                self._work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
-            if not isinstance(k, (str, torch.Tensor)):
-                self._work.append((path, k))
+            if type(v) not in _LEAVES and id(v) not in seen:
+                work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
+            if type(k) is not str and not isinstance(k, torch.Tensor):
+                work.append((path, k))
 
     def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool) -> None:
         """Several dictionaries, most of them empty or small, as one place: reading it is cheaper than reading each."""
@@ -264,7 +263,7 @@ class Reach:
 
         self._hold(path, lambda: tuple(values), restore)
         self._fixed(path, values)
-        self._methods.append((path, type(values)))
+        self._class_of(type(values))
 
     def _set(self, path: str, values: set[Any]) -> None:
         def restore(saved: tuple[Any, ...]) -> None:
@@ -273,7 +272,7 @@ class Reach:
 
         self._hold(path, lambda: tuple(values), restore)
         self._fixed(path, values)
-        self._methods.append((path, type(values)))
+        self._class_of(type(values))
 
     def _fixed(self, path: str, values: Iterable[Any]) -> None:
         self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in _LEAVES)
@@ -281,7 +280,7 @@ class Reach:
     def _tuple(self, path: str, values: Any) -> None:
         self._fixed(path, values)
         if type(values) not in (tuple, frozenset):  # a subclass, which may have methods, and attributes of its own
-            self._methods.append((path, type(values)))
+            self._class_of(type(values))
             if getattr(values, "__dict__", None):
                 self._dict(path, values.__dict__)
 
@@ -305,24 +304,24 @@ class Reach:
         if isinstance(thing, (dict, list)):  # a subclass with contents of its own
             enter: Any = self._dict if isinstance(thing, dict) else self._list
             enter(path, thing)
-        self._methods.append((path, type(thing)))
+        self._class_of(type(thing))
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
-        inner = [d for name, d in module.__dict__.items() if name.startswith("_") and type(d) in (dict, OrderedDict)]
-        self._dicts(path, inner, watched=True)
-        self._seen.add(id(module.__dict__.get("_non_persistent_buffers_set")))
-        self._dict(path, module.__dict__, watched=True)
-        self._methods.append((path, type(module)))
+        own = module.__dict__
+        inner = [d for name, d in own.items() if type(d) in (dict, OrderedDict) and name.startswith("_")]
+        self._seen.add(id(own.get("_non_persistent_buffers_set")))
+        self._dicts(path, [own, *inner], watched=True)
+        self._class_of(type(module))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
-        self._dicts(path, [d for d in optimizer.__dict__.values() if type(d) in (dict, OrderedDict)], watched=False)
-        self._dict(path, optimizer.__dict__)
+        own = optimizer.__dict__
+        self._dicts(path, [own, *(d for d in own.values() if type(d) in (dict, OrderedDict))], watched=False)
         self._seen.add(id(optimizer.state))
         self._hold(f"{path}.state", lambda: (*optimizer.state.values(),), _leave)
         self._dict(f"{path}.state", optimizer.state, watched=True)
-        self._methods.append((path, type(optimizer)))
+        self._class_of(type(optimizer))
         for i, group in enumerate(optimizer.param_groups):
             self._group(f"{path}.param_groups[{i}]", group)
         # One dictionary a parameter: where there are many, they are looked at in turn.
@@ -465,18 +464,16 @@ class Reach:
         held |= new
         self._globals(module.__dict__, sorted(new))
 
-    def _enter_methods(self, path: str, kind: type) -> None:
-        for base in kind.__mro__:
-            if not is_users_class(base):
-                continue
-            if id(base) not in self._classes:
-                self._classes.add(id(base))
-                self._keep.append(base)
-                self._class(f"{base.__qualname__}", base)
-            for name, member in list(vars(base).items()):
-                if name in self._names or name in _UNNAMED or name.startswith("__"):
-                    for f in functions_of(member):
-                        self._visit(f"{base.__qualname__}.{name}", f)
+    def _enter_methods(self, kind: type) -> None:
+        """Those functions of a class of the user's that some code names."""
+        if id(kind) not in self._classes:
+            self._classes.add(id(kind))
+            self._keep.append(kind)
+            self._class(kind.__qualname__, kind)
+        for name, member in list(vars(kind).items()):
+            if name in self._names or name in _UNNAMED or name.startswith("__"):
+                for f in functions_of(member):
+                    self._visit(f"{kind.__qualname__}.{name}", f)
 
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
@@ -518,7 +515,14 @@ def _leave(_: tuple[Any, ...]) -> None:
     """For places whose change a capture does not undo: code, classes, hooks of all modules."""
 
 
-_ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
+_Enter = Callable[[Reach, str, Any], None]
+
+
+def _exactly(kind: type, enter: _Enter) -> tuple[Any, _Enter]:
+    return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
+
+
+_WAYS: list[tuple[Any, _Enter]] = [
     (type, Reach._kind),
     (ModuleType, Reach._module_of_the_user),
     (torch.Tensor, Reach._tensor),
@@ -535,17 +539,26 @@ _ENTER: list[tuple[Any, Callable[[Reach, str, Any], None]]] = [
     (MappingProxyType, Reach._view),
     (bytearray, Reach._bytes),
     (_ITERATORS, lambda reach, path, it: reach.iterators.append(path)),
-]
-
-
-def _exactly(kind: type, enter: Callable[[Reach, str, Any], None]) -> tuple[Any, Callable[[Reach, str, Any], None]]:
-    return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
-
-
-_ENTER += [
     _exactly(dict, Reach._dict),
     _exactly(list, Reach._list),
     (deque, Reach._deque),
     (set, Reach._set),
     ((tuple, frozenset), Reach._tuple),
 ]
+
+
+def _way(thing: Any) -> _Enter:
+    """How to enter things of this type."""
+    for kinds, enter in _WAYS:
+        if isinstance(thing, kinds):
+            return enter
+    kind = type(thing)
+    if kind.__module__.startswith("phonograph.") and hasattr(thing, "__wrapped__"):
+        return Reach._recorded
+    if hasattr(kind, "__next__"):
+        return lambda reach, path, it: reach.iterators.append(path)
+    if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("Generator", "RandomState"):
+        return lambda reach, path, rng: reach.host_rngs.append(rng)
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return Reach._array
+    return Reach._object if has_attributes(thing) else lambda reach, path, thing: None

@@ -361,7 +361,8 @@ class Recorded(Generic[P, R]):
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
         reach = self._reach(call)
         device = self._device(call, reach)
-        optimizers.prepare(reach.optimizers)
+        if optimizers.prepare(reach.optimizers):
+            reach = self._reach(call)
         device.tidy()
         call.own_borrowed()
         device.pool.take_back()

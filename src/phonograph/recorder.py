@@ -32,7 +32,7 @@ from .optimizers import recordable
 from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Recording, Slot, memory_of
-from .reliance import Grads, Reliances, Snapshot, TensorSnapshot
+from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
@@ -79,14 +79,13 @@ def record(
     _check(reach)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
-    tensors = TensorSnapshot(reach)
     try:
-        with _transaction(reach, grads, tensors) as snapshot:
+        with _transaction(reach, grads) as snapshot:
             arguments, fixed = _arguments(call, device)
             most = 0 if borrow else math.inf if copies_out else SMALL
-            with probing(reach, follow) as dials:
+            with recordable(reach.optimizers), probing(reach, follow) as dials:
                 captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most)
-            changes = [*snapshot.changes(), *tensors.changes()]
+            changes = snapshot.changes()
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
@@ -120,7 +119,7 @@ def record(
         leases=() if borrow else tuple(leases.values()),
         copied=copied,
         footprint=captured.program.footprint,
-        reliances=Reliances(reach, grads, dials),
+        reliances=Reliances(reach, snapshot, grads, dials),
         written_outside=_written_outside(captured.watch),
         like=outputs.skeleton(captured.result),
         entangled=entangled,
@@ -285,20 +284,14 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
 
 
 @contextmanager
-def _transaction(reach: Reach, grads: Grads, tensors: TensorSnapshot) -> Iterator[Snapshot]:
-    host = _HostRandom(reach)
+def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
+    host, snapshot = _HostRandom(reach), Snapshot(reach)
     torch.clear_autocast_cache()
     try:
-        with recordable(reach.optimizers):
-            snapshot = Snapshot(reach.holders)
-            try:
-                yield snapshot
-            except BaseException:
-                snapshot.restore()
-                raise
+        yield snapshot
         host.restore(changed="draws random numbers on the host (random or numpy.random)")
     except BaseException:
-        tensors.restore()
+        snapshot.restore()
         grads.restore()
         host.restore()
         raise

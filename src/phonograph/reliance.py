@@ -32,7 +32,7 @@ from .reach import FEW, Holder, Reach
 from .signature import NoSignature, plain_key
 from .torch_private import address, bump, tensor_check, use_count
 
-__all__ = ["Grads", "Reliances", "Snapshot", "TensorSnapshot", "same"]
+__all__ = ["Grads", "Reliances", "Snapshot", "same"]
 
 _ROTATE = 4  # watched holders, and 16 times as many tensors, looked at each replay
 
@@ -56,61 +56,52 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Snapshot:
-    """The values of all holders at one moment: to find what a call changed, and to put it back."""
+    """What is in reach at one moment: the values of all holders, and what the tensors *are* (memory, shape, kind; their
+    values are the device's business). It finds what a call changed, puts it back, and is what a recording relies on."""
 
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self.holders = holders
-        self.values = [h.read() for h in holders]
+    def __init__(self, reach: Reach) -> None:
+        self.holders = reach.holders
+        self.values = [h.read() for h in reach.holders]
+        self.tensors = [(name, t, _state(t)) for name, t in reach.tensors.values()]
+        self._hooks = {i: [dict(d or {}) for d in _hooks_of(t)] for i, (_, t, state) in enumerate(self.tensors) if state[-1]}
+        self._aliases: list[torch.Tensor] = [t.detach() for _, t, _ in self.tensors]
 
     def changes(self) -> list[str]:
-        """The names of places whose values differ now."""
-        return [self._name(h, old, now) for h, old in zip(self.holders, self.values, strict=True)
-                if not _all_same(old, now := h.read())]  # fmt: skip
+        """The names of places and tensors that are something else now."""
+        places = [_name(h, old, now) for h, old in zip(self.holders, self.values, strict=True)
+                  if not _all_same(old, now := h.read())]  # fmt: skip
+        return places + [name for name, t, state in self.tensors if _state(t) != state]
 
     def restore(self) -> None:
-        """Put every changed place back as it was."""
+        """Put every changed place back as it was, and make every changed tensor again what it was."""
         for holder, old in zip(self.holders, self.values, strict=True):
             now = holder.read()
             if len(now) != len(old) or not all(map(is_, now, old)):
                 holder.restore(old)
+        for i, (_, t, before) in enumerate(self.tensors):
+            now = _state(t)
+            if before[-1] or now[-1]:
+                for hooks, saved in zip(_hooks_of(t), self._hooks.get(i, ({}, {})), strict=True):
+                    if hooks is not None and hooks != saved:
+                        hooks.clear()
+                        hooks.update(saved)
+            if now[:-1] != before[:-1]:
+                t.data = self._aliases[i]
+                t.requires_grad_(before[-2])
 
-    @staticmethod
-    def _name(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-        if len(old) != len(now):
-            return holder.path
-        for i, (a, b) in enumerate(zip(old, now, strict=True)):
-            if not same(a, b):
-                return holder.label(i, now)
+
+def _name(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The name of the first value of a holder that differs."""
+    if len(old) != len(now):
         return holder.path
+    for i, (a, b) in enumerate(zip(old, now, strict=True)):
+        if not same(a, b):
+            return holder.label(i, now)
+    return holder.path
 
 
 def _all_same(old: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
-
-
-class TensorSnapshot:
-    """What the tensors in reach *are* (memory, shape, kind) at one moment; their values are the device's business."""
-
-    def __init__(self, reach: Reach) -> None:
-        self._named = [(name, t, _state(t)) for name, t in reach.tensors.values()]
-        self._hooks = [(t, [dict(d or {}) for d in _hooks_of(t)]) for _, t in reach.tensors.values()]
-        self._aliases: list[torch.Tensor] = [t.detach() for _, t in reach.tensors.values()]
-
-    def changes(self) -> list[str]:
-        """The names of tensors that are something else now."""
-        return [name for name, t, state in self._named if _state(t) != state]
-
-    def restore(self) -> None:
-        """Make them again what they were."""
-        for t, saved in self._hooks:
-            for hooks, before in zip(_hooks_of(t), saved, strict=True):
-                if hooks is not None and hooks != before:
-                    hooks.clear()
-                    hooks.update(before)
-        for (_, t, state), alias in zip(self._named, self._aliases, strict=True):
-            if _state(t)[:-1] != state[:-1]:
-                t.data = alias
-                t.requires_grad_(state[5])
 
 
 class _Kept:
@@ -259,24 +250,26 @@ def _state(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Reliances:
-    """Everything that must still hold when a recording is played. Built right after the capture."""
+    """Everything that must still hold when a recording is played: what `snapshot` found before the capture, and the
+    capture left alone."""
 
-    def __init__(self, reach: Reach, grads: Grads, dials: Dials) -> None:
+    def __init__(self, reach: Reach, snapshot: Snapshot, grads: Grads, dials: Dials) -> None:
         live = dials.live()
         self.dials = dials
-        holders = [h for h in reach.holders if h.dial not in live]
-        self._hot: list[list[Any]] = [[h, h.read, h.read()] for h in holders if not h.watched]
-        self._watched = [[h, h.read, h.read()] for h in holders if h.watched]
+        read = zip(snapshot.holders, snapshot.values, strict=True)
+        held: list[list[Any]] = [[h, h.read, values] for h, values in read if h.dial not in live]
+        self._hot = [entry for entry in held if not entry[0].watched]
+        self._watched = [entry for entry in held if entry[0].watched]
         self._grads = grads
-        tensors = [t for _, t in reach.tensors.values()]
+        tensors = [t for _, t, _ in snapshot.tensors]
         hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         self._pointed = hot
         self._pointers = [*map(address, hot)]
         self._same_metadata = tensor_check(hot)
-        self._tensors = [(t, _state(t)) for t in tensors]
+        self._tensors = [(t, state) for _, t, state in snapshot.tensors]
         looked_at = set(map(id, hot)) if self._same_metadata is not None else set()
         self._others = [entry for entry in self._tensors if id(entry[0]) not in looked_at]
-        self._names = {id(t): name for name, t in reach.tensors.values()}
+        self._names = {id(t): name for name, t, _ in snapshot.tensors}
         self._turn = 0
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch()
@@ -349,4 +342,4 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _which(entry: list[Any]) -> str:
     holder, read, saved = entry
-    return Snapshot._name(holder, saved, read())
+    return _name(holder, saved, read())
