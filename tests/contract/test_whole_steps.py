@@ -107,6 +107,21 @@ def test_c06_a_training_step_is_replayed(device, optimizer):
     assert replayed == 8 - live
 
 
+def test_c06_a_step_recorded_at_once_that_has_run_live_before(device):
+    """Its step counts are where the live steps left them: on the host, for most optimizers."""
+
+    def make():
+        function, state = train(device, "adam")()
+        for _ in range(3):
+            function(*batch(device))
+        return function, state
+
+    both = side_by_side(make, warmup=0, tolerance=tolerance_of("adam"))
+    for _ in range(4):
+        both(*batch(device))
+    assert counts(both) == (0, 1, 4), pg.explain(both.recorded)
+
+
 @may_run_live
 def test_c06_a_capturable_optimizer(cuda):
     def make():
