@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .optimizers import SMALLEST, divides_by_rate
 from .reach import LIVE, Reach
 from .torch_private import optimizer_hooks, step_hooks
 
@@ -205,12 +206,20 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(step_hooks(optimizer) or optimizer_hooks())
 
 
+def _divides_by(rate: Dial) -> Callable[[Values], Any]:
+    return lambda values: abs(rate.formula(values)) >= SMALLEST
+
+
 @contextmanager
 def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
     seen = reach.compiles_a_step or reach.reads_settings or any(map(_has_hooks, reach.optimizers))
     dials = Dials(reach.optimizers if wanted and not seen else ())
     probes = [dials.source(i) for i in range(len(dials.sources))]
+    dividing = {id(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}
+    for probe, (group, key) in zip(probes, dials.sources, strict=True):
+        if key == "lr" and id(group) in dividing:
+            dials.decide(_divides_by(probe), bool)
 
     # New objects of the same value: that the function sets a number is seen even if it sets what is there already.
     real = list(dials._last)

@@ -3,21 +3,24 @@ made of, the slots of its instances, and whether a class is the user's."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
 import weakref
+from collections.abc import Iterable
 from operator import attrgetter
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
 import torch.distributions
+import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "functions_of", "has_attributes", "is_users_class", "names_in", "parts",
-           "slots_of"]  # fmt: skip
+__all__ = ["MISSING", "asks_identity", "computes_names", "contents", "functions_of", "globals_set_in", "has_attributes",
+           "is_users_class", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -32,7 +35,8 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C
 # Objects of torch's, of the standard library's or built in that are looked into like those of the user's classes.
 _LOOKED_INTO = (
     torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.amp.autocast, torch.distributions.Distribution,
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, BaseException,
+    torch.distributions.Transform, torch.utils.data.Dataset, contextlib.nullcontext, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, weakref.WeakSet, BaseException,
 )  # fmt: skip
 _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
            "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
@@ -52,12 +56,20 @@ def contents(cell: CellType) -> Any:
 def names_in(code: CodeType) -> set[str]:
     """The names that a code object uses, and the words that it may look something up by."""
     found = set(code.co_names)
-    for const in code.co_consts:
+    _add_words(code.co_consts, found)
+    return found
+
+
+def _add_words(constants: Iterable[Any], found: set[str]) -> None:
+    for const in constants:
         if isinstance(const, CodeType):
             found |= names_in(const)
-        elif isinstance(const, str) and (const.isidentifier() or const in sys.modules):
+        elif isinstance(const, (tuple, frozenset)):
+            _add_words(const, found)
+        elif isinstance(const, str) and const in sys.modules:
             found.add(const)
-    return found
+        elif isinstance(const, str) and all(part.isidentifier() for part in const.split(".")):
+            found.update(const.split("."))  # also attrgetter("model.scale")
 
 
 @functools.cache
@@ -68,22 +80,61 @@ def asks_identity(code: CodeType) -> bool:
     return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
 
 
-def functions_of(member: Any) -> list[FunctionType]:
-    """The functions that a member of a class is made of: of a property, the getter and the setter."""
+@functools.cache
+def globals_set_in(code: CodeType) -> frozenset[str]:
+    """The global variables that code assigns or deletes."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in globals_set_in(const)]
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
+    return frozenset([*inner, *own])
+
+
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
+
+
+@functools.cache
+def computes_names(code: CodeType) -> bool:
+    """Whether code may look attributes up by names that do not stand in it: uses `getattr` and its like, other than with a
+    literal name. (Told by the instructions after the one that loads `getattr`; in doubt it does.)"""
+    if any(computes_names(const) for const in code.co_consts if isinstance(const, CodeType)):
+        return True
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    return any(i.argval in _BY_NAME and not _literal(instructions[n + 1 : n + 16]) for n, i in enumerate(instructions)
+               if i.opname.startswith("LOAD_") and i.opname != "LOAD_CONST")  # fmt: skip
+
+
+def _literal(following: list[dis.Instruction]) -> bool:
+    """Whether these instructions load an object, a literal name, perhaps a default, and then call."""
+    names = [i.opname for i in following]
+    if not names or names[0] not in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"):
+        return False
+    at = 1
+    while names[at : at + 1] == ["LOAD_ATTR"]:
+        at += 1
+    if names[at : at + 1] != ["LOAD_CONST"] or not isinstance(following[at].argval, str):
+        return False
+    default = names[at + 1 : at + 2] != [] and names[at + 1].startswith("LOAD_") and names[at + 1].count("LOAD") == 1
+    called = names[at + 1 + default : at + 2 + default]
+    return bool(called) and called[0].startswith("CALL")
+
+
+def functions_of(member: Any) -> list[Any]:
+    """What runs when a member of a class is used: of a property, the getter, the setter and the deleter."""
     if isinstance(member, (staticmethod, classmethod)):
-        member = member.__func__
+        return [member.__func__]
     if isinstance(member, property):
-        return [f for f in (member.fget, member.fset) if isinstance(f, FunctionType)]
+        return [f for f in (member.fget, member.fset, member.fdel) if f is not None]
     return [member] if isinstance(member, FunctionType) else []
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The attributes that a class itself keeps in slots, by the names under which they are reached."""
+def slots_of(kind: type) -> list[tuple[str, Any]]:
+    """The attributes that a class itself keeps in slots: their names as written, and their descriptors."""
     slots = vars(kind).get("__slots__", ())
     slots = (slots,) if isinstance(slots, str) else tuple(slots)
     prefix = f"_{kind.__name__.lstrip('_')}"
-    mangled = [prefix + s if s.startswith("__") and not s.endswith("__") else s for s in slots]
-    return tuple(s for s in mangled if s not in ("__dict__", "__weakref__"))
+    mangled = [(s, prefix + s if s.startswith("__") and not s.endswith("__") else s) for s in slots]
+    found = [(name, vars(kind).get(m)) for name, m in mangled]
+    return [(name, d) for name, d in found if isinstance(d, MemberDescriptorType)]
 
 
 def is_users_class(kind: type) -> bool:
@@ -92,15 +143,18 @@ def is_users_class(kind: type) -> bool:
         return False
     module = sys.modules.get(kind.__module__)
     if module is None:  # loaded in a way of the user's own: its functions know their file
-        return any(is_users(f.__code__.co_filename) for v in vars(kind).values() for f in functions_of(v))
+        return any(_is_users_code(f) for v in vars(kind).values() for f in functions_of(v))
     return is_users(getattr(module, "__file__", None) or "<string>")
 
 
-def has_attributes(thing: Any) -> bool:
-    """Whether an object is one of the kinds whose attributes a program's results may depend on."""
-    if isinstance(thing, _LOOKED_INTO):
+def _is_users_code(f: Any) -> bool:
+    return isinstance(f, FunctionType) and is_users(f.__code__.co_filename)
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether objects of a class have attributes that a program's results may depend on."""
+    if issubclass(kind, _LOOKED_INTO):
         return True
-    kind = type(thing)
     return not _is_builtin(kind) and kind.__module__.partition(".")[0] not in _OPAQUE
 
 

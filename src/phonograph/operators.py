@@ -39,11 +39,14 @@ class Meaning(NamedTuple):
     compiled: bool
 
 
-# Batch norm writes its running statistics (arguments 3 and 4); these older overloads do not say so.
+# Batch norm writes its running statistics; these older overloads do not say so.
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
 # `repeat_interleave` needs the host only to learn its output's size; `index` only for boolean masks.
 _SHAPE_KNOWN_IF = {
@@ -51,8 +54,20 @@ _SHAPE_KNOWN_IF = {
     "aten::index": lambda args, kwargs: not _has_mask(args[1]),
 }
 _MASKED_WRITES = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
-# They read lengths on the host without saying so.
-_READS_HOST = {"aten::_pack_padded_sequence"}
+# They read lengths or ranges on the host without saying so.
+_READS_HOST = {"aten::_pack_padded_sequence", "aten::fbgemm_linear_quantize_weight", "aten::_cslt_sparse_mm_search"}
+# An operator that answers with a plain value has read one, but for these, which answer from what is known without.
+_METADATA = {f"aten::{name}" for name in (
+    "dim", "dense_dim", "sparse_dim", "_dimI", "_dimV", "numel", "sym_numel", "element_size", "size", "sym_size",
+    "stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_coalesced", "is_complex", "is_floating_point",
+    "is_signed", "is_conj", "is_neg", "is_inference", "is_contiguous", "sym_is_contiguous",
+    "is_non_overlapping_and_dense", "is_strides_like_format", "is_pinned", "is_same_size", "is_set_to", "is_leaf",
+    "is_distributed", "is_vulkan_available", "output_nr", "retains_grad", "get_device", "result_type", "can_cast",
+    "qscheme", "q_scale", "q_zero_point", "q_per_channel_axis", "cudnn_is_acceptable", "_version", "_is_zerotensor",
+    "_has_same_storage_numel", "_has_compatible_shallow_copy_type", "_debug_has_internal_overlap",
+    "_nested_get_ragged_idx", "_nested_tensor_storage_offsets", "_fused_sdp_choice", "_use_cudnn_ctc_loss",
+    "_use_miopen_ctc_loss",
+)}  # fmt: skip
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
@@ -64,6 +79,7 @@ _REMEDIES = {
     "aten::masked_select": "use torch.where or multiply by the mask",
     "aten::repeat_interleave": "pass output_size=",
     "aten::bincount": "use torch.zeros(n).scatter_add_",
+    "aten::_nested_tensor_from_mask_left_aligned": "make the encoder with enable_nested_tensor=False",
 }
 
 
@@ -73,7 +89,7 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
-    reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST
+    reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
     shape_from_data = torch.Tag.dynamic_output_shape in tags
     return Meaning(
         schema.name,
@@ -86,6 +102,15 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
         reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         schema.name.startswith("aten::"),
     )
+
+
+def _answers_from_data(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator of tensors returns plain values only, and these from what the tensors hold."""
+    schema = func._schema
+    plain = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
+    takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
+    lengths_in_tensors = schema.name.endswith("ctc_loss") and schema.overload_name == "Tensor"
+    return plain and takes_tensors and (schema.name not in _METADATA or lengths_in_tensors)
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

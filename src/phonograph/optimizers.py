@@ -5,6 +5,9 @@ Most of torch's optimizers keep their step count on the host and read it in each
 (so that all its steps do the same arithmetic), and put back afterwards; what stays is the step count, on the device,
 which the other mode reads as well. Fused implementations need no switch, but torch asks for the flag all the same.
 
+That mode divides by the learning rate where the other multiplies by it: a rate of 0 makes NaN of 0 / 0, and float16 has no
+room for the quotient. Such groups are left alone (`unfit`), and their steps run live.
+
 torch allows the mode on accelerators only, though its arithmetic works anywhere; for the CPU device the list of devices
 is extended for the same span of time.
 """
@@ -20,8 +23,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["prepare", "recordable"]
+from .errors import Refusal
 
+__all__ = ["SMALLEST", "divides_by_rate", "prepare", "recordable", "unfit"]
+
+SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
+_DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
 _LISTED_BY = "_get_capturable_supported_devices"
 
 
@@ -37,10 +44,46 @@ def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     return moved
 
 
+def _to_switch(group: dict[str, Any]) -> bool:
+    """Whether a group has the mode, and the user has not switched it on himself."""
+    return group.get("capturable") is False or id(group) in _switched
+
+
+def divides_by_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the group's steps, recorded, divide by its learning rate where eager does not."""
+    return _to_switch(group) and isinstance(optimizer, _DIVIDING) and not group.get("fused")
+
+
+def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> Refusal | None:
+    """Why these optimizers cannot take a recorded step as they are now."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            refusal = _unfit(optimizer, group)
+            if refusal is not None:
+                return refusal
+    return None
+
+
+def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal | None:
+    if not _to_switch(group) or group.get("fused"):
+        return None
+    name, rate = type(optimizer).__name__, group.get("lr")
+    if any(p.dtype is torch.float16 for p in group["params"]):
+        return Refusal(f"{name} steps on float16 parameters, which only its fused kernel can do in a recording",
+                       "fused=True, or float32 parameters under autocast")  # fmt: skip
+    if divides_by_rate(optimizer, group):
+        if isinstance(rate, torch.Tensor):
+            return Refusal(f"{name} has a learning rate that is a tensor, and divides by it in a recording",
+                           "fused=True, or capturable=True as in eager CUDA graphs, or a number")  # fmt: skip
+        if rate is not None and abs(rate) < SMALLEST:
+            return Refusal(f"{name} has a learning rate of {rate}", "nothing, or fused=True", this_call=True)
+    return None
+
+
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """`capturable` on in every group that knows it, for the length of the block."""
-    groups = [g for o in optimizers for g in o.param_groups if g.get("capturable") is False or id(g) in _switched]
+    """`capturable` on in every group that knows it and can do with it, for the length of the block."""
+    groups = [g for o in optimizers for g in o.param_groups if _to_switch(g) and _unfit(o, g) is None]
     if not groups:
         yield
         return

@@ -153,6 +153,8 @@ class Player:
             if self._written:
                 self._write_back(tensors)
             self._after()
+            if self.played == 1:  # before a gradient is handed out: whoever has it then holds it
+                self.recording.reliances.grads.seal()
         return self._hand_out(call, targets), copied
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:

@@ -13,16 +13,23 @@ reads and that was not found here has an unknown origin, and the recorder refuse
 
 from __future__ import annotations
 
+import abc
 import builtins
+import ctypes
+import dataclasses
 import functools
 import random
 import sys
+import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from mmap import mmap
 from types import (
     BuiltinFunctionType,
-    CellType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -30,25 +37,27 @@ from types import (
     MethodWrapperType,
     ModuleType,
 )
-from typing import Any, NamedTuple
+from typing import Any, Generic, Protocol
 
 import torch
 
-from . import torch_private
+from . import places, torch_private
 from .introspection import (
     MISSING,
     asks_identity,
-    contents,
+    computes_names,
     functions_of,
+    globals_set_in,
     has_attributes,
     is_users_class,
     names_in,
     parts,
     slots_of,
 )
+from .places import Holder, kept, key_label, own_dict
 from .where import is_users
 
-__all__ = ["FEW", "LIVE", "Holder", "Reach"]
+__all__ = ["FEW", "LIVE", "Reach"]
 
 LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
@@ -57,41 +66,28 @@ _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_threa
 _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
 
 
-class Holder(NamedTuple):
-    """One place outside the arguments that holds values.
-
-    `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
-    changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
-    """
-
-    path: str
-    read: Callable[[], tuple[Any, ...]]
-    restore: Callable[[tuple[Any, ...]], None]
-    watched: bool = False
-    keyed: bool = False
-    dial: tuple[int, str] | None = None
-
-    def label(self, i: int, values: tuple[Any, ...]) -> str:
-        """A name for the i-th of the values read."""
-        if self.keyed:  # one dictionary or several: how many there are in it, the keys, the values
-            at = 0
-            while at < len(values):
-                n = values[at]
-                if at < i <= at + 2 * n:
-                    key = values[at + 1 + (i - at - 1) % n]
-                    return f"{self.path}.{key}" if isinstance(key, str) else f"{self.path}[{_label(key)}]"
-                at += 1 + 2 * n
-        return f"{self.path}[{i}]"
-
-
-_ARRAY = 4096  # bytes of a NumPy array that are compared before each replay; larger ones are refused
+_ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
+_PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
+_BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
-_ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map,
-              filter, enumerate)  # fmt: skip
+_ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named.
 _UNNAMED = ("forward", "backward", "setup_context", "jvp", "vmap", "step")
+# What every class has, and no object's method.
+_UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__",
+                       "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
+                       "__abstractmethods__", "_abc_impl", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
+                       "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+# Names by which code may read attributes that it does not name, or hand an object to code that does.
+_AROUND = frozenset({"vars", "__dict__", "dir", "asdict", "astuple", "copy", "deepcopy", "eval", "exec", "type", "__class__",
+                     "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "pickle", "inspect"})  # fmt: skip
+_ASKING = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # and those by which it finds one missing
+# Classes that read no attributes of objects derived from them, other than those that they give them.
+_SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
+_MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
 class Reach:
@@ -113,10 +109,15 @@ class Reach:
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self._names: set[str] = set()  # every name that the user's code mentions
+        self._reads: set[str] = set()  # those of them by which it may read an attribute
+        self._computes = False  # whether it may read others: `getattr(x, name)`
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
+        self._known: dict[type, set[str]] = {}  # and the names that its other bases know
+        self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
+        self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
         self._attributed: list[tuple[str, torch.Tensor]] = []
-        self._python_modules: dict[int, tuple[str, ModuleType, set[str]]] = {}
+        self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self._functions: list[FunctionType] = []
@@ -147,16 +148,24 @@ class Reach:
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
         functions, objects, modules = self._functions, self._objects, self.modules
+        kinds = [base for bases in self._kinds.values() for base in bases]
         if functions:
-            self._hold("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), _leave)
-        if objects:
-            self._hold("class", lambda: tuple([o.__class__ for o in objects]), _leave)
+            given = [set(f.__dict__) for f in functions]
+
+            def restore(_: tuple[Any, ...]) -> None:
+                for f, names in zip(functions, given, strict=True):
+                    for name in f.__dict__.keys() - names:
+                        del f.__dict__[name]
+
+            self._hold(Holder("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), restore))
+        if objects or kinds:
+            self._hold(kept("class", lambda: (*[o.__class__ for o in objects], *[k.__bases__ for k in kinds])))
         if modules:
-            self._hold("class", lambda: tuple([m.__class__ for m in modules]), _leave, watched=True)
-            self._hold("global hooks", torch_private.module_hooks, _leave)
-            self._hold("settings of torch.nn", torch_private.module_settings, _leave)
+            self._hold(kept("class", lambda: tuple([m.__class__ for m in modules]))._replace(watched=True))
+            self._hold(kept("global hooks", torch_private.module_hooks))
+            self._hold(kept("settings of torch.nn", torch_private.module_settings))
         if self.optimizers:
-            self._hold("hooks of all optimizers", torch_private.optimizer_hooks, _leave)
+            self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
 
     # -- walking
 
@@ -166,14 +175,31 @@ class Reach:
             before = (len(self._seen), len(self._names))
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
-            for bases in list(self._kinds.values()):
-                for base in bases:
-                    self._enter_methods(base)
-            for path, module, held in list(self._python_modules.values()):
-                self._members(path, module, held)
+            for kind, bases in list(self._kinds.items()):
+                self._enter_methods(kind, bases)
+            for module, held in list(self._python_modules.values()):
+                self._members(module, held)
+            for path, thing, entered in self._selected:
+                self._enter_attributes(path, thing, entered)
             for path, tensor in self._attributed:
-                self._attributes(path, tensor)
+                self._enter_own(path, tensor)
         self.truncated = bool(self._work)
+        for path, thing, entered in self._selected:
+            names = None if self._looks_around else [n for n in own_dict(thing) or () if n in entered]
+            self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
+
+    @property
+    def _looks_around(self) -> bool:
+        """Whether some code may read attributes that it does not name."""
+        return self._computes or not self._reads.isdisjoint(_AROUND)
+
+    @property
+    def _looks_for(self) -> bool:
+        """Whether some code may ask for an attribute that is not there yet."""
+        return not self._names.isdisjoint(_ASKING)
+
+    def _hold(self, place: Holder) -> None:
+        self.holders.append(place)
 
     def _visit(self, path: str, thing: Any) -> None:
         kind = type(thing)
@@ -183,19 +209,134 @@ class Reach:
         self._keep.append(thing)
         enter = self._ways.get(kind)
         if enter is None:
-            enter = self._ways[kind] = _way(thing)
+            enter = self._ways[kind] = _way(kind)
         enter(self, path, thing)
 
-    def _kind(self, path: str, kind: type) -> None:
-        if is_users_class(kind):
-            self._class_of(kind)
-            if is_users_class(type(kind)):
-                self._class_of(type(kind))
+    def _fixed(self, path: str, values: Iterable[Any]) -> None:
+        """The items of something that cannot change, or is held already."""
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in _LEAVES)
 
-    def _class_of(self, kind: type) -> None:
-        """Objects of this class are in reach: its methods may run."""
-        if kind not in self._kinds:
-            self._kinds[kind] = [base for base in kind.__mro__ if is_users_class(base)]
+    # -- containers
+
+    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
+        self._hold(places.dictionary(path, d, watched=watched))
+        self._items(path, d)
+
+    def _items(self, path: str, d: dict[Any, Any]) -> None:
+        seen, work = self._seen, self._work
+        for k, v in list(dict.items(d)):
+            if type(v) not in _LEAVES and id(v) not in seen:
+                work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{key_label(k)}]", v))
+            if type(k) is not str and not isinstance(k, torch.Tensor):
+                work.append((path, k))
+
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool) -> None:
+        dicts = [d for d in dicts if id(d) not in self._seen]
+        self._hold(places.dictionaries(path, dicts, watched=watched))
+        self._keep += dicts
+        self._seen.update(map(id, dicts))
+        for d in filter(None, dicts):
+            self._items(path, d)
+
+    def _list(self, path: str, values: list[Any] | deque[Any]) -> None:
+        place = places.ordered(path, values)
+        self._hold(place)
+        self._fixed(path, place.read())
+
+    def _set(self, path: str, values: set[Any]) -> None:
+        place = places.unordered(path, values)
+        self._hold(place)
+        self._fixed(path, place.read())
+
+    def _tuple(self, path: str, values: Any) -> None:
+        self._fixed(path, (*(tuple if isinstance(values, tuple) else frozenset).__iter__(values),))
+
+    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
+        self._hold(kept(path, lambda: (*view, *view.values())))
+        self._fixed(path, view.values())
+
+    def _array(self, path: str, array: Any) -> None:
+        plain = array.view(sys.modules["numpy"].ndarray)
+        if array.nbytes > _ARRAY or array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
+            self.arrays.append(path)
+            return
+        before = plain.copy()
+        self._hold(
+            Holder(path, lambda: (plain.shape, plain.dtype.str, plain.tobytes()), lambda _: plain.__setitem__(..., before))
+        )
+
+    def _buffer(self, path: str, thing: Any) -> None:
+        if memoryview(thing).nbytes > _ARRAY:
+            self.arrays.append(path)
+        else:
+            self._hold(places.buffer(path, thing))
+
+    # -- objects
+
+    def _object(self, path: str, thing: Any) -> None:
+        """An object of some class: its attributes, its contents if it is a container as well, its methods."""
+        self._objects.append(thing)
+        own = own_dict(thing)
+        if own is not None and self._is_plain(type(thing)):
+            self._selected.append((path, thing, set()))
+        elif own is not None:
+            self._hold(places.attributes(path, thing))
+            self._items(path, own)
+        self._slots(path, thing)
+        for kind, enter in _CONTENTS:
+            if isinstance(thing, kind):
+                enter(self, path, thing)
+        self._class_of(type(thing))
+
+    def _slots(self, path: str, thing: Any) -> None:
+        descriptors = [(s, d) for c in type(thing).__mro__ for s, d in slots_of(c)]
+        if descriptors:
+            place = places.slots(path, thing, descriptors)
+            self._hold(place)
+            self._fixed(path, place.read())
+
+    def _is_plain(self, kind: type) -> bool:
+        """Whether nobody but the user's code knows the attributes of such objects: no class of another library, and no
+        dataclass, such as are made to be handed on."""
+        if kind not in self._plain:
+            foreign = [base for base in kind.__mro__ if not is_users_class(base) and base not in _SILENT_BASES]
+            self._plain[kind] = not foreign and not dataclasses.is_dataclass(kind)
+        return self._plain[kind]
+
+    def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
+        """Those attributes of an object that some code may read."""
+        own = own_dict(thing) or {}
+        wanted = {n for n in own if self._looks_around or n in self._reads or n.startswith("__")} - entered
+        if isinstance(thing, torch.nn.Module):
+            wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
+        entered |= wanted
+        self._items(path, {n: own[n] for n in own if n in wanted})
+
+    def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
+        self._hold(kept(path, lambda: (ref() is None,)))
+        self._work.append((path, ref()))
+
+    def _proxy(self, path: str, proxy: Any) -> None:
+        with suppress(ReferenceError, AttributeError):  # it may stand for nothing any more
+            self._work.append((path, proxy.__init__.__self__))
+
+    def _default(self, path: str, d: defaultdict[Any, Any]) -> None:
+        self._object(path, d)
+        self._hold(kept(path, lambda: (d.default_factory,)))
+        self._work.append((path, d.default_factory))
+
+    def _variable(self, path: str, variable: ContextVar[Any]) -> None:
+        self._hold(kept(path, lambda: (variable.get(MISSING),)))
+        self._work.append((path, variable.get(MISSING)))
+
+    def _cache(self, path: str, wrapper: Any) -> None:
+        """A function wrapped in `functools.lru_cache`."""
+        self._object(path, wrapper)
+        code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            place = places.cache(path, wrapper)
+            self._hold(place)
+            self._fixed(path, place.read())
 
     def _recorded(self, path: str, recorded: Any) -> None:
         """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
@@ -209,109 +350,23 @@ class Reach:
                 del attributes[k]
             attributes.update(zip(values[::2], values[1::2], strict=True))
 
-        self._hold(path, read, restore)
+        self._hold(Holder(path, read, restore))
         self._fixed(path, read()[1::2])
         self._work.append((path, recorded.__wrapped__))
 
-    def _hold(self, path: str, read: Any, restore: Any, *, watched: bool = False, keyed: bool = False) -> None:
-        self.holders.append(Holder(path, read, restore, watched, keyed))
-
-    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
-        def restore(values: tuple[Any, ...]) -> None:
-            d.clear()
-            d.update(_pairs(values, 0))
-
-        self._hold(path, lambda: (len(d), *d, *d.values()), restore, watched=watched, keyed=True)
-        self._items(path, d)
-
-    def _items(self, path: str, d: dict[Any, Any]) -> None:
-        seen, work = self._seen, self._work
-        for k, v in list(d.items()):
-            if type(v) not in _LEAVES and id(v) not in seen:
-                work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{_label(k)}]", v))
-            if type(k) is not str and not isinstance(k, torch.Tensor):
-                work.append((path, k))
-
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool) -> None:
-        """Several dictionaries, most of them empty or small, as one place: reading it is cheaper than reading each."""
-        dicts = [d for d in dicts if id(d) not in self._seen]
-
-        def read() -> tuple[Any, ...]:
-            return tuple([x for d in dicts for x in (len(d), *d, *d.values())] if any(dicts) else ())
-
-        def restore(values: tuple[Any, ...]) -> None:
-            at = 0
-            for d in dicts:
-                d.clear()
-                d.update(_pairs(values, at))
-                at += 1 + 2 * len(d)
-
-        self._hold(path, read, restore, watched=watched, keyed=True)
-        self._keep += dicts
-        self._seen.update(map(id, dicts))
-        for d in filter(None, dicts):
-            self._items(path, d)
-
-    def _list(self, path: str, values: list[Any]) -> None:
-        self._hold(path, lambda: tuple(values), lambda saved: values.__setitem__(slice(None), saved))
-        self._fixed(path, values)
-
-    def _deque(self, path: str, values: deque[Any]) -> None:
-        def restore(saved: tuple[Any, ...]) -> None:
-            values.clear()
-            values.extend(saved)
-
-        self._hold(path, lambda: tuple(values), restore)
-        self._fixed(path, values)
-        self._class_of(type(values))
-
-    def _set(self, path: str, values: set[Any]) -> None:
-        def restore(saved: tuple[Any, ...]) -> None:
-            values.clear()
-            values.update(saved)
-
-        self._hold(path, lambda: tuple(values), restore)
-        self._fixed(path, values)
-        self._class_of(type(values))
-
-    def _fixed(self, path: str, values: Iterable[Any]) -> None:
-        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in _LEAVES)
-
-    def _tuple(self, path: str, values: Any) -> None:
-        self._fixed(path, values)
-        if type(values) not in (tuple, frozenset):  # a subclass, which may have methods, and attributes of its own
-            self._class_of(type(values))
-            if getattr(values, "__dict__", None):
-                self._dict(path, values.__dict__)
-
-    def _object(self, path: str, thing: Any) -> None:
-        if isinstance(getattr(thing, "__dict__", None), dict):
-            self._dict(path, thing.__dict__)
-            self._objects.append(thing)
-        slots = [s for c in type(thing).__mro__ for s in slots_of(c)]
-        if slots:
-
-            def read() -> tuple[Any, ...]:
-                return tuple(getattr(thing, s, MISSING) for s in slots)
-
-            def restore(values: tuple[Any, ...]) -> None:
-                for s, v in zip(slots, values, strict=True):
-                    if v is not MISSING:
-                        object.__setattr__(thing, s, v)
-
-            self._hold(path, read, restore)
-            self._fixed(path, read())
-        if isinstance(thing, (dict, list)):  # a subclass with contents of its own
-            enter: Any = self._dict if isinstance(thing, dict) else self._list
-            enter(path, thing)
-        self._class_of(type(thing))
+    # -- torch's objects
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
         own = module.__dict__
-        inner = [d for name, d in own.items() if type(d) in (dict, OrderedDict) and name.startswith("_")]
+        inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
         self._seen.add(id(own.get("_non_persistent_buffers_set")))
-        self._dicts(path, [own, *inner], watched=True)
+        if self._is_plain(type(module)):
+            self._dicts(path, inner, watched=True)
+            self._selected.append((path, module, set()))
+        else:
+            self._dicts(path, [own, *inner], watched=True)
+        self._slots(path, module)
         self._class_of(type(module))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
@@ -319,7 +374,7 @@ class Reach:
         own = optimizer.__dict__
         self._dicts(path, [own, *(d for d in own.values() if type(d) in (dict, OrderedDict))], watched=False)
         self._seen.add(id(optimizer.state))
-        self._hold(f"{path}.state", lambda: (*optimizer.state.values(),), _leave)
+        self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
         self._dict(f"{path}.state", optimizer.state, watched=True)
         self._class_of(type(optimizer))
         for i, group in enumerate(optimizer.param_groups):
@@ -339,50 +394,28 @@ class Reach:
         def restore(values: tuple[Any, ...]) -> None:
             group.update(zip([k for k in group if k not in LIVE], values, strict=True))
 
-        self._hold(path, read, restore)
+        self._hold(Holder(path, read, restore))
         for key in LIVE:
             if key in group:
-                self.holders.append(_live_place(path, group, key))
+                self._hold(_live_place(path, group, key))
         self._fixed(path, group.values())
-
-    def _array(self, path: str, array: Any) -> None:
-        if array.nbytes > _ARRAY:
-            self.arrays.append(path)
-        else:
-            before = array.copy()
-            self._hold(path, lambda: (array.shape, array.dtype.str, array.tobytes()), lambda _: array.__setitem__(..., before))
-
-    def _bytes(self, path: str, values: bytearray) -> None:
-        if len(values) > _ARRAY:
-            self.arrays.append(path)
-        else:
-            self._hold(path, lambda: (bytes(values),), lambda saved: values.__setitem__(slice(None), saved[0]))
-
-    def _reference(self, path: str, ref: weakref.ref[Any]) -> None:
-        self._hold(path, lambda: (ref() is None,), _leave)
-        self._work.append((path, ref()))
-
-    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
-        self._hold(path, lambda: (len(view), *view, *view.values()), _leave, keyed=True)
-        self._fixed(path, view.values())
-
-    def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
-        """A method of an object (`append = results.append`), unless it is a function of a module."""
-        if not isinstance(f.__self__, (ModuleType, type)):
-            self._work.append((path, f.__self__))
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         self.tensors[id(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks:
                 self._fixed(f"{path}'s hook", hooks.values())
-        if getattr(tensor, "__dict__", None):
-            self._attributed.append((path, tensor))
+        self._attributed.append((path, tensor))
 
-    def _attributes(self, path: str, tensor: torch.Tensor) -> None:
-        if id(tensor.__dict__) not in self._seen and not self._names.isdisjoint(tensor.__dict__):
-            self._seen.add(id(tensor.__dict__))
-            self._dict(path, tensor.__dict__, watched=len(self.tensors) > FEW)
+    def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
+        """Attributes that the user gave a tensor."""
+        own = tensor.__dict__ if self._looks_for else getattr(tensor, "__dict__", None) or {}
+        if id(own) not in self._seen and (self._looks_for or not self._names.isdisjoint(own)):
+            self._seen.add(id(own))
+            self._keep.append(own)
+            self._dict(path, own, watched=len(self.tensors) > FEW)
+
+    # -- code
 
     def _method(self, path: str, method: MethodType) -> None:
         self._work.append((path, method.__func__))
@@ -392,12 +425,18 @@ class Reach:
         self._work.append((path, p.func))
         self._fixed(path, p.args)
         self._dict(path, p.keywords)
+        self._object(path, p)
+
+    def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
+        """A method of an object (`append = results.append`), unless it is a function of a module."""
+        if not isinstance(f.__self__, (ModuleType, type)):
+            self._work.append((path, f.__self__))
 
     def _function(self, path: str, f: FunctionType) -> None:
-        names = f.__code__.co_freevars
-        cells = f.__closure__ or ()
-        if cells:
-            self._cells(f.__qualname__, names, cells)
+        if f.__closure__:
+            place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
+            self._hold(place)
+            self._work.extend(zip(f.__code__.co_freevars, place.read(), strict=True))
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
@@ -413,81 +452,107 @@ class Reach:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
         if f.__dict__.keys() - {"__wrapped__"} and f.__qualname__.partition(".")[0] != "live":
             self._dict(f.__qualname__, f.__dict__)
+        self._code(f)
+
+    def _code(self, f: FunctionType) -> None:
+        """What the code of a function of the user's names."""
         named = names_in(f.__code__)
         self._names |= named
+        if f.__name__ not in _MAKING:
+            self._reads |= named
+            self._computes = self._computes or computes_names(f.__code__)
         self.asks_identity = self.asks_identity or asks_identity(f.__code__)
         package = f.__globals__.get("__package__") or ""
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
         for name in candidates & sys.modules.keys():
             self._module_of_the_user(name, sys.modules[name])  # `import` inside the function
-        self._globals(f.__globals__, sorted(named & f.__globals__.keys()))
-        missing = sorted(n for n in named & vars(builtins).keys() if n not in f.__globals__)
-        if missing:  # a global that appears later may shadow a builtin
-            g = f.__globals__
-            self._hold("globals", lambda: tuple([n in g for n in missing]), _leave)
-
-    def _cells(self, owner: str, names: tuple[str, ...], cells: tuple[CellType, ...]) -> None:
-        def read() -> tuple[Any, ...]:
-            return tuple(map(contents, cells))
-
-        def restore(values: tuple[Any, ...]) -> None:
-            for cell, value in zip(cells, values, strict=True):
-                if value is not MISSING:
-                    cell.cell_contents = value
-
-        self._hold(f"{owner}'s closure", read, restore)
-        self._work.extend(zip(names, read(), strict=True))
+        g = f.__globals__
+        absent = named - g.keys() if "NameError" in named else globals_set_in(f.__code__) - g.keys()
+        self._globals(g, sorted((named & g.keys()) | absent))
+        hidden = sorted(named & vars(builtins).keys() - g.keys() - absent)
+        if hidden:  # a global that appears later may shadow a builtin
+            b = vars(builtins)
+            self._hold(kept("builtins", lambda: tuple([g.get(n, b.get(n)) for n in hidden])))
 
     def _globals(self, space: dict[str, Any], names: list[str]) -> None:
-        if not names:
-            return
-
-        def read() -> tuple[Any, ...]:
-            return tuple([space.get(n, MISSING) for n in names])
-
-        def restore(values: tuple[Any, ...]) -> None:
-            space.update((n, v) for n, v in zip(names, values, strict=True) if v is not MISSING)
-
-        self._hold("globals", read, restore)
-        self._work.extend((name, space.get(name)) for name in names)
+        if names:
+            self._hold(places.space("globals", space, names))
+            self._work.extend((name, space.get(name)) for name in names)
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
         made = module.__spec__ is None and module.__name__ not in sys.builtin_module_names  # ModuleType("x")
-        if made or is_users(getattr(module, "__file__", None) or "<frozen>"):
+        where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", None) or ()), "<frozen>")
+        if (made or is_users(where)) and id(module) not in self._python_modules:
             self._keep.append(module)
-            self._python_modules.setdefault(id(module), (path, module, set()))
+            self._python_modules[id(module)] = (module, set())
+            self._work.append((f"{path}.__getattr__", vars(module).get("__getattr__")))
+            if type(module) is not ModuleType:
+                self._class_of(type(module))
 
-    def _members(self, path: str, module: ModuleType, held: set[str]) -> None:
+    def _members(self, module: ModuleType, held: set[str]) -> None:
         """Those attributes of a Python module that some code names and that are not held yet."""
         new = (self._names & module.__dict__.keys()) - held
         held |= new
         self._globals(module.__dict__, sorted(new))
+        if self._looks_for and "" not in held:
+            held.add("")
+            space, names = module.__dict__, self._names
+            self._hold(kept(module.__name__, lambda: (names & space.keys(),)))
 
-    def _enter_methods(self, kind: type) -> None:
-        """Those functions of a class of the user's that some code names."""
-        if id(kind) not in self._classes:
-            self._classes.add(id(kind))
-            self._keep.append(kind)
-            self._class(kind.__qualname__, kind)
-        for name, member in list(vars(kind).items()):
-            if name in self._names or name in _UNNAMED or name.startswith("__"):
-                for f in functions_of(member):
-                    self._visit(f"{kind.__qualname__}.{name}", f)
+    def _kind(self, path: str, kind: type) -> None:
+        if is_users_class(kind):
+            self._class_of(kind)
+            self._making(kind)
+
+    def _class_of(self, kind: type) -> None:
+        """Objects of this class are in reach: its methods may run."""
+        if kind not in self._kinds:
+            self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
+
+    def _making(self, kind: type) -> None:
+        """Objects of this class may be made, so that its constructors run."""
+        for base in kind.__mro__:
+            for name in _MAKING & vars(base).keys():
+                for f in functions_of(vars(base)[name]):
+                    if isinstance(f, FunctionType) and is_users(f.__code__.co_filename):
+                        self._reads |= names_in(f.__code__)
+                        self._computes = self._computes or computes_names(f.__code__)
+
+    def _enter_methods(self, kind: type, bases: list[type]) -> None:
+        """Those functions of the user's classes that some code may call: code of the user's names them, or a base class of
+        another library knows them."""
+        if not bases:
+            return
+        if kind not in self._known:
+            self._known[kind] = {n for base in kind.__mro__ if base is not object and base not in bases for n in vars(base)}
+        called = self._names | self._known[kind]
+        for base in bases:
+            if id(base) not in self._classes:
+                self._classes.add(id(base))
+                self._keep.append(base)
+                self._class(base.__qualname__, base)
+            for name, member in list(vars(base).items()):
+                if name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED):
+                    for f in functions_of(member):
+                        self._visit(f"{base.__qualname__}.{name}", f)
+                    if isinstance(member, classmethod):
+                        self._making(kind)
 
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
 
         def restore(values: tuple[Any, ...]) -> None:
-            before = dict(_pairs(values, 0))
-            for n, v in before.items():
-                if space.get(n, MISSING) is not v:
-                    setattr(kind, n, v)
-            for n in space.keys() - before.keys():
-                delattr(kind, n)
+            n = values[0]
+            before = dict(zip(values[1 : n + 1], values[n + 1 :], strict=True))
+            for name, value in before.items():
+                if space.get(name, MISSING) is not value:
+                    setattr(kind, name, value)
+            for name in space.keys() - before.keys():
+                delattr(kind, name)
 
-        self._hold(path, lambda: (len(space), *space, *space.values()), restore, keyed=True)
-        names = [n for n, v in space.items() if not n.startswith("__") and not functions_of(v)]
+        self._hold(Holder(path, lambda: (len(space), *space, *space.values()), restore, named=places.keyed))
+        names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
@@ -500,65 +565,78 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(id(group), key))
 
 
-def _pairs(values: tuple[Any, ...], at: int) -> Iterator[tuple[Any, Any]]:
-    """The items of the dictionary that was read into `values`, from `at` on."""
-    n = values[at] if values else 0
-    return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
-
-
-def _label(key: Any) -> str:
-    """A dictionary key in a name for people. (Never the repr of a tensor: it would read its values.)"""
-    return repr(key)[:40] if isinstance(key, (int, float, tuple, bytes)) else type(key).__name__
-
-
-def _leave(_: tuple[Any, ...]) -> None:
-    """For places whose change a capture does not undo: code, classes, hooks of all modules."""
-
-
 _Enter = Callable[[Reach, str, Any], None]
 
 
-def _exactly(kind: type, enter: _Enter) -> tuple[Any, _Enter]:
+def _exactly(kind: type, enter: _Enter) -> tuple[type, _Enter]:
     return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
 
 
-_WAYS: list[tuple[Any, _Enter]] = [
+def _nothing(reach: Reach, path: str, thing: Any) -> None:
+    """Nothing that could change, or that a result could depend on."""
+
+
+def _iterator(reach: Reach, path: str, it: Any) -> None:
+    reach.iterators.append(path)
+
+
+_CONTENTS: list[tuple[Any, _Enter]] = [
+    (dict, Reach._dict),
+    ((list, deque), Reach._list),
+    (set, Reach._set),
+    ((tuple, frozenset), Reach._tuple),
+]
+_WAYS: list[tuple[type, _Enter]] = [
     (type, Reach._kind),
     (ModuleType, Reach._module_of_the_user),
     (torch.Tensor, Reach._tensor),
     (torch.nn.Module, Reach._module),
     (torch.optim.Optimizer, Reach._optimizer),
     (torch.Generator, lambda reach, path, g: reach.generators.append(g)),
-    (random.SystemRandom, lambda reach, path, r: None),  # it has no state
+    (random.SystemRandom, _nothing),  # it has no state
     (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
     (FunctionType, Reach._function),
     (MethodType, Reach._method),
     (functools.partial, Reach._partial),
-    ((BuiltinFunctionType, MethodWrapperType), Reach._builtin),
-    (weakref.ref, Reach._reference),
+    (type(functools.lru_cache(int)), Reach._cache),
+    (BuiltinFunctionType, Reach._builtin),
+    (MethodWrapperType, Reach._builtin),
+    (weakref.ref, Reach._weak),
+    (weakref.ProxyType, Reach._proxy),
+    (weakref.CallableProxyType, Reach._proxy),
     (MappingProxyType, Reach._view),
-    (bytearray, Reach._bytes),
-    (_ITERATORS, lambda reach, path, it: reach.iterators.append(path)),
+    (type({}.keys()), lambda reach, path, view: reach._view(path, view.mapping)),
+    (type({}.values()), lambda reach, path, view: reach._view(path, view.mapping)),
+    (type({}.items()), lambda reach, path, view: reach._view(path, view.mapping)),
+    (ContextVar, Reach._variable),
+    (threading.local, Reach._object),
+    *((kind, _iterator) for kind in _ITERATORS),
     _exactly(dict, Reach._dict),
     _exactly(list, Reach._list),
-    (deque, Reach._deque),
-    (set, Reach._set),
-    ((tuple, frozenset), Reach._tuple),
+    _exactly(deque, Reach._list),
+    _exactly(set, Reach._set),
+    _exactly(tuple, Reach._tuple),
+    _exactly(frozenset, Reach._tuple),
 ]
 
 
-def _way(thing: Any) -> _Enter:
-    """How to enter things of this type."""
-    for kinds, enter in _WAYS:
-        if isinstance(thing, kinds):
+def _way(kind: type) -> _Enter:
+    """How to enter objects of this type. (By the type alone: what they say of themselves may be code of the user's.)"""
+    if issubclass(kind, defaultdict):
+        return Reach._default
+    for base, enter in _WAYS:
+        if issubclass(kind, base):
             return enter
-    kind = type(thing)
-    if kind.__module__.startswith("phonograph.") and hasattr(thing, "__wrapped__"):
+    top = kind.__module__.partition(".")[0]
+    if kind.__module__ == "phonograph.recorded" and kind.__name__ == "Recorded":
         return Reach._recorded
     if hasattr(kind, "__next__"):
-        return lambda reach, path, it: reach.iterators.append(path)
-    if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("Generator", "RandomState"):
-        return lambda reach, path, rng: reach.host_rngs.append(rng)
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return _iterator
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
         return Reach._array
-    return Reach._object if has_attributes(thing) else lambda reach, path, thing: None
+    if top == "numpy" and kind.__name__ in ("Generator", "RandomState"):
+        return lambda reach, path, rng: reach.host_rngs.append(rng)
+    if issubclass(kind, _BUFFERS):
+        return Reach._buffer
+    return Reach._object if has_attributes(kind) else _nothing

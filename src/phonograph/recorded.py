@@ -50,7 +50,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
-_CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing
+_CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
+_FORGIVEN = 50  # ...where each is forgotten after so many replays
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
@@ -99,13 +100,20 @@ def _waited() -> bool:
 class _History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attempts", "changes", "refusal", "warm")
+    __slots__ = ("attempts", "changes", "refusal", "replays", "warm")
 
     def __init__(self) -> None:
         self.warm = 0
         self.attempts = 0
         self.changes = 0
+        self.replays = 0  # of the function, when the last change was counted
         self.refusal: Refusal | None = None
+
+    def changed(self, replays: int) -> int:
+        """Count a change of what a recording relied on; how many have come in too quick succession."""
+        self.changes = max(0, self.changes - (replays - self.replays) // _FORGIVEN) + 1
+        self.replays = replays
+        return self.changes
 
 
 class Recorded(Generic[P, R]):
@@ -213,11 +221,7 @@ class Recorded(Generic[P, R]):
                 if history.warm < self.options.warmup:
                     history.warm += 1
                     return True, self._warm_up(call, args, kwargs)
-                player = self._made(call, found, history)
-                try:
-                    return True, self._play(player, call)
-                finally:
-                    player.recording.reliances.grads.seal()
+                return True, self._play(self._made(call, found, history), call)
             except NoSignature as e:
                 refusal = Refusal(str(e))
             except Refusal as e:
@@ -258,8 +262,7 @@ class Recorded(Generic[P, R]):
 
     def _made(self, call: Call, found: Found, history: _History) -> Player:
         """A new recording of this call, because none fits."""
-        history.changes += found.broken is not None
-        if history.changes > _CHANGES:
+        if found.broken is not None and history.changed(self._counters.replayed) > _CHANGES:
             history.refusal = Refusal(f"{found.broken} changes from call to call", "pass it as an argument, or keep it out "
                                       "of the recorded function")  # fmt: skip
             raise history.refusal
@@ -272,6 +275,7 @@ class Recorded(Generic[P, R]):
         except Refusal as refusal:
             refusal.history = history
             if refusal.this_call or refusal.failed:
+                history.changes -= found.broken is not None
                 raise
             history.attempts += 1
             if refusal.final or history.attempts >= _ATTEMPTS:

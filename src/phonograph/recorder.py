@@ -28,7 +28,7 @@ from . import outputs
 from .dials import Dials, probing
 from .errors import Refusal
 from .listening import watching_python
-from .optimizers import recordable
+from .optimizers import recordable, unfit
 from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Recording, Slot, memory_of
@@ -138,6 +138,9 @@ def _check(reach: Reach) -> None:
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
+    refusal = unfit(reach.optimizers)
+    if refusal is not None:
+        raise refusal
     layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
     if layouts - {torch.strided}:
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
@@ -275,10 +278,11 @@ def _separate(call: Call, entangled: Entangled) -> None:
 
 def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
-    tensors = [*watch.written.values(), *(t for _, t in reach.tensors.values() if t.layout is torch.strided)]
+    written = [t.detach() for t in watch.written.values()]  # a view made under no_grad must not be asked for its history
+    tensors = [*written, *(t for _, t in reach.tensors.values() if t.layout is torch.strided)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    written = watch.written.keys() if watch.written.keys().isdisjoint(watch.slot_ids) else watch.known.keys()
-    keys = {key for key in written if key not in watch.slot_ids}
+    all_known = not watch.written.keys().isdisjoint(watch.slot_ids)
+    keys = (watch.known if all_known else watch.written).keys() - watch.slot_ids
     storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
     return Entangled([t for _, t in reach.tensors.values()] if reach.asks_identity else (), storages.values())
 

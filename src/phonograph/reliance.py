@@ -28,7 +28,8 @@ import torch
 
 from . import witness
 from .dials import Dials
-from .reach import FEW, Holder, Reach
+from .places import Holder
+from .reach import FEW, Reach
 from .signature import NoSignature, plain_key
 from .torch_private import address, bump, tensor_check, use_count
 

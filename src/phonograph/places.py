@@ -1,0 +1,287 @@
+"""Places that hold values: a dictionary, an object's attributes, the cells of a closure. Each can be read again at C speed, and
+be put back as it was.
+
+Reading a place never runs the user's code: a subclass of `dict` is read as the dictionary that it is, a slot by its
+descriptor, whatever methods the class has.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import CellType
+from typing import Any, NamedTuple
+
+from .introspection import MISSING, contents
+
+__all__ = [
+    "Holder",
+    "attributes",
+    "buffer",
+    "cache",
+    "cells",
+    "dictionaries",
+    "dictionary",
+    "kept",
+    "key_label",
+    "keyed",
+    "ordered",
+    "own_dict",
+    "slots",
+    "space",
+    "unordered",
+]  # fmt: skip
+
+Values = tuple[Any, ...]
+
+
+class Holder(NamedTuple):
+    """One place outside the arguments that holds values.
+
+    `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
+    changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
+    `named` names the i-th of the values read.
+    """
+
+    path: str
+    read: Callable[[], Values]
+    restore: Callable[[Values], None]
+    watched: bool = False
+    named: Callable[[str, int, Values], str] | None = None
+    dial: tuple[int, str] | None = None
+
+    def label(self, i: int, values: Values) -> str:
+        """A name for the i-th of the values read."""
+        return f"{self.path}[{i}]" if self.named is None else self.named(self.path, i, values)
+
+
+def kept(path: str, read: Callable[[], Values]) -> Holder:
+    """What a capture does not undo: code, classes, hooks of all modules."""
+    return Holder(path, read, lambda _: None)
+
+
+def key_label(key: Any) -> str:
+    """A dictionary key in a name for people. (Never the repr of a tensor: it would read its values.)"""
+    return repr(key)[:40] if isinstance(key, (int, float, tuple, bytes)) else type(key).__name__
+
+
+# -- dictionaries. Read as (how many items, the keys, the values).
+
+
+def _pairs(values: Values, at: int) -> Iterator[tuple[Any, Any]]:
+    """The items of the dictionary that was read into `values`, from `at` on."""
+    n = values[at] if values else 0
+    return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
+
+
+def keyed(path: str, i: int, values: Values) -> str:
+    at = 0
+    while at < len(values):
+        n = values[at]
+        if at < i <= at + 2 * n:
+            key = values[at + 1 + (i - at - 1) % n]
+            return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key_label(key)}]"
+        at += 1 + 2 * n
+    return f"{path}[{i}]"
+
+
+def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder:
+    if type(d) in (dict, OrderedDict):
+
+        def read() -> Values:
+            return (len(d), *d, *d.values())
+    else:  # a subclass: as it is in memory, whatever its methods say
+        kind: Any = OrderedDict if isinstance(d, OrderedDict) else dict
+
+        def read() -> Values:
+            return (dict.__len__(d), *kind.keys(d), *kind.values(d))
+
+    def restore(values: Values) -> None:
+        dict.clear(d)
+        dict.update(d, _pairs(values, 0))
+
+    return Holder(path, read, restore, watched, keyed)
+
+
+def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -> Holder:
+    """Several, most of them empty or small, as one place: reading it is cheaper than reading each."""
+
+    def read() -> Values:
+        return tuple([x for d in dicts for x in (len(d), *d, *d.values())] if any(dicts) else ())
+
+    def restore(values: Values) -> None:
+        at = 0
+        for d in dicts:
+            d.clear()
+            d.update(_pairs(values, at))
+            at += 1 + 2 * len(d)
+
+    return Holder(path, read, restore, watched, keyed)
+
+
+# -- objects
+
+
+def own_dict(thing: Any) -> dict[str, Any] | None:
+    """An object's own attributes; None if it has no dictionary for them."""
+    try:
+        found = vars(thing) if isinstance(thing, threading.local) else object.__getattribute__(thing, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:
+    """The attributes that an object has in its dictionary, which may be replaced as a whole; with `names`, all there are but
+    the values of these only."""
+    find: Callable[[], Any] = partial(object.__getattribute__, thing, "__dict__")
+    if isinstance(thing, threading.local):
+        find = partial(vars, thing)
+
+    def read() -> Values:
+        d = find()
+        return (len(d), *d, *d.values())
+
+    def restore(values: Values) -> None:
+        d = find()
+        d.clear()
+        d.update(_pairs(values, 0))
+
+    if names is None:
+        return Holder(path, read, restore, watched, keyed)
+    some = tuple(names)
+
+    def read_some() -> Values:
+        d = find()
+        return (*map(d.get, some), *d)
+
+    def restore_some(values: Values) -> None:
+        d, there = find(), values[len(some) :]
+        for name in [name for name in d if name not in there]:
+            del d[name]
+        d.update((name, value) for name, value in zip(some, values, strict=False) if name in there)
+
+    def named(path: str, i: int, values: Values) -> str:
+        return f"{path}.{some[i]}" if i < len(some) else path
+
+    return Holder(path, read_some, restore_some, watched, named)
+
+
+def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Holder:
+    """The attributes that an object has in slots, given as (name, descriptor) pairs."""
+
+    def get(descriptor: Any) -> Any:
+        try:
+            return descriptor.__get__(thing)
+        except AttributeError:
+            return MISSING
+
+    def read() -> Values:
+        return tuple([get(d) for _, d in descriptors])
+
+    def restore(values: Values) -> None:
+        for (_, descriptor), value in zip(descriptors, values, strict=True):
+            if value is not MISSING:
+                descriptor.__set__(thing, value)
+            elif get(descriptor) is not MISSING:
+                descriptor.__delete__(thing)
+
+    return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{descriptors[i][0]}")
+
+
+# -- other containers
+
+
+def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
+    kind: Any = list if isinstance(values, list) else deque
+
+    def restore(saved: Values) -> None:
+        kind.clear(values)
+        kind.extend(values, saved)
+
+    return Holder(path, lambda: (*kind.__iter__(values),), restore)
+
+
+def unordered(path: str, values: set[Any]) -> Holder:
+    def restore(saved: Values) -> None:
+        set.clear(values)
+        set.update(values, saved)
+
+    return Holder(path, lambda: (*set.__iter__(values),), restore)
+
+
+def buffer(path: str, thing: Any) -> Holder:
+    """The bytes of an object that lays its memory open: bytearray, array, ctypes, mmap. (No view of it is kept: one would keep
+    a bytearray from growing.)"""
+
+    def restore(saved: Values) -> None:
+        if isinstance(thing, bytearray):
+            thing[:] = saved[0]
+        elif isinstance(thing, array):
+            del thing[:]
+            thing.frombytes(saved[0])
+        else:
+            memoryview(thing).cast("B")[:] = saved[0]
+
+    return Holder(path, lambda: (memoryview(thing).tobytes(),), restore)
+
+
+def cache(path: str, wrapper: Any) -> Holder:
+    """What a function wrapped in `functools.lru_cache` keeps: arguments and results, in no order."""
+    own = own_dict(wrapper)
+
+    def tables() -> list[dict[Any, Any]]:
+        return [d for d in gc.get_referents(wrapper) if type(d) is dict and d is not own]
+
+    def read() -> Values:
+        found = [x for x in gc.get_referents(wrapper) if type(x) is not dict]
+        for table in tables():
+            found += table.keys()
+            found += table.values()
+        return tuple(sorted(found, key=id))
+
+    before = [(d, dict(d)) for d in tables()] if wrapper.cache_parameters()["maxsize"] is None else []
+
+    def restore(_: Values) -> None:
+        if not before:
+            wrapper.cache_clear()  # its chain of entries cannot be mended: it has to find them again
+        for table, items in before:
+            table.clear()
+            table.update(items)
+
+    return Holder(path, read, restore)
+
+
+# -- variables
+
+
+def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
+    def restore(values: Values) -> None:
+        for cell, value in zip(of, values, strict=True):
+            if value is not MISSING:
+                cell.cell_contents = value
+            elif contents(cell) is not MISSING:
+                del cell.cell_contents
+
+    return Holder(path, lambda: tuple(map(contents, of)), restore, named=lambda path, i, _: f"{path}.{names[i]}")
+
+
+def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
+    """Some names of a namespace, whether or not they are there."""
+    held = tuple(names)
+
+    def read() -> Values:
+        return tuple([of.get(n, MISSING) for n in held])
+
+    def restore(values: Values) -> None:
+        for n, v in zip(held, values, strict=True):
+            if v is not MISSING:
+                of[n] = v
+            else:
+                of.pop(n, None)
+
+    return Holder(path, read, restore, named=lambda path, i, _: held[i])
