@@ -36,6 +36,13 @@ def cuda() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def no_failures_of_our_own(caplog):
+    """A failure of phonograph's own becomes a live call, and an error in the log: here it is a failed test."""
+    yield
+    assert [r.getMessage() for r in caplog.get_records("call") if r.name == "phonograph" and r.levelname == "ERROR"] == []
+
+
+@pytest.fixture(autouse=True)
 def equal_seeds_and_a_clean_house():
     """Seeds all generators; afterwards, process-wide state must be what it was (C12, over the whole suite)."""
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ class Arena:
                 self.used.append((start, want))
                 return start
         with torch.inference_mode(False):
-            self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8))
+            self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8, device="cpu"))
         self._give(self.segments[-1].data_ptr(), self.segments[-1].nbytes)
         return self.take(nbytes)
 
@@ -76,6 +76,10 @@ class Arena:
                 merged.append((start, size))
         self._free = merged
 
+    def under(self, place: Spans) -> list[torch.Tensor]:
+        """The segments in which a place lies."""
+        return [s for s in self.segments if place.meets(s.data_ptr(), s.nbytes)]
+
     def trim(self, needed: Spans) -> None:
         """Return to the system every segment in which nothing is needed any more."""
-        self.segments = [s for s in self.segments if needed.meets(s.data_ptr(), s.nbytes)]
+        self.segments = self.under(needed)

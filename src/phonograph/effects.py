@@ -103,6 +103,8 @@ _BY_NAME: dict[str, list[tuple[Callable[[Any], bool], Effect]]] = {}
 for _name, _rule in (
     *_methods("manual_seed seed set_state set_offset graphsafe_set_state", _a(torch.Generator),
               lambda n: Effect(f"sets the state of a random generator ({n})", by=ANYONE)),
+    *_methods("get_state initial_seed clone_state graphsafe_get_state", _a(torch.Generator),
+              lambda n: Effect(f"reads the state of a random generator ({n})", _PASS, by=DIRECTLY)),
     *_methods("now utcnow today", _is_date, lambda n: Effect("reads the clock", _PASS, by=DIRECTLY)),
     *_methods("write writelines", _a(object), lambda n: Effect(f"writes output ({n})")),
     *_methods("flush", _a(object), lambda n: Effect(f"writes output ({n})", by=DIRECTLY)),
@@ -121,11 +123,13 @@ _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "a
             "appendleft", "extendleft", "popleft", "rotate", "sort", "reverse", "difference_update", "intersection_update",
             "symmetric_difference_update", "move_to_end", "__setitem__", "__delitem__", "__iadd__", "__next__"}  # fmt: skip
 
-told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _CHANGES)
+_DRAWS = {"random", "getrandbits"}  # all other methods of Python's generators are made of these
+
+told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _CHANGES | _DRAWS)
 """The names of all built-in functions and methods that may be an effect: any other needs no further look."""
 
 _EFFECTS = [(f.__name__, e) for f, e in _FUNCTIONS.items()] + [(n, e) for n, rules in _BY_NAME.items() for _, e in rules]
-_LIBRARY_NAMES = frozenset(n for n, e in _EFFECTS if e.by is ANYONE)
+_LIBRARY_NAMES = frozenset([*_DRAWS, *(n for n, e in _EFFECTS if e.by is ANYONE)])
 _STDLIB_NAMES = _LIBRARY_NAMES | {n for n, e in _EFFECTS if e.by is USERS} | {"_urandom"}  # as `random` calls os.urandom
 
 
@@ -150,6 +154,8 @@ def _of_method(name: str, owner: Any, outer: set[int]) -> Effect | None:
     for applies, effect in _BY_NAME.get(name, ()):
         if applies(owner):
             return effect
+    if name in _DRAWS and isinstance(owner, random.Random) and (owner is random._inst or id(owner) in outer):
+        return Effect("draws random numbers on the host (random)", _DRAW, ANYONE)
     if name in _CHANGES and id(owner) in outer:
         kind = type(owner).__name__
         return Effect(f"changes a {kind} that outlives the call ({name})", "return the value and do it outside", DIRECTLY)

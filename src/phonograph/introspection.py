@@ -19,8 +19,8 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["MISSING", "asks_identity", "computes_names", "contents", "functions_of", "globals_set_in", "has_attributes",
-           "is_users_class", "names_in", "parts", "slots_of"]  # fmt: skip
+__all__ = ["MISSING", "asks_identity", "catches", "computes_names", "contents", "functions_of", "globals_set_in",
+           "has_attributes", "is_users_class", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -78,6 +78,14 @@ def asks_identity(code: CodeType) -> bool:
     inner = any(asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
     names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
     return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
+
+
+@functools.cache
+def catches(code: CodeType) -> bool:
+    """Whether code has an ``except`` clause."""
+    inner = any(catches(const) for const in code.co_consts if isinstance(const, CodeType))
+    tests = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+    return inner or any(i.opname in tests for i in dis.get_instructions(code))
 
 
 @functools.cache

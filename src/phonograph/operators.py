@@ -15,7 +15,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["Meaning", "check", "is_constant", "meaning", "operands", "tensors_in", "written_by"]
+__all__ = ["Meaning", "check", "is_constant", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         Refusal: naming the operator and the remedy; the caller adds the user's line.
     """
     if m.reads_host:
-        raise Refusal(f"{m.name} reads a tensor's value on the host", _REMEDIES.get(m.name, "keep it on the device"))
+        raise reads_value(m.name)
     if m.shape_from_data:
         known = _SHAPE_KNOWN_IF.get(m.name)
         if known is None or not known(args, kwargs):
@@ -167,6 +167,10 @@ def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         raise Refusal(f"{m.name} with a boolean mask counts its matches on the host", "use torch.where(mask, new, old)")
     if m.name in _RESHAPES_STORAGE:
         raise Refusal(f"{m.name} replaces or resizes a tensor's storage", "make a new tensor instead")
+
+
+def reads_value(name: str = "aten::_local_scalar_dense") -> Refusal:
+    return Refusal(f"{name} reads a tensor's value on the host", _REMEDIES.get(name, "keep it on the device"))
 
 
 def _has_mask(indices: Any) -> bool:

@@ -17,11 +17,13 @@ import torch
 
 from .devices.base import Captured
 from .errors import Refusal
+from .keys import BY_IDENTITY, NoSignature, plain_key
 from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
-from .signature import BY_IDENTITY, Call, NoSignature, plain_key
+from .signature import Call
+from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -145,7 +147,9 @@ def _place(
         raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
     if key not in leases:
         made = captured.made[key]
-        leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor())
+        leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor(Spans([(made.address, made.nbytes)])))
+    if any(o.lease is leases[key] and o.template is not None and o.template.dtype is not t.dtype for o in so_far):
+        raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
     template = leases[key].template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
     # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
     first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)

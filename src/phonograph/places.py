@@ -95,7 +95,7 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         def read() -> Values:
             return (len(d), *d, *d.values())
     else:  # a subclass: as it is in memory, whatever its methods say
-        kind: Any = OrderedDict if isinstance(d, OrderedDict) else dict
+        kind: Any = OrderedDict if issubclass(type(d), OrderedDict) else dict
 
         def read() -> Values:
             return (dict.__len__(d), *kind.keys(d), *kind.values(d))
@@ -129,7 +129,7 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
 def own_dict(thing: Any) -> dict[str, Any] | None:
     """An object's own attributes; None if it has no dictionary for them."""
     try:
-        found = vars(thing) if isinstance(thing, threading.local) else object.__getattribute__(thing, "__dict__")
+        found = vars(thing) if issubclass(type(thing), threading.local) else object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
         return None
     return found if isinstance(found, dict) else None
@@ -139,7 +139,7 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
     """The attributes that an object has in its dictionary, which may be replaced as a whole; with `names`, all there are but
     the values of these only."""
     find: Callable[[], Any] = partial(object.__getattribute__, thing, "__dict__")
-    if isinstance(thing, threading.local):
+    if issubclass(type(thing), threading.local):
         find = partial(vars, thing)
 
     def read() -> Values:
@@ -197,7 +197,7 @@ def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Hold
 
 
 def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
-    kind: Any = list if isinstance(values, list) else deque
+    kind: Any = list if issubclass(type(values), list) else deque
 
     def restore(saved: Values) -> None:
         kind.clear(values)

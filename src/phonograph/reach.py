@@ -18,6 +18,7 @@ import builtins
 import ctypes
 import dataclasses
 import functools
+import operator
 import random
 import sys
 import threading
@@ -45,6 +46,7 @@ from . import places, torch_private
 from .introspection import (
     MISSING,
     asks_identity,
+    catches,
     computes_names,
     functions_of,
     globals_set_in,
@@ -55,6 +57,7 @@ from .introspection import (
     slots_of,
 )
 from .places import Holder, kept, key_label, own_dict
+from .torch_private import has_memory
 from .where import is_users
 
 __all__ = ["FEW", "LIVE", "Reach"]
@@ -104,6 +107,7 @@ class Reach:
         self.arrays: list[str] = []
         self.compiles_a_step = False
         self.asks_identity = False  # whether some code may ask which object it has
+        self.catches = False  # whether some code may go on after an exception
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
         self._classes: set[int] = set()
@@ -116,6 +120,7 @@ class Reach:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
+        self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -141,6 +146,11 @@ class Reach:
         return not self._names.isdisjoint(_THREADS)
 
     @property
+    def asks_history(self) -> bool:
+        """Whether the user's own code may ask for an argument's place in a graph of autograd's."""
+        return not self._names.isdisjoint({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+
+    @property
     def reads_gradients(self) -> bool:
         """Whether the user's own code may look at a gradient."""
         return "grad" in self._names
@@ -159,9 +169,14 @@ class Reach:
 
             self._hold(Holder("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), restore))
         if objects or kinds:
-            self._hold(kept("class", lambda: (*[o.__class__ for o in objects], *[k.__bases__ for k in kinds])))
+            self._hold(kept("class", lambda: (*map(type, objects), *[x for k in kinds for x in (k.__bases__, k.__name__)])))
+        if any(isinstance(k, abc.ABCMeta) for k in kinds) and not self._names.isdisjoint({"isinstance", "issubclass"}):
+            self._hold(kept("registered classes", lambda: (abc.get_cache_token(),)))
+        odd = self._odd
+        if odd:
+            self._hold(kept("tensors", lambda: tuple([x for t in odd for x in (type(t), t._version)])))
         if modules:
-            self._hold(kept("class", lambda: tuple([m.__class__ for m in modules]))._replace(watched=True))
+            self._hold(kept("class", lambda: tuple(map(type, modules)))._replace(watched=True))
             self._hold(kept("global hooks", torch_private.module_hooks))
             self._hold(kept("settings of torch.nn", torch_private.module_settings))
         if self.optimizers:
@@ -249,7 +264,7 @@ class Reach:
         self._fixed(path, place.read())
 
     def _tuple(self, path: str, values: Any) -> None:
-        self._fixed(path, (*(tuple if isinstance(values, tuple) else frozenset).__iter__(values),))
+        self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
 
     def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
         self._hold(kept(path, lambda: (*view, *view.values())))
@@ -284,7 +299,7 @@ class Reach:
             self._items(path, own)
         self._slots(path, thing)
         for kind, enter in _CONTENTS:
-            if isinstance(thing, kind):
+            if issubclass(type(thing), kind):
                 enter(self, path, thing)
         self._class_of(type(thing))
 
@@ -401,6 +416,9 @@ class Reach:
         self._fixed(path, group.values())
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        if not has_memory(tensor):
+            self._odd.append(tensor)
+            return
         self.tensors[id(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks:
@@ -422,10 +440,17 @@ class Reach:
         self._work.append(("self", method.__self__))
 
     def _partial(self, path: str, p: functools.partial[Any]) -> None:
+        self._hold(kept(path, lambda: (p.func, p.args, p.keywords)))
         self._work.append((path, p.func))
         self._fixed(path, p.args)
         self._dict(path, p.keywords)
         self._object(path, p)
+
+    def _getter(self, path: str, getter: Any) -> None:
+        """`operator.attrgetter("model.scale")` and its like name attributes as code does."""
+        words = {word for name in getter.__reduce__()[1] if isinstance(name, str) for word in name.split(".")}
+        self._names |= words
+        self._reads |= words
 
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
@@ -436,7 +461,11 @@ class Reach:
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             self._hold(place)
-            self._work.extend(zip(f.__code__.co_freevars, place.read(), strict=True))
+            for name, value in zip(f.__code__.co_freevars, place.read(), strict=True):
+                if name == "__class__" and isinstance(value, type):
+                    self._class_of(value)  # `super()`, which makes no object of it
+                else:
+                    self._work.append((name, value))
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
@@ -462,13 +491,17 @@ class Reach:
             self._reads |= named
             self._computes = self._computes or computes_names(f.__code__)
         self.asks_identity = self.asks_identity or asks_identity(f.__code__)
+        self.catches = self.catches or "suppress" in named or catches(f.__code__)
         package = f.__globals__.get("__package__") or ""
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
-        for name in candidates & sys.modules.keys():
-            self._module_of_the_user(name, sys.modules[name])  # `import` inside the function
+        imported = sorted(candidates & sys.modules.keys())  # `import` inside the function
+        for name in imported:
+            self._module_of_the_user(name, sys.modules[name])
+        if imported:
+            self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, imported))))
         g = f.__globals__
-        absent = named - g.keys() if "NameError" in named else globals_set_in(f.__code__) - g.keys()
+        absent = named - g.keys() if named & {"NameError", "globals", "eval", "exec"} else globals_set_in(f.__code__) - g.keys()
         self._globals(g, sorted((named & g.keys()) | absent))
         hidden = sorted(named & vars(builtins).keys() - g.keys() - absent)
         if hidden:  # a global that appears later may shadow a builtin
@@ -481,12 +514,13 @@ class Reach:
             self._work.extend((name, space.get(name)) for name in names)
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
-        made = module.__spec__ is None and module.__name__ not in sys.builtin_module_names  # ModuleType("x")
-        where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", None) or ()), "<frozen>")
+        space = vars(module)  # and no attributes, for which it may have a `__getattr__`
+        made = space.get("__spec__") is None and space.get("__name__") not in sys.builtin_module_names  # ModuleType("x")
+        where = space.get("__file__") or next(iter(space.get("__path__") or ()), "<frozen>")
         if (made or is_users(where)) and id(module) not in self._python_modules:
             self._keep.append(module)
             self._python_modules[id(module)] = (module, set())
-            self._work.append((f"{path}.__getattr__", vars(module).get("__getattr__")))
+            self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
             if type(module) is not ModuleType:
                 self._class_of(type(module))
 
@@ -498,7 +532,7 @@ class Reach:
         if self._looks_for and "" not in held:
             held.add("")
             space, names = module.__dict__, self._names
-            self._hold(kept(module.__name__, lambda: (names & space.keys(),)))
+            self._hold(kept(space.get("__name__", "module"), lambda: (names & space.keys(),)))
 
     def _kind(self, path: str, kind: type) -> None:
         if is_users_class(kind):
@@ -599,6 +633,8 @@ _WAYS: list[tuple[type, _Enter]] = [
     (MethodType, Reach._method),
     (functools.partial, Reach._partial),
     (type(functools.lru_cache(int)), Reach._cache),
+    (operator.attrgetter, Reach._getter),
+    (operator.methodcaller, Reach._getter),
     (BuiltinFunctionType, Reach._builtin),
     (MethodWrapperType, Reach._builtin),
     (weakref.ref, Reach._weak),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import threading
 import time
 import warnings
@@ -29,9 +30,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import optimizers, torch_private
-from .devices import device_for, lock
+from .devices import device_for, lock, owned
 from .errors import Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
+from .keys import NoSignature
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
@@ -39,7 +41,7 @@ from .reach import Reach
 from .recorder import record, recording_here
 from .recording import Entangled
 from .shelf import Found, Shelf
-from .signature import Call, NoSignature, describe
+from .signature import Call, describe
 from .trees import kinds
 from .verify import verified
 from .where import users_line
@@ -55,6 +57,8 @@ _FORGIVEN = 50  # ...where each is forgotten after so many replays
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
+_UNREPEATED = 64  # signatures in a row that never come again
+
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
 
 _thread = threading.local()
@@ -66,6 +70,23 @@ def _inside() -> bool:
     if getattr(_thread, "depth", 0) > 0:
         return True
     return _Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+class _Ours:
+    """While entered, an exception is a failure of phonograph's own, which is no answer to the call: it is logged, and the
+    call runs live."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature)):
+            logger.error("phonograph itself failed when it %s", self._doing, exc_info=error)
+            raise Refusal(f"phonograph itself failed when it {self._doing}: {type(error).__name__}: {error}",
+                          "please report it", final=False) from None  # fmt: skip
 
 
 class _Within:
@@ -100,10 +121,11 @@ def _waited() -> bool:
 class _History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attempts", "changes", "refusal", "replays", "warm")
+    __slots__ = ("attempts", "changes", "refusal", "replays", "warm", "warm_again")
 
     def __init__(self) -> None:
         self.warm = 0
+        self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attempts = 0
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
@@ -134,6 +156,9 @@ class Recorded(Generic[P, R]):
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
+        self._unrepeated = 0  # signatures that were met since the last replay
+        self._last_key: Any = None
+        self._reset_wanted = False
         self._fast: FastPath | None = None
         self._entangled = Entangled()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -169,6 +194,8 @@ class Recorded(Generic[P, R]):
     def __reduce__(self) -> Any:
         if self._made_for is not None:
             return (_no_recordings, ())  # an instance's own: its copy makes new ones
+        if _found_by_name(self):
+            return str(self.__dict__["__qualname__"])  # as a function: by its name
         return (_rebuild, (self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -176,8 +203,8 @@ class Recorded(Generic[P, R]):
 
     # -- the corridor
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _inside() or switched_off() or torch.compiler.is_compiling():
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _inside() or switched_off() or torch.compiler.is_compiling() or owned():
             return self._function(*args, **kwargs)
         if not lock.acquire(False) and not _waited():
             self._counters.calls += 1
@@ -206,11 +233,15 @@ class Recorded(Generic[P, R]):
             try:
                 if self._never is not None:
                     raise self._never
+                if self._reset_wanted:
+                    self.reset()
                 self._eligible()
-                call = describe(args, kwargs)
+                with _Ours("described the call"):
+                    call = describe(args, kwargs)
                 if self._entangled and any(map(self._entangled.meets, call.tensors)):
                     raise Refusal(Entangled.REASON, "pass a clone")
-                found = self._shelf.find(call)
+                with _Ours("looked for a recording"):
+                    found = self._shelf.find(call)
                 if found.player is not None:
                     if found.player.grads_held():
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
@@ -220,7 +251,14 @@ class Recorded(Generic[P, R]):
                     raise history.refusal
                 if history.warm < self.options.warmup:
                     history.warm += 1
+                    self._note_signature(call)
                     return True, self._warm_up(call, args, kwargs)
+                if found.broken is not None and self.options.warmup and not history.warm_again:
+                    # What runs for the first time because something has changed must not do so in a dry run.
+                    self._count_change(found, history)
+                    history.warm_again = True
+                    return True, self._warm_up(call, args, kwargs)
+                history.warm_again = False
                 return True, self._play(self._made(call, found, history), call)
             except NoSignature as e:
                 refusal = Refusal(str(e))
@@ -230,7 +268,7 @@ class Recorded(Generic[P, R]):
         return False, refusal
 
     def _eligible(self) -> None:
-        if torch_private.dispatch_modes() or torch_private.function_modes():
+        if torch_private.dispatch_modes() or (torch_private.function_modes() and torch_private.default_device() is None):
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
         if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
@@ -242,6 +280,8 @@ class Recorded(Generic[P, R]):
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
         counters.replayed += 1
+        self._unrepeated = 0
+        self._fast = None
         if player.played and self.options.verify and counters.replayed % self.options.verify == 0:
             return self._verified(player, call)
         result, copied = player.play(call)
@@ -262,10 +302,8 @@ class Recorded(Generic[P, R]):
 
     def _made(self, call: Call, found: Found, history: _History) -> Player:
         """A new recording of this call, because none fits."""
-        if found.broken is not None and history.changed(self._counters.replayed) > _CHANGES:
-            history.refusal = Refusal(f"{found.broken} changes from call to call", "pass it as an argument, or keep it out "
-                                      "of the recorded function")  # fmt: skip
-            raise history.refusal
+        if found.broken is not None and not self.options.warmup:
+            self._count_change(found, history)
         if found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
         spoiled = self._shelf.discard_spoiled(call.key)
@@ -276,11 +314,26 @@ class Recorded(Generic[P, R]):
             refusal.history = history
             if refusal.this_call or refusal.failed:
                 history.changes -= found.broken is not None
+                history.warm_again = True
                 raise
             history.attempts += 1
             if refusal.final or history.attempts >= _ATTEMPTS:
                 history.refusal = refusal
             raise
+
+    def _count_change(self, found: Found, history: _History) -> None:
+        if history.changed(self._counters.replayed) > _CHANGES:
+            history.refusal = Refusal(f"{found.broken} changes from call to call", "pass it as an argument, or keep it out "
+                                      "of the recorded function")  # fmt: skip
+            raise history.refusal
+
+    def _note_signature(self, call: Call) -> None:
+        """Say so if nearly every call has a signature of its own."""
+        self._unrepeated += 1
+        last, self._last_key = self._last_key, call.key
+        if self._unrepeated > _UNREPEATED and last is not None:
+            raise Refusal(f"is called with {_difference(last, call)} nearly each time", "pass numbers that change as "
+                          "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any) -> _History:
         history = self._histories.setdefault(key, _History())
@@ -294,12 +347,13 @@ class Recorded(Generic[P, R]):
     def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
         self._counters.live += 1
         try:
-            reach = self._reach(call)
-            device = self._device(call, reach)
+            with _Ours("looked at what the function can reach"):
+                reach = self._reach(call)
+                device = self._device(call, reach)
+                optimizers.prepare(reach.optimizers)
         except Refusal:
             with _Within(warming_up=True):
                 return self._function(*args, **kwargs)
-        optimizers.prepare(reach.optimizers)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.orders_streams else device.beside()
@@ -363,21 +417,22 @@ class Recorded(Generic[P, R]):
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
-        reach = self._reach(call)
-        device = self._device(call, reach)
-        if optimizers.prepare(reach.optimizers):
+        with _Ours("made a recording"):
             reach = self._reach(call)
-        device.tidy()
-        call.own_borrowed()
-        device.pool.take_back()
-        with _Within():
-            borrow = self.options.outputs == "borrow"
-            recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
-        device.settle(recording)
-        device.pool.add(recording)
+            device = self._device(call, reach)
+            if optimizers.prepare(reach.optimizers):
+                reach = self._reach(call)
+            device.tidy()
+            call.own_borrowed()
+            device.pool.take_back()
+            with _Within():
+                borrow = self.options.outputs == "borrow"
+                recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
+            device.settle(recording)
+            device.pool.add(recording)
+            player = Player(recording, device)
         self._entangled |= recording.entangled
         self._devices.add(device)
-        player = Player(recording, device)
         self._counters.recorded += 1
         totals().recorded += 1
         self._unplayed += 1
@@ -402,8 +457,12 @@ class Recorded(Generic[P, R]):
         return counters.stats(sum(d.pool_bytes for d in devices))
 
     def reset(self) -> None:
-        """Drop all recordings and what was learned; free their memory."""
-        with lock:
+        """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy."""
+        if not lock.acquire(False) and not _waited():
+            self._reset_wanted, self._fast = True, None
+            return
+        try:
+            self._reset_wanted = False
             self._fast = None
             self._drop(self._shelf.clear())
             self._histories.clear()
@@ -411,9 +470,14 @@ class Recorded(Generic[P, R]):
             self._unplayed = 0
             for mine in list(self._bound):
                 mine.reset()
+            self._entangled = Entangled()
             self._tidy()
+        finally:
+            lock.release()
 
     def _tidy(self) -> None:
+        if _inside():
+            return  # a capture counts on all memory that it has seen
         if lock.acquire(blocking=False):  # not now, if another thread is busy: it may be waiting for this one
             try:
                 for device in self._devices:
@@ -424,7 +488,7 @@ class Recorded(Generic[P, R]):
     def explain(self) -> str:
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
-        lines += [str(p.recording) for p in self._shelf]
+        lines += [str(p.recording) for p in list(self._shelf)]
         lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
         return "\n".join(lines)
 
@@ -435,6 +499,25 @@ def _never(function: Any) -> Refusal | None:
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls")
     return None
+
+
+def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
+    """Whether this is what stands under the function's name in its module."""
+    found: Any = sys.modules.get(getattr(recorded, "__module__", ""))
+    for part in getattr(recorded, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return found is recorded
+
+
+def _difference(key: Any, call: Call) -> str:
+    """What is another in this call than in one with that key."""
+    (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
+    if shape == shape_now and len(leaves) == len(leaves_now):
+        for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
+            if was != now:
+                tensor = isinstance(call.leaves[i], torch.Tensor)
+                return f"argument {i} of another {'shape or kind' if tensor else 'value'}"
+    return "arguments of another structure"
 
 
 def _no_recordings() -> None:

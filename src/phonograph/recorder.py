@@ -76,7 +76,7 @@ def record(
     Raises:
         Refusal: it cannot be recorded; everything is as before.
     """
-    _check(reach)
+    _check(reach, call)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     try:
@@ -89,6 +89,7 @@ def record(
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
+            snapshot.restore()  # equal values in new objects, of which nobody would hear: `self.seen = []`
             touched = captured.watch.touched
             grads.settle(touched, captured.watch.written.keys(), reach)
             leases: dict[int, Lease] = {}
@@ -128,12 +129,14 @@ def record(
     )
 
 
-def _check(reach: Reach) -> None:
+def _check(reach: Reach, call: Call) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
-        raise Refusal(f"uses a NumPy array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
+        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
+    if reach.asks_history and any(not t.is_leaf or t.is_inference() for t in call.tensors):
+        raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
     if parametrizations_are_cached():
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
@@ -221,9 +224,9 @@ def _capture(
     try:
         captured = device.capture(arguments, fixed, reach, run, leaving, protected, dials, most)
         return captured._replace(containers=frozenset(given))
-    except Refusal:
+    except (Refusal, KeyboardInterrupt):
         raise
-    except Exception as e:
+    except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = str(e).strip().split("\n", 1)[0]
         raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False, failed=True) from e
     finally:
@@ -304,28 +307,34 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
 
 
 class _HostRandom:
-    """The states of Python's and NumPy's random generators, and of CPU generators, before a capture."""
+    """The states of Python's and NumPy's random generators before a capture. Most draws from Python's are heard and refused
+    before they happen; here is what draws unheard."""
 
     def __init__(self, reach: Reach) -> None:
-        self._torch = torch.get_rng_state()
         self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random if numpy is not None and hasattr(numpy, "random") else None
-        self._global = self._numpy.get_state() if self._numpy is not None else None
-        self._generators = [(g.bit_generator, g.bit_generator.state) for g in reach.host_rngs if hasattr(g, "bit_generator")]
+        numpy: Any = sys.modules.get("numpy.random")
+        legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
+        self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
+        self._bits = [(g.bit_generator, g.bit_generator.state) for g in reach.host_rngs if hasattr(g, "bit_generator")]
 
     def restore(self, changed: str | None = None) -> None:
-        """Put the states back; with `changed`, raise that as a refusal if any had moved on."""
-        moved = any(r.getstate() != s for r, s in self._python)
-        moved = moved or any(str(b.state) != str(s) for b, s in self._generators)
-        if self._numpy is not None:
-            now = self._numpy.get_state()
-            moved = moved or now[2] != self._global[2] or bool((now[1] != self._global[1]).any())  # type: ignore[index]
-            self._numpy.set_state(self._global)
-        for r, state in self._python:
+        """Put back the states that have moved on; with `changed`, raise that as a refusal."""
+        alone = threading.active_count() == 1  # if not, another thread has drawn from Python's
+        python = [(r, state) for r, state in self._python if alone and r.getstate() != state]
+        legacy = [(r, state) for r, state in self._legacy if not _same_state(r.get_state(legacy=False), state)]
+        bits = [(b, state) for b, state in self._bits if not _same_state(b.state, state)]
+        for r, state in python:
             r.setstate(state)
-        for bits, state in self._generators:
-            bits.state = state
-        torch.set_rng_state(self._torch)
-        if moved and changed:
-            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators")
+        for r, state in legacy:
+            r.set_state(state)
+        for b, state in bits:
+            b.state = state
+        if changed and (python or legacy or bits):
+            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", final=False)
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Whether two states of a NumPy generator are equal: dictionaries of numbers and arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_state(a[k], b[k]) for k in a)
+    return bool(a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b)

@@ -28,9 +28,9 @@ import torch
 
 from . import witness
 from .dials import Dials
+from .keys import NoSignature, plain_key
 from .places import Holder
 from .reach import FEW, Reach
-from .signature import NoSignature, plain_key
 from .torch_private import address, bump, tensor_check, use_count
 
 __all__ = ["Grads", "Reliances", "Snapshot", "same"]

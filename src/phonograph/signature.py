@@ -4,34 +4,27 @@ Two calls have the same signature when a recording of one is right for the other
 tensors: same nesting, same metadata of every tensor, equal Python values, same modes. Nothing is ever cast or
 broadcast to make a call fit (a `copy_` into a slot would do both silently, so the comparison has to be complete).
 
-Values compare by type *and* value: ``1``, ``1.0`` and ``True`` are equal to Python and different programs to PyTorch;
-so are ``0.0`` and ``-0.0``. An argument that has no value to compare (a generator, an open file, an object of some
-class) has no signature at all: `NoSignature` says why, and the call runs live.
+How Python values compare, `keys` says. An argument that has no value to compare (a generator, an open file, an object of
+some class) has no signature at all: `NoSignature` says why, and the call runs live.
 """
 
 from __future__ import annotations
 
-import enum
-import weakref
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
-from .torch_private import dispatch_modes, function_modes, saved_tensors_hooks
+from .keys import NoSignature, plain_key
+from .torch_private import default_device, dispatch_modes, function_modes, saved_tensors_hooks
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "BY_IDENTITY", "Call", "NoSignature", "describe", "modes", "plain_key", "tensor_key"]
+__all__ = ["ALIGNMENT", "Call", "describe", "modes", "tensor_key"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
-
-
-class NoSignature(Exception):
-    """The call has an argument that cannot be described; the message says which kind."""
 
 
 class Call(NamedTuple):
@@ -57,9 +50,6 @@ class Call(NamedTuple):
             self.leaves[self.places[i]] = self.tensors[i]
 
 
-_SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
-            torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
-BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -70,7 +60,10 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         NoSignature: an argument cannot be described (the call can still run live).
     """
     leaves: list[Any] = []
-    shape = flatten((args, dict(kwargs)), leaves)
+    try:
+        shape = flatten((args, dict(kwargs)), leaves)
+    except RecursionError:
+        raise NoSignature("takes a container that contains itself") from None
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
@@ -125,27 +118,6 @@ def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
     return bool(hooks) or (t.is_leaf and t.grad is not None)
 
 
-def plain_key(value: Any) -> Any:
-    """What identifies a Python value: equal keys, same program."""
-    kind = type(value)
-    if isinstance(value, float):
-        return (kind, value.hex())
-    if kind is complex:
-        return (complex, value.real.hex(), value.imag.hex())
-    if kind in _SCALARS or isinstance(value, enum.Enum):
-        return (kind, value)
-    if kind is slice:
-        return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
-    if kind is range:  # equal ranges may have another stop
-        return (range, value.start, value.stop, value.step)
-    if kind in (frozenset, set):  # and equal sets another order
-        return (kind, tuple(map(plain_key, value)))
-    if isinstance(value, BY_IDENTITY):
-        # A weak reference is equal for as long as it is to the same object, and then never again.
-        return (kind, weakref.ref(value) if kind.__weakrefoffset__ else value)
-    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
-
-
 def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
 
@@ -183,6 +155,8 @@ def _getters() -> list[Callable[[], Any]]:
 
 
 _GETTERS = _getters()
+_FUNCTION_MODES = _GETTERS.index(function_modes)
+_DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
 _autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
@@ -194,10 +168,13 @@ def _autocast() -> tuple[Any, ...]:
 def modes() -> tuple[Any, ...]:
     """The process- and thread-wide settings that a recording is specialised on."""
     try:
-        return _settings(), _autocast() if _autocast_on() else (), forward_ad._current_level
+        settings = _settings()
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
-        settings = [*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS]]
-        return tuple(settings), _autocast(), forward_ad._current_level
+        settings = (*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS])
+    rare: tuple[Any, ...] = ()
+    if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
+        rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    return settings, _autocast() if _autocast_on() else (), forward_ad._current_level, rare
 
 
 def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:

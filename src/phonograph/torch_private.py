@@ -18,10 +18,10 @@ import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "dispatch_modes", "function_modes", "is_composite", "missing", "module_hooks",
-           "module_settings", "optimizer_hooks", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
-           "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch", "step_hooks", "storage_at",
-           "tensor_check", "transformed", "use_count"]  # fmt: skip
+           "current_device", "default_device", "dispatch_modes", "function_modes", "has_memory", "is_composite", "missing",
+           "module_hooks", "module_settings", "optimizer_hooks", "parametrizations_are_cached", "raw_alloc", "raw_free",
+           "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch", "step_hooks",
+           "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -51,6 +51,13 @@ alias: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type:
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor is memory with a shape: not sparse, nested, opaque, or a parameter that is not initialized yet."""
+    if t.layout is not torch.strided or t.is_nested or torch.nn.parameter.is_lazy(t):
+        return False
+    return not t.is_mkldnn
 
 
 def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -99,6 +106,18 @@ below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 
 dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
 function_modes: Callable[[], int] = _c("_len_torch_function_stack")
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` or ``with torch.device(...)`` has set, if no other function mode is on."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = _get_current_function_mode_stack()
+    if not modes or not all(type(mode) is DeviceContext for mode in modes):
+        return None
+    device: torch.device = modes[-1].device
+    return device
 
 
 def transformed() -> bool:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from .introspection import slots_of
+from .keys import nested_key
+
 __all__ = ["Node", "containers", "flatten", "kinds", "unflatten"]
 
 
@@ -71,10 +74,19 @@ def _is_namedtuple(kind: type) -> bool:
 
 
 def _is_structseq(kind: type) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "n_fields")
+    return issubclass(kind, tuple) and hasattr(kind, "n_fields") and kind.__module__ == "torch.return_types"
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_FACTORIES = (None, list, dict, set, tuple, int, float, str, bool)  # of which nothing more need be known
+
+
+def _is_dict(tree: Any) -> bool:
+    """Whether there is nothing to it but its items."""
+    kind = type(tree)
+    if kind is defaultdict:
+        return tree.default_factory in _FACTORIES
+    return kind is dict or (kind is OrderedDict and not tree.__dict__)
 
 
 def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -86,41 +98,47 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     if _is_namedtuple(kind):
         return None if getattr(tree, "__dict__", None) else ((), list(tree))
     if kind in _DICTS:
-        return tuple(k if type(k) is str else _Key(type(k), k) for k in tree), list(tree.values())
+        if not _is_dict(tree):
+            return None
+        return tuple(k if type(k) is str else _Key(k) for k in tree), list(tree.values())
     if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
         if kind.__new__ is not object.__new__ or isinstance(tree, torch.nn.Module):
             return None  # more than its fields: a dictionary, an exception, a module
         names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(tree, f.name))
+        if {n for base in kind.__mro__ for n, _ in slots_of(base)} - set(names):
+            return None  # slots that are no fields
         names += tuple(n for n in getattr(tree, "__dict__", ()) if n not in names)  # set by __post_init__, or by hand
         return names, [getattr(tree, n) for n in names]
     if kind in _pytree.SUPPORTED_NODES:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
-        return (_Context(context),), list(values)
+        return (_Key(context),), list(values)
     return None
 
 
-class _Key(NamedTuple):
-    """A dictionary's key that is no string: 1, 1.0 and True are equal to Python, and not to a function."""
+class _Key:
+    """A dictionary's key that is no string, or pytree's context of a registered type, as part of a signature: compared as
+    other values are, and not as Python does, to which 1, 1.0 and True are equal."""
 
-    kind: type
-    key: Any
-
-
-class _Context:
-    """pytree's context of a registered type, compared by its text (contexts need not be hashable)."""
+    __slots__ = ("_of", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self._of: Any = None
+
+    def _identity(self) -> Any:
+        if self._of is None:
+            self._of = nested_key(self.value)
+        return self._of
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and repr(self.value) == repr(other.value)
+        return isinstance(other, _Key) and (self is other or bool(self._identity() == other._identity()))
 
     def __hash__(self) -> int:
-        return hash(repr(self.value))
+        return hash(self._identity())
 
 
 def _key(name: Any) -> Any:
-    return name.key if type(name) is _Key else name
+    return name.value if type(name) is _Key else name
 
 
 def _build(node: Node, values: list[Any], like: Any) -> Any:
@@ -128,7 +146,7 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
     if kind in (tuple, list) or _is_structseq(node.kind):
         return kind(values)
     if _is_namedtuple(node.kind):
-        return kind(*values)
+        return tuple.__new__(node.kind, values)
     if kind is defaultdict:
         filled: defaultdict[Any, Any] = defaultdict(like.default_factory if like is not None else None)
         filled.update(zip(map(_key, node.names), values, strict=True))

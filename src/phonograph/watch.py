@@ -61,6 +61,7 @@ class OperatorWatch(TorchDispatchMode):
         self.written: dict[int, torch.Tensor] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
+        self.catches = reach.catches
         self.operators = 0
         self.dials: Dials | None = None
         self.refusal: Refusal | None = None
@@ -133,6 +134,8 @@ class OperatorWatch(TorchDispatchMode):
         """Note what the operator touches; `tensors` are those among its arguments."""
         known = self.known
         for t in tensors:
+            if t.layout is not torch.strided:
+                raise Refusal(f"{m.name} works with a {str(t.layout).removeprefix('torch.')} tensor", "use dense tensors")
             key = t.untyped_storage()._cdata
             name = known.get(key)
             if name:

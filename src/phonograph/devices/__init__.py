@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
@@ -9,10 +11,13 @@ import torch
 
 from .cpu import CpuDevice
 
-__all__ = ["all_devices", "device_for", "lock"]
+__all__ = ["all_devices", "device_for", "lock", "owned"]
 
 _devices: dict[torch.device, Any] = {}
 lock = RLock()  # recordings are made and played under it: they share memory
+owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
+"""Whether this thread has the lock: a call then comes out of the middle of another, from a signal handler or a finalizer."""
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def device_for(device: torch.device) -> Any:

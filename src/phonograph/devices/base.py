@@ -65,8 +65,8 @@ class Device(Protocol):
     def enter(self) -> None:
         """A replay begins on the current stream: it waits for the last one, if that was on another."""
 
-    def anchor(self) -> Any:
-        """What owns the pool's memory: it stays for as long as this is referred to."""
+    def anchor(self, place: Spans) -> Any:
+        """What owns the pool's memory at a place: it stays for as long as this is referred to."""
 
     def capture(
         self,

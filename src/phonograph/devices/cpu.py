@@ -70,7 +70,7 @@ class _Operand:
         self.conjugate, self.negative = t.is_conj(), t.is_neg()
 
     def tensor(self) -> torch.Tensor:
-        t = torch.empty(0, dtype=self.dtype).set_(self.place.storage(), self.offset, self.size, self.stride)
+        t = torch.empty(0, dtype=self.dtype, device="cpu").set_(self.place.storage(), self.offset, self.size, self.stride)
         t = torch.conj(t) if self.conjugate else t
         return torch._neg_view(t) if self.negative else t
 
@@ -98,6 +98,7 @@ class Tape(OperatorWatch):
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
         self._theirs = set(self.outside) | {storage_id(s) for s, b in zip(slots, borrowed, strict=True) if b}
+        self._drew = False
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
@@ -110,9 +111,13 @@ class Tape(OperatorWatch):
             return self._constant(args[0])
         if m.metadata_only:
             return func(*args, **kwargs)
+        if self.catches and m.name.startswith(_RAISING):
+            raise Refusal(f"{m.name} may raise depending on data, and the function has an except clause",
+                          "let the exception out, and catch it around the call")  # fmt: skip
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
+        self._drew = self._drew or m.random
         out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
         if results and all(t.is_meta for t in results):
@@ -175,7 +180,7 @@ class Tape(OperatorWatch):
         # Backwards: two storage objects may stand for one memory (borrowed arguments), and the first copy is the oldest.
         for storage, old in reversed(self._undo):
             storage.copy_(old)
-        for generator, state in self._generator_states:
+        for generator, state in self._generator_states if self._drew else ():
             generator.set_state(state)
 
     def close(self, leaving: set[int]) -> tuple[list[_Step], dict[int, Made]]:
@@ -200,6 +205,13 @@ _FILLS: dict[Any, Callable[[Any, Any], Any]] = {
     aten.full.default: lambda a, k: a[1], aten.full_like.default: lambda a, k: a[1],
     aten.new_full.default: lambda a, k: a[2], aten.scalar_tensor.default: lambda a, k: a[0],
 }  # fmt: skip
+# Operators that look at values on the CPU and raise an exception: indices out of range, singular matrices, divisions by 0.
+_RAISING = tuple(f"aten::{name}" for name in (
+    "embedding", "index", "gather", "scatter", "take", "put", "nll_loss", "linalg_", "_linalg_", "cholesky", "inverse",
+    "triangular_solve", "lu_", "ormqr", "geqrf", "multinomial", "poisson", "binomial", "binary_cross_entropy",
+    "_assert", "floor_divide", "remainder", "fmod", "multi_margin_loss", "multilabel_margin_loss", "one_hot",
+    "_ctc_loss", "segment_reduce", "bincount",
+))  # fmt: skip
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
             aten.new_empty_strided.default}  # fmt: skip
@@ -317,8 +329,9 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
 
 
 # What reads a tensor's memory without an operator; on CUDA the same calls copy to the host. `tensor_split` does so if it is
-# given the places to split at as a tensor.
-_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split")
+# given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexing with `[t, ...]`.
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split", "__reduce_ex__")
+_NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
 
 
 @contextmanager
@@ -333,14 +346,15 @@ def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
             harmless = name == "tensor_split" and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values()))
             if harmless or threading.get_ident() != mine:
                 return read(*args, **kwargs)
-            refusal = Refusal(f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside",
-                              where=users_line())  # fmt: skip
+            refusal = operators.reads_value() if name in _NUMBERS else Refusal(
+                f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside")  # fmt: skip
+            refusal.where = users_line()
             watch.refusal = watch.refusal or refusal
             raise refusal
 
         return refuse
 
-    places = [(torch.Tensor, name) for name in _READS] + [(torch, "tensor_split")]
+    places = [(torch.Tensor, name) for name in _READS + _NUMBERS] + [(torch, "tensor_split")]
     own = [vars(place).get(name) for place, name in places]
     for place, name in places:
         setattr(place, name, refusing(name, getattr(place, name)))
@@ -372,7 +386,7 @@ class CpuDevice:
         nbytes = (shift + extent(t)) * t.element_size()
         place = _Place(self._arena.take(nbytes), nbytes, planned=True)
         with torch.inference_mode(False):
-            slot = torch.empty(0, dtype=t.dtype).set_(place.storage(), shift, t.size(), t.stride())
+            slot = torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride())
             once(slot).copy_(once(t.detach()))
         return slot
 
@@ -399,7 +413,7 @@ class CpuDevice:
             steps, made = tape.close({storage_id(t) for t in outputs_of(result)})
             footprint = Spans(self._arena.used)
             filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
-            program = TapeProgram(steps, footprint, filled, (list(self._arena.segments), slots))
+            program = TapeProgram(steps, footprint, filled, (self._arena.under(footprint), slots))
         finally:
             tape.undo()
         out = tuple(key for key, m in made.items() if m.nbytes) if sum(m.nbytes for m in made.values()) <= copied else ()
@@ -414,9 +428,8 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
-    def anchor(self) -> Any:
-        """What owns the pool's memory."""
-        return list(self._arena.segments)
+    def anchor(self, place: Spans) -> Any:
+        return self._arena.under(place)
 
     def tidy(self) -> None:
         if self.pool.untidy:

@@ -70,9 +70,9 @@ def _variant(func: Any) -> Variant | None:
 
 
 def _agrees(variant: Variant, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]) -> bool:
-    memory = [torch.full((t.untyped_storage().nbytes(),), 0xA5, dtype=torch.uint8) for t in results]
+    memory = [torch.full((t.untyped_storage().nbytes(),), 0xA5, dtype=torch.uint8, device="cpu") for t in results]
     fixed = [storage_at(m.data_ptr(), m.nbytes, m.device) for m in memory]
-    scratch = [torch.empty(0, dtype=t.dtype).set_(s, t.storage_offset(), t.size(), t.stride())
+    scratch = [torch.empty(0, dtype=t.dtype, device="cpu").set_(s, t.storage_offset(), t.size(), t.stride())
                for t, s in zip(results, fixed, strict=True)]  # fmt: skip
     after = {g: g.get_state() for g in before}
     for g, state in before.items():

@@ -1,0 +1,90 @@
+"""When are two Python values the same to a program? What identifies a value, so that equal keys mean the same program.
+
+Values compare by type *and* value: ``1``, ``1.0`` and ``True`` are equal to Python and different programs to PyTorch;
+so are ``0.0`` and ``-0.0``. Functions, modules and classes compare by identity, whatever they say of themselves. A value that
+cannot be compared (a generator, an open file, an object of some class) has no key.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import weakref
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+__all__ = ["BY_IDENTITY", "Identity", "NoSignature", "nested_key", "plain_key"]
+
+
+class NoSignature(Exception):
+    """The call has an argument that cannot be described; the message says which kind."""
+
+
+class Identity:
+    """Equal for as long as it is to the same living object, and then never again; does not keep it alive."""
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, thing: Any) -> None:
+        self._hash = id(thing)
+        self._of = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and (mine := self._of()) is not None and mine is other._of()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
+            torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
+BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
+_BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PosixPath, pathlib.WindowsPath,
+            pathlib.PurePosixPath, pathlib.PureWindowsPath)  # fmt: skip
+
+
+def plain_key(value: Any) -> Any:
+    """What identifies a Python value.
+
+    Raises:
+        NoSignature: it cannot be compared.
+    """
+    kind = type(value)
+    if kind is float:
+        return (float, value.hex())
+    if kind in _SCALARS:
+        return (kind, value)
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
+    if kind is slice:
+        return (slice, plain_key(value.start), plain_key(value.stop), plain_key(value.step))
+    if kind is range:  # equal ranges may have another stop
+        return (range, value.start, value.stop, value.step)
+    if kind in (frozenset, set):  # and equal sets another order
+        return (kind, tuple(map(plain_key, value)))
+    if isinstance(value, (*BY_IDENTITY, enum.Enum)):
+        return (kind, Identity(value))
+    if kind in _BY_TEXT:
+        return (kind, repr(value))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
+        return (kind, value.dtype.str, value.tobytes())
+    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
+
+
+def nested_key(value: Any) -> Any:
+    """The same for what may be nested in tuples, lists and dictionaries, but has no state of its own."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return (kind, tuple(map(nested_key, value)))
+    if kind is dict:
+        return (dict, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
+    if isinstance(value, BY_IDENTITY) and not isinstance(value, type):
+        raise NoSignature(f"takes an argument that refers to a {kind.__qualname__} where it cannot be looked into")
+    return plain_key(value)

@@ -1,0 +1,1148 @@
+"""Corners that ordinary programs turn: each of these was once wrong, lost or slow. By clause, as the other files."""
+
+import abc
+import array
+import collections
+import contextvars
+import copy
+import ctypes
+import dataclasses
+import enum
+import functools
+import gc
+import operator
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.devices import device_for, lock
+from phonograph.testing import assert_same
+from tests.helpers import assert_replays, changeable, counts, may_run_live, plain, ramp, reasons, side_by_side
+
+SCALE = 2.0
+
+
+@pytest.fixture(autouse=True)
+def globals_as_before():
+    before = dict(globals())
+    yield
+    globals().clear()
+    globals().update(before)
+
+
+class Table(list):
+    """Situations for `parametrize`: functions that make (a function, what changes something for it)."""
+
+    def __call__(self, make):
+        self.append(pytest.param(make, id=make.__name__))
+        return make
+
+
+def set_scale(value=3.0):
+    globals().update(SCALE=value)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8, C9: a change from outside
+
+changes = Table()
+
+
+@changes
+def a_private_dictionary_of_a_module(device):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+            self._scales = {"a": 2.0}
+
+        def forward(self, x):
+            return self.layers(x) * self._scales["a"]
+
+    torch.manual_seed(0)
+    net = Net().to(device).requires_grad_(False)
+    return net.forward, lambda: net._scales.update(a=3.0)
+
+
+@changes
+def a_global_behind_a_method_that_only_torch_calls(device):
+    class Own(nn.Conv1d):
+        def _conv_forward(self, x, weight, bias):
+            return nn.functional.conv1d(x, weight * SCALE, bias)
+
+    torch.manual_seed(0)
+    own = Own(1, 1, 1).to(device).requires_grad_(False)
+    return lambda x: own(x.view(1, 1, 4)), set_scale
+
+
+@changes
+def names_in_a_tuple(device):
+    class Config:
+        a = property(lambda self: SCALE)
+
+    config = Config()
+
+    def f(x):
+        for name in ("a", "a"):
+            x = x * getattr(config, name)
+        return x
+
+    return f, set_scale
+
+
+@changes
+def a_property_in_a_pattern(device):
+    space = {}
+    exec(
+        "class C:\n    scale = property(lambda self: G[0])\nG = [2.0]\nc = C()\n"
+        "def f(x):\n    match c:\n        case C(scale=s):\n            return x * s\n",
+        space,
+    )
+    return space["f"], lambda: space["G"].__setitem__(0, 3.0)
+
+
+@changes
+def a_global_that_comes_later(device):
+    space = {}
+    exec("def f(x):\n    try:\n        return x * LATER\n    except NameError:\n        return x\n", space)
+    return space["f"], lambda: space.update(LATER=3.0)
+
+
+@changes
+def an_attribute_that_a_tensor_gets_later(device):
+    weight = torch.ones(4, device=device)
+    return lambda x: x * weight * getattr(weight, "factor", 1.0), lambda: setattr(weight, "factor", 3.0)
+
+
+@changes
+def an_attribute_that_a_python_module_gets_later(device):
+    config = types.ModuleType("config_of_mine")
+    return lambda x: x * getattr(config, "factor", 1.0), lambda: setattr(config, "factor", 3.0)
+
+
+@changes
+def a_python_modules_own_getattr(device):
+    config = types.ModuleType("config_of_mine")
+    exec("def __getattr__(name):\n    return FACTORS[name]\nFACTORS = {'factor': 2.0}", vars(config))
+    return lambda x: x * config.factor, lambda: config.FACTORS.update(factor=3.0)
+
+
+@changes
+def an_attribute_of_a_set(device):
+    class Own(set):
+        pass
+
+    own = Own()
+    own.scale = 2.0
+    return lambda x: x * own.scale, lambda: setattr(own, "scale", 3.0)
+
+
+@changes
+def an_attribute_of_a_partial(device):
+    scaled = functools.partial(lambda x: x)
+    scaled.by = 2.0
+    return lambda x: scaled(x) * scaled.by, lambda: setattr(scaled, "by", 3.0)
+
+
+@changes
+def a_partial_in_a_class(device):
+    class Layer:
+        act = staticmethod(functools.partial(lambda k, x: x * k * SCALE, 1.0))
+
+        def run(self, x):
+            return self.act(x)
+
+    return Layer().run, set_scale
+
+
+@changes
+def a_callable_object_as_call(device):
+    class Act:
+        def __call__(self, x):
+            return x * SCALE
+
+    class Layer:
+        __call__ = Act()
+
+    layer = Layer()
+    return lambda x: layer.__call__(x), set_scale
+
+
+@changes
+def a_cached_property_getter(device):
+    class Layer:
+        @property
+        @functools.cache  # noqa: B019
+        def by(self):
+            return held[0]
+
+    held = [2.0]
+    layer = Layer()
+
+    def change():
+        held[0] = 3.0
+        Layer.by.fget.cache_clear()
+
+    return lambda x: x * layer.by, change
+
+
+@changes
+def a_cache_that_is_cleared(device):
+    held = [2.0]
+
+    @functools.lru_cache(maxsize=4)
+    def table():
+        return held[0]
+
+    def change():
+        held[0] = 3.0
+        table.cache_clear()
+
+    return lambda x: x * table(), change
+
+
+@changes
+def a_context_variable(device):
+    variable = contextvars.ContextVar("variable", default=2.0)
+    return lambda x: x * variable.get(), lambda: variable.set(3.0)
+
+
+@changes
+def a_threads_own_value(device):
+    local = threading.local()
+    local.by = 2.0
+    return lambda x: x * local.by, lambda: setattr(local, "by", 3.0)
+
+
+@changes
+def an_array_of_pythons(device):
+    held = array.array("d", [2.0])
+    return lambda x: x * held[0], lambda: held.__setitem__(0, 3.0)
+
+
+@changes
+def a_ctypes_number(device):
+    held = ctypes.c_double(2.0)
+    return lambda x: x * held.value, lambda: setattr(held, "value", 3.0)
+
+
+@changes
+def a_view_of_a_dictionary(device):
+    held = {"a": 2.0}
+    values = held.values()
+    return lambda x: x * sum(values), lambda: held.update(a=3.0)
+
+
+@changes
+def a_default_factory(device):
+    held = collections.defaultdict(lambda: SCALE)
+    return lambda x: x * held.default_factory(), set_scale
+
+
+@changes
+def a_replaced_default_factory(device):
+    held = collections.defaultdict(lambda: 2.0)
+    return lambda x: x * held.default_factory(), lambda: setattr(held, "default_factory", lambda: 3.0)
+
+
+@changes
+def a_dictionary_of_attributes_that_is_replaced(device):
+    config = types.SimpleNamespace(by=2.0)
+    config = type("Config", (), {})()
+    config.by = 2.0
+    return lambda x: x * config.by, lambda: setattr(config, "__dict__", {"by": 3.0})
+
+
+@changes
+def the_bases_of_a_class(device):
+    class One:
+        by = 2.0
+
+    class Two:
+        by = 3.0
+
+    class Own(One):
+        pass
+
+    own = Own()
+    return lambda x: x * own.by, lambda: setattr(Own, "__bases__", (Two,))
+
+
+@changes
+def a_class_that_is_registered(device):
+    class Kind(abc.ABC):  # noqa: B024
+        pass
+
+    class Own:
+        pass
+
+    own = Own()
+    return lambda x: x * (3.0 if isinstance(own, Kind) else 2.0), lambda: Kind.register(Own)
+
+
+@changes
+def a_name_that_an_attrgetter_has(device):
+    class Config:
+        scale = property(lambda self: SCALE)
+
+    config, get = Config(), operator.attrgetter("scale")
+    return lambda x: x * get(config), set_scale
+
+
+@changes
+def a_module_with_slots(device):
+    class Own(nn.Module):
+        __slots__ = ("by",)
+
+        def forward(self, x):
+            return x * self.by
+
+    own = Own()
+    own.by = 2.0
+    return own.forward, lambda: setattr(own, "by", 3.0)
+
+
+@changes
+def a_transform_of_a_distribution(device):
+    transform = torch.distributions.AffineTransform(0.0, 2.0)
+    return lambda x: transform(x), lambda: setattr(transform, "scale", 3.0)
+
+
+@changes
+def an_object_behind_a_proxy(device):
+    class Config:
+        by = 2.0
+
+    config = Config()
+    proxy = weakref.proxy(config)
+    return lambda x, keep=config: x * proxy.by, lambda: setattr(config, "by", 3.0)
+
+
+@changes
+def a_value_on_builtins(device):
+    import builtins
+
+    builtins.factor_of_mine = 2.0
+    space = {"__builtins__": builtins}
+    exec("def f(x): return x * factor_of_mine", space)
+    return space["f"], lambda: setattr(builtins, "factor_of_mine", 3.0)
+
+
+@changes
+def one_of_many_parameters_detached(device):
+    many = nn.ParameterList([nn.Parameter(torch.ones(1, device=device)) for _ in range(80)])
+    many[70].mul_ if False else None
+
+    def f(x):
+        return x * sum(1.0 for p in many if p.requires_grad)
+
+    with torch.no_grad():
+        return f, lambda: many[70].detach_()
+
+
+@pytest.mark.parametrize("make", changes)
+def test_c09_a_change_is_noticed(device, make):
+    both, change = changeable(lambda: make(device))
+    for _ in range(4):
+        before = both(ramp(device, 4))
+    assert counts(both)[2] >= 2 or counts(both)[0] == 4, "neither replayed nor refused"
+    change()
+    assert not torch.equal(both(ramp(device, 4)).live, before.live)
+    for _ in range(4):
+        both(ramp(device, 4))
+
+
+@may_run_live
+def test_c09_numpy_arrays_of_other_kinds(device, tmp_path):
+    numpy = pytest.importorskip("numpy")
+    mapped = numpy.memmap(tmp_path / "file", dtype="f8", mode="w+", shape=(2,))
+    mapped[:] = 2.0
+    objects = numpy.array([{"by": 2.0}], dtype=object)
+    masked = numpy.ma.array([2.0, 2.0])
+
+    def change(value):
+        mapped[0] = masked[0] = objects[0]["by"] = value
+
+    for read in (lambda x: x * float(mapped[0]), lambda x: x * objects[0]["by"], lambda x: x * float(masked[0])):
+        change(2.0)
+        f = pg.record(read, warmup=1)
+        for n in range(6):
+            change(2.0 + n // 3)
+            assert_same(f(ramp(device, 4)), ramp(device, 4) * (2.0 + n // 3))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: what the function does to Python objects
+
+
+@may_run_live
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c09_what_is_done_once_after_a_change_is_done_once(device, warmup, capsys):
+    weight, config = torch.ones(4, device=device), types.SimpleNamespace(on=False)
+
+    @pg.record(warmup=warmup)
+    def f(x):
+        if config.on and not hasattr(weight, "ready"):
+            weight.ready = True
+            print("ready")
+        return x * weight
+
+    for n in range(9):
+        config.on = n >= 4
+        assert_same(f(ramp(device, 4)), ramp(device, 4))
+    assert capsys.readouterr().out == "ready\n"
+
+
+def test_c09_a_mode_that_is_switched_on_later_is_warmed_up(device):
+    @functools.lru_cache
+    def noise():
+        return torch.rand(4, device=device)
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + noise() if self.training else x * 2
+
+    net = Noisy().eval()
+    f = pg.record(lambda x: net(x), warmup=1)
+    for _ in range(3):
+        f(ramp(device, 4))
+    net.train()
+    first = f(ramp(device, 4))
+    for _ in range(4):
+        assert_same(f(ramp(device, 4)), first)
+
+
+class WithSlot:
+    __slots__ = ("n",)
+
+
+@may_run_live
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c09_a_counter_in_a_slot_that_was_empty(device, warmup):
+    held = WithSlot()
+
+    def f(x):
+        held.n = held.n + 1 if hasattr(held, "n") else 1
+        return x * held.n
+
+    f = pg.record(f, warmup=warmup)
+    for n in range(1, 6):
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * n)
+    del held.n
+    assert_same(f(ramp(device, 4)), ramp(device, 4))
+
+
+@may_run_live
+@pytest.mark.parametrize("where", ["global", "cell"])
+def test_c09_a_counter_that_the_function_itself_brings_into_being(device, where):
+    space = {}
+    source = {
+        "global": "def f(x):\n    global N\n    try:\n        N += 1\n    except NameError:\n        N = 1\n    return x * N\n",
+        "cell": "def make():\n    def f(x):\n        nonlocal n\n        try:\n            n += 1\n        except NameError:\n"
+        "            n = 1\n        return x * n\n    if False:\n        n = 0\n    return f\nf = make()\n",
+    }
+    exec(source[where], space)
+    f = pg.record(space["f"], warmup=0)
+    for n in range(1, 6):
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * n)
+
+
+@may_run_live
+def test_c09_a_counter_in_an_object_of_a_builtin_kind(device):
+    local, numbers, number = threading.local(), array.array("l", [0]), ctypes.c_long(0)
+    local.n = 0
+
+    def f(x):
+        local.n += 1
+        numbers[0] += 1
+        number.value += 1
+        return x * 2
+
+    f = pg.record(f, warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert (local.n, numbers[0], number.value) == (n, n, n)
+
+
+@may_run_live
+def test_c09_a_new_equal_list_is_watched_like_the_old_one(device):
+    held = types.SimpleNamespace(events=[])
+
+    def f(x):
+        held.events = []
+        return x * 2
+
+    f = pg.record(f, warmup=1)
+    for _ in range(3):
+        f(ramp(device, 4))
+    held.events.append("a")
+    for _ in range(3):
+        f(ramp(device, 4))
+        assert held.events == []
+
+
+class Counting(dict):
+    def __iter__(self):
+        counted.append(1)
+        return iter(["a"])
+
+    def __getattribute__(self, name):
+        counted.append(name)
+        return super().__getattribute__(name)
+
+
+counted = []
+
+
+def test_c09_looking_at_an_object_runs_none_of_its_code(device):
+    class Row:
+        __slots__ = ("kept",)
+
+        def __init__(self, kept):
+            self.kept = kept
+
+        def __getattr__(self, name):
+            return self.kept[name]
+
+    row, odd = Row({"s": 2.0}), Counting(a=1.0, b=2.0)
+    f = pg.record(lambda x, keep=odd: x * row.s, warmup=1)
+    counted.clear()
+    for _ in range(4):
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * 2)
+    assert not counted
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: what no code of the function reads does not count
+
+
+class Trainer:
+    def __init__(self, device):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.steps, self.history, self.data = 0, [], iter(range(1000))
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def test_c09_a_trainer_that_counts_its_steps_outside_of_them(device):
+    def make():
+        trainer = Trainer(device)
+        return trainer.step, trainer
+
+    both = side_by_side(make)
+    for _ in range(12):
+        loss = both(torch.randn(2, 4, device=device))
+        for trainer, value in ((both.state, loss.recorded), (both.live_state, loss.live)):
+            trainer.steps += 1
+            trainer.history.append(value)
+            trainer.last = value
+    live, recorded, _ = counts(both)
+    assert live + recorded <= 5, reasons(both)
+
+
+def test_c09_a_module_that_counts_its_calls_outside(device):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            return self.layer(x)
+
+    net = Net().to(device).requires_grad_(False)
+    f = pg.record(net.forward, warmup=1)
+    for _ in range(12):
+        f(ramp(device, 4))
+        net.seen += 1
+    assert pg.stats(f).replayed == 11
+
+
+@pytest.mark.parametrize("reads", ["getattr(self, name)", "vars(self)[name]", "self.__dict__[name]"])
+def test_c09_an_attribute_that_is_read_by_a_computed_name(device, reads):
+    space = {}
+    exec(f"class C:\n    def f(self, x):\n        name = ''.join(['b', 'y'])\n        return x * {reads}\n", space)
+    held = space["C"]()
+    held.by = 2.0
+    f = pg.record(held.f, warmup=1)
+    for n in range(8):
+        held.by = 2.0 + n // 4
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * (2.0 + n // 4))
+
+
+def test_c09_an_attribute_that_a_constructor_reads(device):
+    class Config:
+        by = None
+
+        def __init__(self):
+            self.by = 2.0
+
+    class Part:
+        def __init__(self, config):
+            self.factor = config.by
+
+    config = Config()
+    f = pg.record(lambda x: x * Part(config).factor, warmup=1)
+    for n in range(8):
+        config.by = 2.0 + n // 4
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * (2.0 + n // 4))
+
+
+def test_c18_a_setting_that_changes_once_an_epoch_for_ever(device):
+    held = types.SimpleNamespace(by=1.0)
+    f = pg.record(lambda x: x * held.by, warmup=1)
+    for epoch in range(12):
+        held.by = 1.0 + epoch
+        for _ in range(60):
+            assert_same(f(ramp(device, 4)), ramp(device, 4) * held.by)
+    stats = pg.stats(f)
+    assert stats.recorded == 12, reasons(f)
+    assert stats.live == 12
+
+
+def test_c19_a_number_that_is_another_in_each_call(device):
+    f = pg.record(lambda x, by: x * by, warmup=1)
+    for n in range(64):
+        assert_same(f(ramp(device, 4), n / 7), ramp(device, 4) * (n / 7))
+    with pytest.warns(pg.RunsLive, match="argument 1 of another value"):
+        f(ramp(device, 4), 0.5)
+    assert pg.stats(f).refusals
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: optimizers and gradients
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_c06_a_learning_rate_of_zero(device, kind, foreach):
+    """Where nothing has been learned yet, torch's capturable step divides 0 by 0."""
+
+    def make():
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 3).to(device)
+        optimizer = getattr(torch.optim, kind)(table.parameters(), lr=0.01, foreach=foreach)
+
+        def step(rows):
+            optimizer.zero_grad()
+            table(rows).square().sum().backward()
+            optimizer.step()
+
+        return step, [table, optimizer]
+
+    both = side_by_side(make, tolerance=1e-5)
+    for rate in [0.0, 0.01, 0.01, 0.01, 0.0, 0.0, 0.01, 0.01, 0.01]:
+        for state in (both.state, both.live_state):
+            state[1].param_groups[0]["lr"] = rate
+        both(torch.tensor([1, 2], device=device))
+    assert torch.isfinite(both.state[0].weight).all()
+    assert counts(both)[2] >= 3, reasons(both)
+
+
+@may_run_live
+def test_c06_adam_on_float16_parameters(device):
+    def make():
+        weight = nn.Parameter(torch.ones(3, dtype=torch.half, device=device))
+        optimizer = torch.optim.Adam([weight], lr=1e-3, eps=1e-4)
+
+        def step(x):
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+
+        return step, weight
+
+    both = side_by_side(make, tolerance=1e-2)
+    for _ in range(20):
+        both(torch.tensor([100.0, 1000.0, 1.0], dtype=torch.half, device=device))
+
+
+@may_run_live
+def test_c05_a_gradient_that_is_handed_out_keeps_its_value(device):
+    weight = nn.Parameter(torch.zeros(2, device=device))
+
+    def f(x):
+        weight.grad = None
+        (weight * x).sum().backward()
+        return weight.grad
+
+    f = pg.record(f, warmup=1)
+    held = [f(torch.full((2,), float(n), device=device)) for n in range(6)]
+    for n, gradient in enumerate(held):
+        assert_same(gradient, torch.full((2,), float(n), device=device))
+
+
+@may_run_live
+def test_c06_a_view_of_a_weight_is_written_without_gradients(device):
+    torch.manual_seed(0)
+
+    def make():
+        layer = nn.Linear(4, 4).to(device)
+
+        @torch.no_grad()
+        def f(x):
+            for row in layer.weight.unbind(0):
+                row.mul_(0.5)
+            return layer(x)
+
+        return f, layer
+
+    both = side_by_side(make)
+    for n in range(6):
+        both(ramp(device, 2, 4, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C7: arguments
+
+
+class SaysEqual(nn.Module):
+    def __init__(self, value, device):
+        super().__init__()
+        self.register_buffer("by", torch.full((3,), value, device=device))
+
+    def __eq__(self, other):
+        return isinstance(other, SaysEqual)
+
+    __hash__ = nn.Module.__hash__
+
+
+class SaysEqualToo(SaysEqual):
+    def __hash__(self):
+        return 7
+
+
+class Odd(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+    def __eq__(self, other):
+        return isinstance(other, Odd)
+
+    def __hash__(self):
+        return 7
+
+
+class Tagged(float):
+    tag = 0.0
+
+
+class Box:
+    def __init__(self, t, meta):
+        self.t, self.meta = t, meta
+
+
+torch.utils._pytree.register_pytree_node(Box, lambda b: ([b.t], b.meta), lambda ts, meta: Box(next(iter(ts)), meta))
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted(WithSlot):
+    x: torch.Tensor
+
+
+def tagged(value):
+    number = Tagged(1.0)
+    number.tag = value
+    return number
+
+
+def slotted(x, value):
+    made = Slotted(x)
+    made.n = value
+    return made
+
+
+PAIRS = {
+    "modules that say they are equal": lambda x: (
+        lambda m: x * m.by, SaysEqualToo(1.0, x.device), SaysEqualToo(2.0, x.device)),
+    "enums that say they are equal": lambda x: (lambda e: x * e.value, Odd.ONE, Odd.TWO),
+    "dictionary keys 1 and 1.0": lambda x: (lambda d: next(iter(d.values())) // next(iter(d))[0], {(1,): x}, {(1.0,): x}),
+    "dictionary keys 0.0 and -0.0": lambda x: (lambda d: x / next(iter(d)), {0.0: x}, {-0.0: x}),
+    "floats with a tag": lambda x: (lambda v: x * v.tag, tagged(1.0), tagged(2.0)),
+    "factories": lambda x: (lambda d: x * d.default_factory(), collections.defaultdict(lambda: 2.0),
+                            collections.defaultdict(lambda: 3.0)),
+    "slots that are no fields": lambda x: (lambda s: s.x * s.n, slotted(x, 1.0), slotted(x, 2.0)),
+    "contexts of pytree": lambda x: (lambda b: b.t * b.meta["a"], Box(x, {"a": 1}), Box(x, {"a": 2.0})),
+}  # fmt: skip
+
+
+@may_run_live
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_c07_arguments_that_only_look_the_same(device, pair):
+    f, one, two = pair(ramp(device, 3))
+    recorded = pg.record(f, warmup=1)
+    for argument in (one, one, one, two, two, two, one, two):
+        assert_same(recorded(argument), f(argument))
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", ["key", "context"])
+def test_c09_an_object_within_an_argument_that_is_no_leaf(device, kind):
+    held = types.SimpleNamespace() if kind == "context" else WithSlot()
+    held.n = 2.0
+    f = pg.record(lambda d: next(iter(d.values())) * next(iter(d)).n if kind == "key" else d.t * d.meta.n, warmup=1)
+    for n in range(6):
+        held.n = 2.0 + n // 3
+        x = ramp(device, 3)
+        assert_same(f({held: x} if kind == "key" else Box(x, held)), x * held.n)
+
+
+@may_run_live
+def test_c07_questions_about_where_an_argument_comes_from(device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+
+    def f(a):
+        with torch.no_grad():
+            return a * 2 if a.is_leaf else a * 3
+
+    recorded = pg.record(f, warmup=1)
+    for _ in range(4):
+        assert_same(recorded(weight * 1), f(weight * 1))
+    with torch.inference_mode():
+        inferred = torch.ones(3, device=device)
+    with torch.no_grad():
+        recorded = pg.record(lambda v: v * 2 if v.is_inference() else v * 3, warmup=1)
+        for _ in range(4):
+            assert_same(recorded(inferred), torch.full((3,), 2.0, device=device))
+
+
+def test_c07_the_default_device_is_part_of_the_signature(device):
+    f = pg.record(lambda x: x + torch.ones(3).to(x.device).mean() + torch.ones(3).sum().to(x.device), warmup=1)
+    with torch.device("cpu"):
+        for _ in range(2):
+            assert_same(f(ramp(device, 3)), ramp(device, 3) + 4)
+    g = pg.record(lambda x: x + torch.ones(3, device=x.device), warmup=1)
+    with torch.device(device):
+        for _ in range(4):
+            assert_same(g(ramp(device, 3)), ramp(device, 3) + 1)
+    assert pg.stats(g).replayed == 3, reasons(g)
+
+
+@may_run_live
+def test_c07_a_list_that_contains_itself(device):
+    loop = []
+    loop.append(loop)
+    f = pg.record(lambda x, loop: x * len(loop), warmup=1)
+    for _ in range(3):
+        assert_same(f(ramp(device, 3), loop), ramp(device, 3))
+
+
+def test_c07_an_argument_called_self(device):
+    def f(self, x):
+        return x * self
+
+    recorded = pg.record(f, warmup=1)
+    for _ in range(3):
+        assert_same(recorded(self=2, x=ramp(device, 3)), ramp(device, 3) * 2)
+
+
+class Checked(collections.namedtuple("Checked", "t")):
+    def __new__(cls, t):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError("no tensor")
+        return super().__new__(cls, t + 1)
+
+
+def test_c04_a_named_tuple_with_a_constructor_of_its_own(device):
+    both = plain(lambda x: Checked(x))
+    for n in range(4):
+        both(ramp(device, 3, start=n))
+    assert_replays(both, ramp(device, 3))
+
+
+@may_run_live
+def test_c04_a_state_dict(device):
+    layer = nn.Linear(2, 2).to(device)
+    f = pg.record(lambda x: layer.state_dict(), warmup=1)
+    for _ in range(4):
+        assert f(ramp(device, 3))._metadata == layer.state_dict()._metadata
+
+
+# ---------------------------------------------------------------------------------------------------
+# C11: values read on the host without an operator
+
+READS = {
+    "torch.tensor": lambda x: x + torch.tensor([x[0], x[1], 2.0], device=x.device),
+    "torch.as_tensor": lambda x: x + torch.as_tensor([x[0], 2.0, 3.0], device=x.device),
+    "new_tensor": lambda x: x + x.new_tensor([x[0], x[1], 2.0]),
+    "FloatTensor": lambda x: x + torch.FloatTensor([x[0], x[1], 2.0]).to(x.device),
+    "a list as index": lambda x: x.repeat(9, 1)[[x[0].long(), x[1].long()],],
+    "a list as index of a write": lambda x: x.repeat(9, 1).index_fill_(0, torch.tensor([x[0].long()], device=x.device), 7.0),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_c11_values_that_python_reads(device, read):
+    f = pg.record(read, warmup=1)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), read(x))
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_c11_a_mask_that_decides_which_way_an_encoder_takes(device):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 1).to(device).eval()
+
+    @torch.no_grad()
+    def f(x, mask):
+        return encoder(x, src_key_padding_mask=mask)
+
+    recorded = pg.record(f, warmup=1)
+    x = torch.randn(2, 4, 8, device=device)
+    holes = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0]], device=device).bool()
+    right = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]], device=device).bool()
+    for mask in (holes, holes, holes, right, right, holes):
+        assert_same(recorded(x, mask), f(x, mask))
+
+
+@may_run_live
+@pytest.mark.parametrize("draw", ["randn", "rand", "normal"])
+def test_c02_numpys_generators(device, draw):
+    numpy = pytest.importorskip("numpy")
+
+    def make():
+        state = numpy.random.RandomState(0)
+        return lambda x: x * float(getattr(state, draw)()) + float(getattr(numpy.random, draw)())
+
+    numpy.random.seed(0)
+    both = side_by_side(make)
+    for n in range(6):
+        both(ramp(device, 3, start=n))
+
+
+@may_run_live
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, type("Own", (BaseException,), {})])
+def test_c13_what_was_done_before_an_exception_that_is_no_error(device, error):
+    total = torch.zeros(1, device=device)
+
+    def f(x, stop):
+        total.add_(x)
+        if stop:
+            raise error
+        return total.clone()
+
+    f = pg.record(f, warmup=1)
+    for _ in range(3):
+        f(torch.ones(1, device=device), False)
+    for _ in range(4):
+        with pytest.raises(error):
+            f(torch.ones(1, device=device), True)
+    assert total.item() == 7
+
+
+@may_run_live
+def test_c13_an_exception_that_the_function_handles(device):
+    def f(x):
+        try:
+            return torch.linalg.cholesky(x)
+        except RuntimeError:
+            return torch.linalg.cholesky(x + 10 * torch.eye(2, device=device))
+
+    recorded = pg.record(f, warmup=1)
+    for sign in (1, 1, 1, -1, -1, 1):
+        x = sign * torch.eye(2, device=device)
+        assert_same(recorded(x), f(x))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C11, C12: what merely lies in reach
+
+
+@pytest.mark.parametrize("kind", ["sparse", "lazy", "mkldnn"])
+def test_c11_tensors_without_memory_in_reach(device, kind):
+    if kind == "mkldnn" and device.type != "cpu":
+        pytest.skip("mkldnn tensors are on the CPU")
+    odd = {
+        "sparse": lambda: torch.eye(3, device=device).to_sparse(),
+        "lazy": lambda: nn.LazyLinear(4),
+        "mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    }[kind]()
+    f = pg.record(lambda x, odd=odd: x * 2, warmup=1)
+    for n in range(4):
+        assert_same(f(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+    assert pg.stats(f).replayed == 3, reasons(f)
+
+
+@may_run_live
+def test_c11_a_sparse_tensor_that_is_used(device):
+    neighbours = torch.eye(3, device=device).to_sparse()
+    f = pg.record(lambda x: neighbours @ x, warmup=1)
+    for n in range(4):
+        assert_same(f(ramp(device, 3, 3, start=n)), ramp(device, 3, 3, start=n))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C14, C17: others at work at the same time
+
+
+def test_c17_a_reset_in_the_middle_of_a_capture(device):
+    big = torch.ones(50_000, device=device)
+    other = pg.record(lambda a: a + 1, warmup=0)
+
+    def f(a):
+        y = a.sin()
+        pg.reset(other)
+        gc.collect()
+        z = y.cos() + a
+        return (z.exp() + y).sum(), z
+
+    recorded = pg.record(f, warmup=0)
+    for _ in range(4):
+        other(big)
+        other(big)
+        assert_same(recorded(big), f(big))
+
+
+def test_c17_a_reset_while_another_thread_warms_up(device):
+    started, done = threading.Event(), threading.Event()
+    other = pg.record(lambda a: a + 1, warmup=0)
+    other(ramp(device, 3))
+
+    def f(a):
+        started.set()
+        return a + (1.0 if done.wait(20) else 100.0)
+
+    def resets():
+        started.wait()
+        pg.reset(other)
+        done.set()
+
+    thread = threading.Thread(target=resets)
+    thread.start()
+    assert_same(pg.record(f, warmup=1)(ramp(device, 3)), ramp(device, 3) + 1)
+    thread.join()
+    other(ramp(device, 3))
+    assert pg.stats(other).recorded == 2
+
+
+def test_c14_threads_that_draw_random_numbers_during_a_capture(device):
+    drawn, stop = [], threading.Event()
+
+    def draws():
+        while not stop.is_set():
+            drawn.append(random.random())
+            time.sleep(0)
+
+    thread = threading.Thread(target=draws, daemon=True)
+    thread.start()
+    try:
+        f = pg.record(lambda a: functools.reduce(lambda a, _: a.sin(), range(100), a), warmup=0)
+        for n in range(2, 8):
+            f(torch.ones(n, device=device))
+    finally:
+        stop.set()
+        thread.join()
+    assert len(set(drawn)) == len(drawn)
+    assert pg.stats(f).recorded == 6, reasons(f)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_c14_a_signal_handler_that_calls_a_recorded_function(device):
+    def chain(a):
+        for _ in range(200):
+            a = a * 1.001 + 1
+        return a
+
+    one, two = torch.ones(500, device=device), torch.full((500,), 5.0, device=device)
+    expected = chain(one)
+    f = pg.record(chain, warmup=1)
+    for _ in range(3):
+        f(one)
+    before = signal.signal(signal.SIGALRM, lambda *_: f(two))
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.007)
+    try:
+        for _ in range(150):
+            assert_same(f(one), expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_c14_a_fork_while_another_thread_is_busy(device):
+    if device.type != "cpu":
+        pytest.skip("CUDA does not survive a fork")
+    f = pg.record(lambda a: a + 1, warmup=0)
+    f(ramp(device, 3))
+    busy, done = threading.Event(), threading.Event()
+
+    def holds():
+        with lock:
+            busy.set()
+            done.wait()
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    busy.wait()
+    child = os.fork()
+    if not child:
+        begin = time.monotonic()
+        f(torch.ones(3))
+        os._exit(0 if time.monotonic() - begin < 5 else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pg.record
+def decorated(a):
+    return a + 1
+
+
+def test_c16_a_decorated_function_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert copy.deepcopy(decorated) is not None
+
+
+def test_c15_held_results_keep_no_more_memory_than_they_need(device):
+    if device.type != "cpu":
+        pytest.skip("the arena is the CPU device's")
+    arena = device_for(device)._arena
+    big, small, kept, segments = torch.ones(4_000_000), torch.ones(50_000), [], []
+    for _ in range(3):
+        f, g = pg.record(lambda a: (a + 1) * 2, warmup=0), pg.record(lambda a: a + 1, warmup=0)
+        f(big)
+        kept.append(g(small))
+        segments += [weakref.ref(s) for s in arena.segments]
+        pg.reset(f)
+        pg.reset(g)
+        del f, g
+        gc.collect()
+    alive = {id(s): s.nbytes for ref in segments if (s := ref()) is not None}
+    assert sum(alive.values()) < 2 * big.nbytes
+    assert [t.sum().item() for t in kept] == [100_000.0] * 3
+
+
+def test_c12_a_failure_of_our_own_is_said_and_the_call_runs_live(device, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("phonograph.recorded.record", broken)
+    f = pg.record(lambda x: x * 2, warmup=0)
+    with pytest.warns(pg.RunsLive, match="phonograph itself failed"):
+        assert_same(f(ramp(device, 3)), ramp(device, 3) * 2)
+    assert "a bug" in caplog.text
+    caplog.clear()
