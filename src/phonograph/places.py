@@ -13,6 +13,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
+from operator import methodcaller
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -107,20 +109,31 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
     return Holder(path, read, restore, watched, keyed)
 
 
+_values: Callable[[Any], Any] = methodcaller("values")
+
+
 def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -> Holder:
-    """Several, most of them empty or small, as one place: reading it is cheaper than reading each."""
+    """Several, most of them empty or small, as one place: reading it is cheaper than reading each. Read as (how many items in
+    each, all keys, all values), or as nothing if all are empty."""
+    n = len(dicts)
 
     def read() -> Values:
-        return tuple([x for d in dicts for x in (len(d), *d, *d.values())] if any(dicts) else ())
+        if not any(dicts):
+            return ()
+        return (*map(len, dicts), *chain.from_iterable(dicts), *chain.from_iterable(map(_values, dicts)))
 
     def restore(values: Values) -> None:
-        at = 0
-        for d in dicts:
+        total = (len(values) - n) // 2
+        items = zip(values[n : n + total], values[n + total :], strict=True)
+        for d, length in zip(dicts, values[:n] or (0,) * n, strict=True):
             d.clear()
-            d.update(_pairs(values, at))
-            at += 1 + 2 * len(d)
+            d.update(islice(items, length))
 
-    return Holder(path, read, restore, watched, keyed)
+    def named(path: str, i: int, values: Values) -> str:
+        total = (len(values) - n) // 2
+        return f"{path}.{values[n + (i - n) % total]}" if i >= n else path
+
+    return Holder(path, read, restore, watched, named)
 
 
 # -- objects

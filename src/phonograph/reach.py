@@ -376,18 +376,19 @@ class Reach:
         own = module.__dict__
         inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
         self._seen.add(id(own.get("_non_persistent_buffers_set")))
+        self._dicts(path, inner, watched=True)
         if self._is_plain(type(module)):
-            self._dicts(path, inner, watched=True)
             self._selected.append((path, module, set()))
         else:
-            self._dicts(path, [own, *inner], watched=True)
+            self._dict(path, own, watched=True)
         self._slots(path, module)
         self._class_of(type(module))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
         own = optimizer.__dict__
-        self._dicts(path, [own, *(d for d in own.values() if type(d) in (dict, OrderedDict))], watched=False)
+        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)], watched=False)
+        self._dict(path, own)
         self._seen.add(id(optimizer.state))
         self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
         self._dict(f"{path}.state", optimizer.state, watched=True)
@@ -498,8 +499,9 @@ class Reach:
         imported = sorted(candidates & sys.modules.keys())  # `import` inside the function
         for name in imported:
             self._module_of_the_user(name, sys.modules[name])
-        if imported:
-            self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, imported))))
+        theirs = [name for name in imported if id(sys.modules[name]) in self._python_modules]
+        if theirs:
+            self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, theirs))))
         g = f.__globals__
         absent = named - g.keys() if named & {"NameError", "globals", "eval", "exec"} else globals_set_in(f.__code__) - g.keys()
         self._globals(g, sorted((named & g.keys()) | absent))
