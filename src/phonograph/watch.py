@@ -25,7 +25,7 @@ from .errors import Refusal
 from .listening import unheard
 from .pool import dense
 from .reach import Reach
-from .where import users_line
+from .where import runs_through, users_line
 
 __all__ = ["OperatorWatch", "storage_id"]
 
@@ -87,13 +87,16 @@ class OperatorWatch(TorchDispatchMode):
                 raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
             return out
         except Refusal as refusal:
-            raise self._located(refusal) from None
+            raise self.located(refusal) from None
         finally:
             if listening is not None:
                 sys.setprofile(listening)
 
-    def _located(self, refusal: Refusal) -> Refusal:
+    def located(self, refusal: Refusal) -> Refusal:
+        """The refusal with the user's line."""
         refusal.where = refusal.where or users_line(sys._getframe(2))
+        if runs_through(sys._getframe(2), "distributions"):
+            refusal.remedy = "pass validate_args=False to the distribution, which looks at its arguments' values"
         # User code may catch every exception; the first refusal counts even if it never arrives at the recorder.
         self.refusal = self.refusal or refusal
         return refusal

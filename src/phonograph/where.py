@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "is_users", "origin", "users_line", "works_for"]
+__all__ = ["LIBRARY", "STDLIB", "USER", "is_users", "origin", "runs_through", "users_line", "works_for"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -56,6 +56,15 @@ def works_for(frame: FrameType | None) -> str:
             return whose
         frame = frame.f_back
     return LIBRARY
+
+
+def runs_through(frame: FrameType | None, package: str) -> bool:
+    """Whether a frame is called, directly or not, by code of this package of torch's."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_TORCH + package + os.sep):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def users_line(frame: FrameType | None = None) -> str:

@@ -899,6 +899,16 @@ def test_c11_values_that_python_reads(device, read):
 
 
 @may_run_live
+def test_c11_a_distribution_that_looks_at_its_arguments(device):
+    f = pg.record(lambda x: torch.distributions.Normal(x, 1.0).log_prob(x), warmup=0)
+    f(ramp(device, 3))
+    assert "validate_args=False" in reasons(f)
+    g = pg.record(lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).log_prob(x), warmup=0)
+    g(ramp(device, 3))
+    assert pg.stats(g).recorded == 1, reasons(g)
+
+
+@may_run_live
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_c11_a_mask_that_decides_which_way_an_encoder_takes(device):
     torch.manual_seed(0)

@@ -33,7 +33,6 @@ from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import below_autograd, storage_at
 from ..watch import OperatorWatch, storage_id
-from ..where import users_line
 from .base import Captured, Made
 from .out_variants import Variant, tried
 from .spelling import spelled
@@ -348,9 +347,7 @@ def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
                 return read(*args, **kwargs)
             refusal = operators.reads_value() if name in _NUMBERS else Refusal(
                 f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside")  # fmt: skip
-            refusal.where = users_line()
-            watch.refusal = watch.refusal or refusal
-            raise refusal
+            raise watch.located(refusal)
 
         return refuse
 

@@ -101,7 +101,7 @@ class CudaWatch(OperatorWatch):
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
-            raise self._located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
+            raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
         return super().perform(func, m, args, kwargs)
 
     def stranger(self, m: Meaning, t: torch.Tensor) -> None:
