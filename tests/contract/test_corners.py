@@ -422,6 +422,22 @@ def test_c09_a_mode_that_is_switched_on_later_is_warmed_up(device):
         assert_same(f(ramp(device, 4)), first)
 
 
+@may_run_live
+@pytest.mark.parametrize("maxsize", [None, 2])
+def test_c09_a_cache_that_is_filled_while_a_call_is_recorded(device, maxsize):
+    def make():
+        @functools.lru_cache(maxsize=maxsize)
+        def noise(n):
+            return torch.rand(4, device=device)
+
+        noise(0)
+        return lambda x: x + noise(0) + noise(1)
+
+    both = side_by_side(make, warmup=0)
+    for _ in range(5):
+        both(ramp(device, 4))
+
+
 class WithSlot:
     __slots__ = ("n",)
 
@@ -483,8 +499,9 @@ def test_c09_a_new_equal_list_is_watched_like_the_old_one(device):
         return x * 2
 
     f = pg.record(f, warmup=1)
-    for _ in range(3):
+    for _ in range(4):
         f(ramp(device, 4))
+    assert pg.stats(f).replayed in (0, 3), reasons(f)
     held.events.append("a")
     for _ in range(3):
         f(ramp(device, 4))
@@ -669,8 +686,8 @@ def test_c06_adam_on_float16_parameters(device):
 
         return step, weight
 
-    both = side_by_side(make, tolerance=1e-2)
-    for _ in range(20):
+    both = side_by_side(make, tolerance=5e-3)
+    for _ in range(50):
         both(torch.tensor([100.0, 1000.0, 1.0], dtype=torch.half, device=device))
 
 
@@ -865,6 +882,20 @@ def test_c04_a_named_tuple_with_a_constructor_of_its_own(device):
     for n in range(4):
         both(ramp(device, 3, start=n))
     assert_replays(both, ramp(device, 3))
+
+
+@may_run_live
+@pytest.mark.parametrize("size", [3, 30_000])
+def test_c04_results_of_two_dtypes_in_one_memory(device, size):
+    """A write to one moves the version of the other on, for autograd."""
+    f = pg.record(lambda x: (lambda y: (y, y.view(torch.int32)))(x * 2), warmup=1)
+    for _ in range(4):
+        weight = torch.ones(size, device=device, requires_grad=True)
+        y, v = f(torch.ones(size, device=device))
+        z = (weight * y).sum()
+        v.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.backward()
 
 
 @may_run_live
