@@ -114,24 +114,34 @@ _values: Callable[[Any], Any] = methodcaller("values")
 
 def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -> Holder:
     """Several, most of them empty or small, as one place: reading it is cheaper than reading each. Read as (how many items in
-    each, all keys, all values), or as nothing if all are empty."""
-    n = len(dicts)
+    each, all keys, all values): first those that hold something now, then, unless all are empty still, the others."""
+    groups = [[d for d in dicts if d], [d for d in dicts if not d]]
+    filled, empty = groups
 
     def read() -> Values:
-        if not any(dicts):
-            return ()
-        return (*map(len, dicts), *chain.from_iterable(dicts), *chain.from_iterable(map(_values, dicts)))
+        found = (*map(len, filled), *chain.from_iterable(filled), *chain.from_iterable(map(_values, filled)))
+        if any(empty):
+            found += (*map(len, empty), *chain.from_iterable(empty), *chain.from_iterable(map(_values, empty)))
+        return found
 
     def restore(values: Values) -> None:
-        total = (len(values) - n) // 2
-        items = zip(values[n : n + total], values[n + total :], strict=True)
-        for d, length in zip(dicts, values[:n] or (0,) * n, strict=True):
-            d.clear()
-            d.update(islice(items, length))
+        for group in groups:
+            n = len(group)
+            lengths = values[:n] or (0,) * n
+            total = sum(lengths)
+            items = zip(values[n : n + total], values[n + total : n + 2 * total], strict=True)
+            for d, length in zip(group, lengths, strict=True):
+                d.clear()
+                d.update(islice(items, length))
+            values = values[n + 2 * total :]
 
     def named(path: str, i: int, values: Values) -> str:
-        total = (len(values) - n) // 2
-        return f"{path}.{values[n + (i - n) % total]}" if i >= n else path
+        for group in groups:
+            n, total = len(group), sum(values[: len(group)])
+            if n <= i < n + 2 * total:
+                return f"{path}.{values[n + (i - n) % total]}"
+            i, values = i - n - 2 * total, values[n + 2 * total :]
+        return path
 
     return Holder(path, read, restore, watched, named)
 
