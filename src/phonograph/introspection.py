@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -19,8 +21,8 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["MISSING", "asks_identity", "catches", "computes_names", "contents", "functions_of", "globals_set_in",
-           "has_attributes", "is_users_class", "names_in", "parts", "slots_of"]  # fmt: skip
+__all__ = ["LOOKUPS", "MISSING", "asks_identity", "catches", "contents", "functions_of", "globals_set_in",
+           "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -53,23 +55,27 @@ def contents(cell: CellType) -> Any:
         return MISSING
 
 
-def names_in(code: CodeType) -> set[str]:
-    """The names that a code object uses, and the words that it may look something up by."""
+def names_in(code: CodeType, *, tuples: bool = True) -> set[str]:
+    """The names that a code object uses, and the words that it may look something up by. (Among `tuples` are the names of
+    keyword arguments in calls.)"""
     found = set(code.co_names)
-    _add_words(code.co_consts, found)
+    _add_words(code.co_consts, found, tuples)
     return found
 
 
-def _add_words(constants: Iterable[Any], found: set[str]) -> None:
+def _add_words(constants: Iterable[Any], found: set[str], tuples: bool) -> None:
     for const in constants:
         if isinstance(const, CodeType):
-            found |= names_in(const)
+            found |= names_in(const, tuples=tuples)
         elif isinstance(const, (tuple, frozenset)):
-            _add_words(const, found)
+            if tuples:
+                _add_words(const, found, tuples)
         elif isinstance(const, str) and const in sys.modules:
             found.add(const)
         elif isinstance(const, str) and all(part.isidentifier() for part in const.split(".")):
             found.update(const.split("."))  # also attrgetter("model.scale")
+        elif isinstance(const, str) and "{" in const:
+            found.update(re.findall(r"[^\W\d]\w*", const))  # "{config.scale}".format(...)
 
 
 @functools.cache
@@ -80,12 +86,23 @@ def asks_identity(code: CodeType) -> bool:
     return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
 
 
+_NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
+                                 "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
+
+
 @functools.cache
 def catches(code: CodeType) -> bool:
-    """Whether code has an ``except`` clause."""
-    inner = any(catches(const) for const in code.co_consts if isinstance(const, CodeType))
-    tests = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
-    return inner or any(i.opname in tests for i in dis.get_instructions(code))
+    """Whether code has an ``except`` clause that could catch what an operator raises."""
+    if any(catches(const) for const in code.co_consts if isinstance(const, CodeType)):
+        return True
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    for before, i in pairwise(instructions):
+        if before.opname == "PUSH_EXC_INFO" and i.opname == "POP_TOP":
+            return True  # except:
+        tests = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+        if i.opname in tests and not (before.opname in _LOADS and before.argval in _NEVER_AN_OPERATORS):
+            return True
+    return False
 
 
 @functools.cache
@@ -96,32 +113,48 @@ def globals_set_in(code: CodeType) -> frozenset[str]:
     return frozenset([*inner, *own])
 
 
-_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+# Functions by which code may read or write attributes that it does not name, and attributes that are such functions.
+LOOKUPS = frozenset({"getattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "__getattribute__", "__setattr__",
+                     "__delattr__"})  # fmt: skip
+_AROUND = frozenset({"vars", "dir", "eval", "exec", "copy", "deepcopy", "asdict", "astuple", "pickle", "inspect"})
+_AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
+                                "__reduce_ex__"})  # fmt: skip
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
 
 
 @functools.cache
-def computes_names(code: CodeType) -> bool:
-    """Whether code may look attributes up by names that do not stand in it: uses `getattr` and its like, other than with a
-    literal name. (Told by the instructions after the one that loads `getattr`; in doubt it does.)"""
-    if any(computes_names(const) for const in code.co_consts if isinstance(const, CodeType)):
+def looks_around(code: CodeType) -> bool:
+    """Whether code may read or write attributes by names that do not stand in it: uses `vars`, or `getattr` and its like other
+    than with a literal name. (Told by the instructions after the one that loads `getattr`; in doubt it does.)"""
+    if any(looks_around(const) for const in code.co_consts if isinstance(const, CodeType)):
         return True
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    return any(i.argval in _BY_NAME and not _literal(instructions[n + 1 : n + 16]) for n, i in enumerate(instructions)
-               if i.opname.startswith("LOAD_") and i.opname != "LOAD_CONST")  # fmt: skip
+    for n, i in enumerate(instructions):
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") and i.argval in _AROUND:
+            return True
+        if i.opname.startswith("LOAD_") and i.opname != "LOAD_CONST":
+            if i.argval in _AROUND_ATTRIBUTES:
+                return True
+            if i.argval in _BY_NAME and not _literal(instructions[n + 1 : n + 16]):
+                return True
+    return False
+
+
+_LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 
 def _literal(following: list[dis.Instruction]) -> bool:
-    """Whether these instructions load an object, a literal name, perhaps a default, and then call."""
+    """Whether these instructions load an object (but for `attrgetter`), a literal name, perhaps a default, and then call."""
     names = [i.opname for i in following]
-    if not names or names[0] not in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"):
-        return False
-    at = 1
-    while names[at : at + 1] == ["LOAD_ATTR"]:
-        at += 1
+    at = 0
+    if names[:1] and names[0] in _LOADS:
+        at = 1
+        while names[at : at + 1] == ["LOAD_ATTR"]:
+            at += 1
     if names[at : at + 1] != ["LOAD_CONST"] or not isinstance(following[at].argval, str):
         return False
-    default = names[at + 1 : at + 2] != [] and names[at + 1].startswith("LOAD_") and names[at + 1].count("LOAD") == 1
+    default = names[at + 1 : at + 2] != [] and names[at + 1] in (*_LOADS, "LOAD_CONST")
     called = names[at + 1 + default : at + 2 + default]
     return bool(called) and called[0].startswith("CALL")
 

@@ -14,6 +14,7 @@ import fractions
 import pathlib
 import sys
 import weakref
+from collections import OrderedDict
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -83,8 +84,8 @@ def nested_key(value: Any) -> Any:
     kind = type(value)
     if kind in (tuple, list):
         return (kind, tuple(map(nested_key, value)))
-    if kind is dict:
-        return (dict, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
+    if kind in (dict, OrderedDict):
+        return (kind, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
     if isinstance(value, BY_IDENTITY) and not isinstance(value, type):
         raise NoSignature(f"takes an argument that refers to a {kind.__qualname__} where it cannot be looked into")
     return plain_key(value)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from _queue import SimpleQueue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import (
     BuiltinFunctionType,
@@ -32,31 +32,35 @@ from types import (
 )
 from typing import Any
 
-from .effects import Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Refusal
 from .where import users_line
 
-__all__ = ["unheard", "watching_python"]
+__all__ = ["Listener", "unheard", "watching_python"]
 
 
 @contextmanager
-def watching_python(outer: set[int], more: Starts) -> Iterator[list[Refusal]]:
+def watching_python(outer: set[int], more: Starts, caching: Set[CodeType]) -> Iterator[Listener]:
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides. Yields a list that gets the refusals, also those that the user's code swallowed.
+    besides, `caching` the code whose results a cache would keep.
     """
-    listener = _Listener(outer, more)
-    source: Callable[[_Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
+    listener = Listener(outer, more, caching)
+    source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with source(listener):
-        yield listener.found
+        yield listener
 
 
-class _Listener:
-    """What both sources call. Raises a `Refusal` where the call or start would be an effect."""
+class Listener:
+    """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
-    def __init__(self, outer: set[int], more: Starts) -> None:
+    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran."""
+
+    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType]) -> None:
         self.found: list[Refusal] = []
+        self.ran: set[CodeType] = set()
+        self.caching = caching
         self.starts = start_names | more.keys()
         self.more = more
         self._outer = outer
@@ -67,10 +71,12 @@ class _Listener:
 
     def started(self, frame: FrameType) -> None:
         self._judge(of_start(frame, self.more), frame)
+        if frame.f_code in self.caching:
+            self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
 
-    def _judge(self, effect: Effect | None, frame: FrameType) -> None:
+    def _judge(self, effect: Effect | None, frame: FrameType, *, final: bool = True) -> None:
         if effect is not None and self.concerned():
-            self.found.append(Refusal(effect.reason, effect.remedy, where=users_line(frame)))
+            self.found.append(Refusal(effect.reason, effect.remedy, where=users_line(frame), final=final))
             raise self.found[-1]
 
     def concerned(self) -> bool:
@@ -88,7 +94,7 @@ _BUILTIN = frozenset({BuiltinFunctionType, type(SimpleQueue().get), MethodWrappe
 
 
 @contextmanager
-def _monitoring(listener: _Listener) -> Iterator[None]:
+def _monitoring(listener: Listener) -> Iterator[None]:
     tool = next((i for i in _TOOLS if _monitors.get_tool(i) is None), None)
     if tool is None:
         raise Refusal("all tools of sys.monitoring are in use", "stop one of them", final=False)
@@ -96,6 +102,9 @@ def _monitoring(listener: _Listener) -> Iterator[None]:
     heard: list[CodeType] = []
 
     def started(code: CodeType, offset: int) -> Any:
+        listener.ran.add(code)
+        if code in listener.caching:
+            return listener.started(sys._getframe(1))
         if mentions(code.co_filename, code.co_names):
             if not listener.concerned():
                 return None  # another thread is the first to run it, and may still run when this tool is gone
@@ -141,17 +150,20 @@ def unheard() -> Any:
 
 
 @contextmanager
-def _profiling(listener: _Listener) -> Iterator[None]:
+def _profiling(listener: Listener) -> Iterator[None]:
     global _ours
     before: Any = sys.getprofile()
-    outer, starts = _ours, listener.starts
+    outer, starts, ran, caching = _ours, listener.starts, listener.ran, listener.caching
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
             if arg.__name__ in told_names:
                 listener.called(arg, arg.__self__, frame)
-        elif event == "call" and frame.f_code.co_name in starts:
-            listener.started(frame)
+        elif event == "call":
+            code = frame.f_code
+            ran.add(code)
+            if code.co_name in starts or code in caching:
+                listener.started(frame)
 
     def chained(frame: FrameType, event: str, arg: Any) -> None:
         before(frame, event, arg)

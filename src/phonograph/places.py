@@ -41,12 +41,20 @@ __all__ = [
 Values = tuple[Any, ...]
 
 
+class Part(NamedTuple):
+    """A part of a place: how to read it now, how to take it out of what was read of the whole, and how to name it."""
+
+    read: Callable[[], Values]
+    of: Callable[[Values], Values]
+    named: Callable[[str, int, Values], str]
+
+
 class Holder(NamedTuple):
     """One place outside the arguments that holds values.
 
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
-    `named` names the i-th of the values read.
+    `named` names the i-th of the values read. A recording may rely on a `part` of the place only.
     """
 
     path: str
@@ -55,6 +63,7 @@ class Holder(NamedTuple):
     watched: bool = False
     named: Callable[[str, int, Values], str] | None = None
     dial: tuple[int, str] | None = None
+    part: Part | None = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
@@ -92,19 +101,20 @@ def keyed(path: str, i: int, values: Values) -> str:
 
 
 def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder:
-    if type(d) in (dict, OrderedDict):
+    kind: Any = OrderedDict if issubclass(type(d), OrderedDict) else dict
+    if type(d) is kind:
 
         def read() -> Values:
             return (len(d), *d, *d.values())
     else:  # a subclass: as it is in memory, whatever its methods say
-        kind: Any = OrderedDict if issubclass(type(d), OrderedDict) else dict
 
         def read() -> Values:
             return (dict.__len__(d), *kind.keys(d), *kind.values(d))
 
     def restore(values: Values) -> None:
-        dict.clear(d)
-        dict.update(d, _pairs(values, 0))
+        kind.clear(d)
+        for key, value in _pairs(values, 0):
+            kind.__setitem__(d, key, value)
 
     return Holder(path, read, restore, watched, keyed)
 
@@ -159,20 +169,22 @@ def own_dict(thing: Any) -> dict[str, Any] | None:
 
 
 def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:
-    """The attributes that an object has in its dictionary, which may be replaced as a whole; with `names`, all there are but
-    the values of these only."""
+    """The attributes that an object has in its dictionary, which may be replaced as a whole. With `names` a recording relies on
+    the values of these only, and on which others there are."""
     find: Callable[[], Any] = partial(object.__getattribute__, thing, "__dict__")
     if issubclass(type(thing), threading.local):
         find = partial(vars, thing)
+    before = find()
 
     def read() -> Values:
         d = find()
         return (len(d), *d, *d.values())
 
     def restore(values: Values) -> None:
-        d = find()
-        d.clear()
-        d.update(_pairs(values, 0))
+        if find() is not before and not issubclass(type(thing), threading.local):
+            object.__setattr__(thing, "__dict__", before)
+        before.clear()
+        before.update(_pairs(values, 0))
 
     if names is None:
         return Holder(path, read, restore, watched, keyed)
@@ -182,16 +194,14 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         d = find()
         return (*map(d.get, some), *d)
 
-    def restore_some(values: Values) -> None:
-        d, there = find(), values[len(some) :]
-        for name in [name for name in d if name not in there]:
-            del d[name]
-        d.update((name, value) for name, value in zip(some, values, strict=False) if name in there)
+    def some_of(values: Values) -> Values:
+        d = dict(_pairs(values, 0))
+        return (*map(d.get, some), *d)
 
     def named(path: str, i: int, values: Values) -> str:
         return f"{path}.{some[i]}" if i < len(some) else path
 
-    return Holder(path, read_some, restore_some, watched, named)
+    return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named))
 
 
 def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Holder:
@@ -238,8 +248,8 @@ def unordered(path: str, values: set[Any]) -> Holder:
 
 
 def buffer(path: str, thing: Any) -> Holder:
-    """The bytes of an object that lays its memory open: bytearray, array, ctypes, mmap. (No view of it is kept: one would keep
-    a bytearray from growing.)"""
+    """The bytes of an object that lays its memory open in one piece: bytearray, array, ctypes, mmap. (No view of it is kept: it
+    would keep a bytearray from growing.)"""
 
     def restore(saved: Values) -> None:
         if isinstance(thing, bytearray):
@@ -267,16 +277,7 @@ def cache(path: str, wrapper: Any) -> Holder:
             found += table.values()
         return tuple(sorted(found, key=id))
 
-    before = [(d, dict(d)) for d in tables()] if wrapper.cache_parameters()["maxsize"] is None else []
-
-    def restore(_: Values) -> None:
-        if not before:
-            wrapper.cache_clear()  # its chain of entries cannot be mended: it has to find them again
-        for table, items in before:
-            table.clear()
-            table.update(items)
-
-    return Holder(path, read, restore)
+    return kept(path, read)  # what would fill it is refused before it happens
 
 
 # -- variables

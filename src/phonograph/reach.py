@@ -31,6 +31,7 @@ from contextvars import ContextVar
 from mmap import mmap
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -44,21 +45,22 @@ import torch
 
 from . import places, torch_private
 from .introspection import (
+    LOOKUPS,
     MISSING,
     asks_identity,
     catches,
-    computes_names,
     functions_of,
     globals_set_in,
     has_attributes,
     is_users_class,
+    looks_around,
     names_in,
     parts,
     slots_of,
 )
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_users
+from .where import is_torchs, is_users
 
 __all__ = ["FEW", "LIVE", "Reach"]
 
@@ -84,10 +86,8 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__abstractmethods__", "_abc_impl", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})
-# Names by which code may read attributes that it does not name, or hand an object to code that does.
-_AROUND = frozenset({"vars", "__dict__", "dir", "asdict", "astuple", "copy", "deepcopy", "eval", "exec", "type", "__class__",
-                     "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "pickle", "inspect"})  # fmt: skip
-_ASKING = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # and those by which it finds one missing
+# Names by which it may find an attribute missing.
+_ASKING = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
@@ -96,7 +96,7 @@ _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v
 class Reach:
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = ()) -> None:
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
@@ -112,9 +112,11 @@ class Reach:
         self._seen: set[int] = set()
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
-        self._names: set[str] = set()  # every name that the user's code mentions
-        self._reads: set[str] = set()  # those of them by which it may read an attribute
+        self.caching: set[CodeType] = set()  # the code of functions whose results a cache keeps
+        self._names: set[str] = set(heard)  # every name that the user's code mentions, or code that was heard to run
+        self._reads: set[str] = set(heard)  # those of them by which it may read an attribute
         self._computes = False  # whether it may read others: `getattr(x, name)`
+        self._settings = False  # whether it may read the settings of an optimizer
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
@@ -138,7 +140,7 @@ class Reach:
     @property
     def reads_settings(self) -> bool:
         """Whether the user's own code may look at the settings of an optimizer."""
-        return not self._names.isdisjoint(_SETTINGS)
+        return self._settings
 
     @property
     def orders_streams(self) -> bool:
@@ -206,12 +208,20 @@ class Reach:
     @property
     def _looks_around(self) -> bool:
         """Whether some code may read attributes that it does not name."""
-        return self._computes or not self._reads.isdisjoint(_AROUND)
+        return self._computes
 
     @property
     def _looks_for(self) -> bool:
         """Whether some code may ask for an attribute that is not there yet."""
         return not self._names.isdisjoint(_ASKING)
+
+    def overlooked(self, ran: Iterable[CodeType]) -> frozenset[str]:
+        """Names in code that ran, by which it may have read an attribute that did not seem to matter."""
+        left = {n for _, thing, entered in self._selected for n in (own_dict(thing) or {}).keys() - entered}
+        if not left:
+            return frozenset()
+        named = {n for code in ran if not is_torchs(code.co_filename) for n in names_in(code)}
+        return frozenset(named) if named & left and not self._computes else frozenset()
 
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)
@@ -281,7 +291,7 @@ class Reach:
         )
 
     def _buffer(self, path: str, thing: Any) -> None:
-        if memoryview(thing).nbytes > _ARRAY:
+        if memoryview(thing).nbytes > _ARRAY or not memoryview(thing).c_contiguous:
             self.arrays.append(path)
         else:
             self._hold(places.buffer(path, thing))
@@ -349,6 +359,7 @@ class Reach:
         self._object(path, wrapper)
         code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
         if code is not None and is_users(code.co_filename):
+            self.caching.add(code)
             place = places.cache(path, wrapper)
             self._hold(place)
             self._fixed(path, place.read())
@@ -455,6 +466,7 @@ class Reach:
 
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
+        self._computes = self._computes or f.__name__ in LOOKUPS
         if not isinstance(f.__self__, (ModuleType, type)):
             self._work.append((path, f.__self__))
 
@@ -490,7 +502,8 @@ class Reach:
         self._names |= named
         if f.__name__ not in _MAKING:
             self._reads |= named
-            self._computes = self._computes or computes_names(f.__code__)
+            self._computes = self._computes or looks_around(f.__code__)
+            self._settings = self._settings or not _SETTINGS.isdisjoint(names_in(f.__code__, tuples=False))
         self.asks_identity = self.asks_identity or asks_identity(f.__code__)
         self.catches = self.catches or "suppress" in named or catches(f.__code__)
         package = f.__globals__.get("__package__") or ""
@@ -553,7 +566,7 @@ class Reach:
                 for f in functions_of(vars(base)[name]):
                     if isinstance(f, FunctionType) and is_users(f.__code__.co_filename):
                         self._reads |= names_in(f.__code__)
-                        self._computes = self._computes or computes_names(f.__code__)
+                        self._computes = self._computes or looks_around(f.__code__)
 
     def _enter_methods(self, kind: type, bases: list[type]) -> None:
         """Those functions of the user's classes that some code may call: code of the user's names them, or a base class of

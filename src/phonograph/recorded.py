@@ -38,8 +38,8 @@ from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
-from .recorder import record, recording_here
-from .recording import Entangled
+from .recorder import Overlooked, record, recording_here
+from .recording import Entangled, Recording
 from .shelf import Found, Shelf
 from .signature import Call, describe
 from .trees import kinds
@@ -57,6 +57,7 @@ _FORGIVEN = 50  # ...where each is forgotten after so many replays
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
+_LOOKS = 4  # captures of one call, each after the one before heard code run that reads more
 _UNREPEATED = 64  # signatures in a row that never come again
 
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
@@ -156,7 +157,9 @@ class Recorded(Generic[P, R]):
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
+        self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._unrepeated = 0  # signatures that were met since the last replay
+        self._replayed_then = 0
         self._last_key: Any = None
         self._reset_wanted = False
         self._fast: FastPath | None = None
@@ -166,7 +169,8 @@ class Recorded(Generic[P, R]):
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{id(self):x}"
-        self.own = frozenset([*vars(self), "own"])  # all other attributes are the user's
+        given = getattr(function, "__dict__", {}).keys() - {"__wrapped__"}
+        self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
@@ -280,7 +284,6 @@ class Recorded(Generic[P, R]):
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
         counters.replayed += 1
-        self._unrepeated = 0
         self._fast = None
         if player.played and self.options.verify and counters.replayed % self.options.verify == 0:
             return self._verified(player, call)
@@ -329,7 +332,9 @@ class Recorded(Generic[P, R]):
 
     def _note_signature(self, call: Call) -> None:
         """Say so if nearly every call has a signature of its own."""
-        self._unrepeated += 1
+        replayed = self._counters.replayed
+        self._unrepeated = 1 + (self._unrepeated if replayed == self._replayed_then else 0)
+        self._replayed_then = replayed
         last, self._last_key = self._last_key, call.key
         if self._unrepeated > _UNREPEATED and last is not None:
             raise Refusal(f"is called with {_difference(last, call)} nearly each time", "pass numbers that change as "
@@ -401,7 +406,7 @@ class Recorded(Generic[P, R]):
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
-        return Reach([(self.name, self._function), *objects, *parameters, *classes])
+        return Reach([(self.name, self._function), *objects, *parameters, *classes], self._heard)
 
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}
@@ -425,9 +430,7 @@ class Recorded(Generic[P, R]):
             device.tidy()
             call.own_borrowed()
             device.pool.take_back()
-            with _Within():
-                borrow = self.options.outputs == "borrow"
-                recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
+            recording = self._capture(call, reach, device, blocked, apart)
             device.settle(recording)
             device.pool.add(recording)
             player = Player(recording, device)
@@ -439,6 +442,17 @@ class Recorded(Generic[P, R]):
         self._drop(self._shelf.add(call.key, player))
         logger.debug("%s", recording)
         return player
+
+    def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
+        borrow = self.options.outputs == "borrow"
+        for _ in range(_LOOKS):
+            try:
+                with _Within():
+                    return record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
+            except Overlooked as e:
+                self._heard |= e.names
+                reach = self._reach(call)
+        raise Refusal("runs other code each time it is looked at", final=False)
 
     def _drop(self, players: list[Player]) -> None:
         for player in players:
@@ -459,7 +473,8 @@ class Recorded(Generic[P, R]):
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy."""
         if not lock.acquire(False) and not _waited():
-            self._reset_wanted, self._fast = True, None
+            for one in (self, *self._bound):
+                one._reset_wanted, one._fast = True, None
             return
         try:
             self._reset_wanted = False

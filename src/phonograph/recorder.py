@@ -39,7 +39,7 @@ from .torch_private import parametrizations_are_cached
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["SMALL", "record", "recording_here"]
+__all__ = ["SMALL", "Overlooked", "record", "recording_here"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -75,6 +75,7 @@ def record(
 
     Raises:
         Refusal: it cannot be recorded; everything is as before.
+        Overlooked: it has to be looked at again, with these names.
     """
     _check(reach, call)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
@@ -168,6 +169,14 @@ def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
 
 
+class Overlooked(Exception):
+    """Code ran that names attributes which did not seem to matter: `names`. Everything is as before the capture."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
 class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
@@ -205,10 +214,13 @@ def _capture(
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
-        with watching_python(outer, device.frames_refused()) as refused:
+        with watching_python(outer, device.frames_refused(), reach.caching) as listener:
             result = function(*args, **kwargs)
-        if refused:
-            raise refused[0]
+        if listener.found:
+            raise listener.found[0]
+        overlooked = reach.overlooked(listener.ran)
+        if overlooked:
+            raise Overlooked(overlooked)
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
         _arguments_are_as_before(call, (args, kwargs), leaves, slots, before)
@@ -224,7 +236,7 @@ def _capture(
     try:
         captured = device.capture(arguments, fixed, reach, run, leaving, protected, dials, most)
         return captured._replace(containers=frozenset(given))
-    except (Refusal, KeyboardInterrupt):
+    except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = str(e).strip().split("\n", 1)[0]

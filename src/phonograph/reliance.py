@@ -75,10 +75,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put every changed place back as it was, and make every changed tensor again what it was."""
+        failed: list[Exception] = []
         for holder, old in zip(self.holders, self.values, strict=True):
-            now = holder.read()
-            if len(now) != len(old) or not all(map(is_, now, old)):
-                holder.restore(old)
+            try:
+                now = holder.read()
+                if len(now) != len(old) or not all(map(is_, now, old)):
+                    holder.restore(old)
+            except Exception as e:  # the other places have to be put back all the same
+                failed.append(e)
         for i, (_, t, before) in enumerate(self.tensors):
             now = _state(t)
             if before[-1] or now[-1]:
@@ -89,6 +93,8 @@ class Snapshot:
             if now[:-1] != before[:-1]:
                 t.data = self._aliases[i]
                 t.requires_grad_(before[-2])
+        if failed:
+            raise failed[0]
 
 
 def _name(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:
@@ -258,7 +264,7 @@ class Reliances:
         live = dials.live()
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        held: list[list[Any]] = [[h, h.read, values] for h, values in read if h.dial not in live]
+        held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
         self._hot = [entry for entry in held if not entry[0].watched]
         self._read_hot = _together([entry[1] for entry in self._hot])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
@@ -327,6 +333,13 @@ class Reliances:
             if _state(t) != state:
                 return self._names[id(t)]
         return None
+
+
+def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:
+    part = holder.part
+    if part is not None:
+        holder, values = holder._replace(read=part.read, named=part.named), part.of(values)
+    return [holder, holder.read, values]
 
 
 def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], list[Any]]:

@@ -51,7 +51,7 @@ class Shelf:
                 blocked += 1
             else:
                 return Found(player, blocked, None)
-        return Found(None, blocked, broken)
+        return Found(None, blocked, None if blocked else broken)
 
     def touch(self, key: Any) -> list[Player]:
         """The signature was played: the others are older now. Returns its recordings."""

@@ -6,6 +6,7 @@ types are kept (an OrderedDict comes back as one), and so is the order of dictio
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -86,7 +87,7 @@ def _is_dict(tree: Any) -> bool:
     kind = type(tree)
     if kind is defaultdict:
         return tree.default_factory in _FACTORIES
-    return kind is dict or (kind is OrderedDict and not tree.__dict__)
+    return kind is dict or kind is OrderedDict
 
 
 def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -100,6 +101,9 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     if kind in _DICTS:
         if not _is_dict(tree):
             return None
+        if kind is OrderedDict and tree.__dict__:  # as state_dict() has them
+            keys = [k if type(k) is str else _Key(k) for k in tree]
+            return (*keys, _Attributes(tree.__dict__)), [*tree.values(), None]
         return tuple(k if type(k) is str else _Key(k) for k in tree), list(tree.values())
     if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
         if kind.__new__ is not object.__new__ or isinstance(tree, torch.nn.Module):
@@ -137,8 +141,17 @@ class _Key:
         return hash(self._identity())
 
 
+class _Attributes(_Key):
+    """What a dictionary has besides its items; stands where a key does, for a value of None."""
+
+    __slots__ = ()
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        super().__init__(dict(value))
+
+
 def _key(name: Any) -> Any:
-    return name.value if type(name) is _Key else name
+    return name.value if isinstance(name, _Key) else name
 
 
 def _build(node: Node, values: list[Any], like: Any) -> Any:
@@ -153,10 +166,15 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
         return filled
     if kind in _DICTS:
         build: Callable[..., Any] = node.kind
-        return build(zip(map(_key, node.names), values, strict=True))
+        extra = node.names[-1].value if node.names and type(node.names[-1]) is _Attributes else None
+        n = len(node.names) - (extra is not None)
+        made = build(zip(map(_key, node.names[:n]), values[:n], strict=True))
+        if extra is not None:
+            made.__dict__.update(copy.deepcopy(extra))
+        return made
     if node.kind in _pytree.SUPPORTED_NODES:
         return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
-    made: Any = object.__new__(node.kind)  # not copy.copy, which leaves a note on the class
+    made = object.__new__(node.kind)  # not copy.copy, which leaves a note on the class
     for name, value in zip(node.names, values, strict=True):
         object.__setattr__(made, name, value)
     return made

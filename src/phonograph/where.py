@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "is_users", "origin", "runs_through", "users_line", "works_for"]
+__all__ = ["LIBRARY", "STDLIB", "USER", "is_torchs", "is_users", "origin", "runs_through", "users_line", "works_for"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -32,6 +32,12 @@ def is_users(filename: str) -> bool:
     if any(part in path for part in _LIBRARIES):
         return False
     return not path.startswith((_OURS, _TORCH, *_STDLIB))
+
+
+@cache
+def is_torchs(filename: str) -> bool:
+    """Whether a source file is torch's, or of this library."""
+    return filename.startswith((_OURS, _TORCH))
 
 
 @cache
