@@ -723,17 +723,22 @@ def named(**values):
     return made
 
 
+def through(look_up):
+    """A function that reads by one that it was handed."""
+    return lambda x, held: x * look_up(held["a"], "START".lower())
+
+
 READERS = {
-    "keys": lambda x, held, get, look: x * len(dict(held["shown"])),
-    "constructor called again": lambda x, held, get, look: (held["meter"].reset(), x * held["meter"].total)[1],
-    "wrapped constructor": lambda x, held, get, look: x * Wrapped(held["config"]).total,
-    "subclass": lambda x, held, get, look: x * Meter.__subclasses__()[0](held["config"]).total,
-    "format": lambda x, held, get, look: x * float("{c.start}".format(c=held["config"])),
-    "attrgetter": lambda x, held, get, look: x * operator.attrgetter("START".lower())(held["config"]),
-    "getattr in a closure": lambda x, held, get, look: x * get(held["config"], "START".lower()),
-    "vars in a closure": lambda x, held, get, look: x * look(held["config"])["START".lower()],
-    "__getattribute__": lambda x, held, get, look: x * held["config"].__getattribute__("START".lower()),
-    "upper": lambda x, held, get, look: x * getattr(held["config"], "START".lower()),
+    "keys": lambda x, held: x * len(dict(held["b"])),
+    "constructor called again": lambda x, held: (held["c"].reset(), x * held["c"].total)[1],
+    "wrapped constructor": lambda x, held: x * Wrapped(held["a"]).total,
+    "subclass": lambda x, held: x * Meter.__subclasses__()[0](held["a"]).total,
+    "format": lambda x, held: x * float("{c.start}".format(c=held["a"])),
+    "attrgetter": lambda x, held: x * operator.attrgetter("START".lower())(held["a"]),
+    "getattr in a closure": through(getattr),
+    "vars in a closure": through(functools.partial(lambda look, c, name: look(c)[name], vars)),
+    "__getattribute__": lambda x, held: x * held["a"].__getattribute__("START".lower()),
+    "upper": lambda x, held: x * getattr(held["a"], "START".lower()),
 }
 
 
@@ -741,15 +746,9 @@ READERS = {
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_c09_an_attribute_that_is_read_in_a_roundabout_way(device, read):
     config, shown = named(start=1.0), Shown()
-    held = {"config": config, "shown": shown}
     shown.shown = ["a"]
-    held["meter"] = Meter(config)
-    get, look = getattr, vars
-
-    def make():
-        return lambda x: read(x, held, get, look)
-
-    f = pg.record(make(), warmup=1)
+    held = {"a": config, "b": shown, "c": Meter(config)}
+    f = pg.record(lambda x: read(x, held), warmup=1)
     for n in range(9):
         config.start = 1.0 + n // 3
         shown.shown = ["a", "b", "c"][: 1 + n // 3]
