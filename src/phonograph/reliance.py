@@ -364,7 +364,11 @@ def _unchanged(entry: list[Any]) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether one value may stand for the other from now on: equal, and nothing that can change by itself."""
-    return a is b or (not isinstance(a, (list, dict, set)) and (type(a) is not tuple or all(map(_equal, a, b))) and same(a, b))
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, (list, dict, set)):
+        return False
+    return (type(a) is not tuple or (len(a) == len(b) and all(map(_equal, a, b)))) and same(a, b)
 
 
 def _which(entry: list[Any]) -> str:
