@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mismatch", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
+__all__ = ["Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
 
 
 class PhonographError(Exception):
@@ -40,6 +40,15 @@ class Mismatch(PhonographError):
 
 class RunsLive(UserWarning):
     """A recorded function runs live; said once for each function and reason."""
+
+
+class Overlooked(Exception):
+    """Code runs in a capture that was left out when the function was looked at, for want of `names`. Never reaches the user:
+    the capture is taken back, and made again."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.names = names
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
@@ -21,7 +21,7 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "asks_identity", "catches", "contents", "functions_of", "globals_set_in",
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "globals_set_in",
            "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
@@ -53,6 +53,14 @@ def contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
+
+
+def all_within(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions that it defines."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from all_within(const)
 
 
 def names_in(code: CodeType, *, tuples: bool = True) -> set[str]:

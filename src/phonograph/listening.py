@@ -33,20 +33,22 @@ from types import (
 from typing import Any
 
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
-from .errors import Refusal
+from .errors import Overlooked, Refusal
 from .where import users_line
 
 __all__ = ["Listener", "unheard", "watching_python"]
 
 
 @contextmanager
-def watching_python(outer: set[int], more: Starts, caching: Set[CodeType]) -> Iterator[Listener]:
+def watching_python(
+    outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool]
+) -> Iterator[Listener]:
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides, `caching` the code whose results a cache would keep.
+    besides, `caching` the code whose results a cache would keep; `unknown` code was left out when the function was looked at.
     """
-    listener = Listener(outer, more, caching)
+    listener = Listener(outer, more, caching, unknown)
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with source(listener):
         yield listener
@@ -55,9 +57,12 @@ def watching_python(outer: set[int], more: Starts, caching: Set[CodeType]) -> It
 class Listener:
     """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
-    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran."""
+    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `lacking`
+    the names of those that were unknown."""
 
-    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType]) -> None:
+    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool]) -> None:
+        self.lacking: set[str] = set()
+        self._unknown = unknown
         self.found: list[Refusal] = []
         self.ran: set[CodeType] = set()
         self.caching = caching
@@ -73,6 +78,13 @@ class Listener:
         self._judge(of_start(frame, self.more), frame)
         if frame.f_code in self.caching:
             self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
+
+    def met(self, code: CodeType) -> None:
+        """A function starts for the first time. Raises `Overlooked` before it can do anything, if it is unknown."""
+        self.ran.add(code)
+        if self._unknown(code) and self.concerned():
+            self.lacking.add(code.co_name)
+            raise Overlooked(frozenset(self.lacking))
 
     def _judge(self, effect: Effect | None, frame: FrameType, *, final: bool = True) -> None:
         if effect is not None and self.concerned():
@@ -102,7 +114,8 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     heard: list[CodeType] = []
 
     def started(code: CodeType, offset: int) -> Any:
-        listener.ran.add(code)
+        if code not in listener.ran:
+            listener.met(code)
         if code in listener.caching:
             return listener.started(sys._getframe(1))
         if mentions(code.co_filename, code.co_names):
@@ -161,7 +174,8 @@ def _profiling(listener: Listener) -> Iterator[None]:
                 listener.called(arg, arg.__self__, frame)
         elif event == "call":
             code = frame.f_code
-            ran.add(code)
+            if code not in ran:
+                listener.met(code)
             if code.co_name in starts or code in caching:
                 listener.started(frame)
 

@@ -6,9 +6,11 @@ values becomes a `Holder`, which can be read again at C speed; tensors, optimize
 collected on the way.
 
 What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are),
-Python modules that are not the user's, and C objects. Of a class or a module of the user's only those functions and values
-are entered that some code of the user's names; so the walk goes on until no new names turn up. A tensor that a recorded call
-reads and that was not found here has an unknown origin, and the recorder refuses it: it could be replaced without notice.
+Python modules that are not the user's, and C objects. Of a class, a module or an object of the user's only those functions
+and values are entered that some code of the user's names (a trainer may count its steps on `self`); so the walk goes on until
+no new names turn up. Names can mislead: what really ran in a capture is compared with what was entered (`overlooked`), and the
+walk is made again with the names that it lacked. A tensor that a recorded call reads and that was not found here has an
+unknown origin, and the recorder refuses it: it could be replaced without notice.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from . import places, torch_private
 from .introspection import (
     LOOKUPS,
     MISSING,
+    all_within,
     asks_identity,
     catches,
     functions_of,
@@ -113,7 +116,7 @@ class Reach:
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self.caching: set[CodeType] = set()  # the code of functions whose results a cache keeps
-        self._names: set[str] = set(heard)  # every name that the user's code mentions, or code that was heard to run
+        self._names: set[str] = set(heard)  # every name that the user's code mentions
         self._reads: set[str] = set(heard)  # those of them by which it may read an attribute
         self._computes = False  # whether it may read others: `getattr(x, name)`
         self._settings = False  # whether it may read the settings of an optimizer
@@ -128,6 +131,7 @@ class Reach:
         self._work: deque[tuple[str, Any]] = deque(roots)
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self._functions: list[FunctionType] = []
+        self._codes: set[CodeType] | None = None  # theirs, and of the functions in them; found when first asked for
         self._objects: list[Any] = []
         self._drain()
         self._whole()
@@ -215,13 +219,21 @@ class Reach:
         """Whether some code may ask for an attribute that is not there yet."""
         return not self._names.isdisjoint(_ASKING)
 
+    def unknown(self, code: CodeType) -> bool:
+        """Whether a function of the user's was left out, because nothing names it."""
+        if code.co_filename == "<string>" or not is_users(code.co_filename) or code.co_name in self._names | _MAKING:
+            return False
+        if self._codes is None:
+            self._codes = {inner for f in self._functions for inner in all_within(f.__code__)}
+        return code not in self._codes and code.co_name.isidentifier()
+
     def overlooked(self, ran: Iterable[CodeType]) -> frozenset[str]:
-        """Names in code that ran, by which it may have read an attribute that did not seem to matter."""
-        left = {n for _, thing, entered in self._selected for n in (own_dict(thing) or {}).keys() - entered}
-        if not left:
+        """Attributes that did not seem to matter, and which code that ran names."""
+        left = {n for _, thing, some in self._selected for n in (own_dict(thing) or {}).keys() - some}
+        if not left or self._computes:
             return frozenset()
-        named = {n for code in ran if not is_torchs(code.co_filename) for n in names_in(code)}
-        return frozenset(named) if named & left and not self._computes else frozenset()
+        named: set[str] = set().union(*[names_in(code) for code in ran if not is_torchs(code.co_filename)])
+        return frozenset(left & named)
 
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)

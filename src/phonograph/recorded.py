@@ -31,14 +31,14 @@ from torch.autograd import forward_ad
 
 from . import optimizers, torch_private
 from .devices import device_for, lock, owned
-from .errors import Refusal, RunsLive, Unrecordable
+from .errors import Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
 from .keys import NoSignature
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
-from .recorder import Overlooked, record, recording_here
+from .recorder import record, recording_here
 from .recording import Entangled, Recording
 from .shelf import Found, Shelf
 from .signature import Call, describe

@@ -26,7 +26,7 @@ import torch
 
 from . import outputs
 from .dials import Dials, probing
-from .errors import Refusal
+from .errors import Overlooked, Refusal
 from .listening import watching_python
 from .optimizers import recordable, unfit
 from .pool import Lease, unowned
@@ -39,7 +39,7 @@ from .torch_private import parametrizations_are_cached
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["SMALL", "Overlooked", "record", "recording_here"]
+__all__ = ["SMALL", "record", "recording_here"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -169,14 +169,6 @@ def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
 
 
-class Overlooked(Exception):
-    """Code ran that names attributes which did not seem to matter: `names`. Everything is as before the capture."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        super().__init__(names)
-        self.names = names
-
-
 class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
@@ -214,13 +206,13 @@ def _capture(
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
-        with watching_python(outer, device.frames_refused(), reach.caching) as listener:
+        with watching_python(outer, device.frames_refused(), reach.caching, reach.unknown) as listener:
             result = function(*args, **kwargs)
         if listener.found:
             raise listener.found[0]
-        overlooked = reach.overlooked(listener.ran)
+        overlooked = listener.lacking or reach.overlooked(listener.ran)
         if overlooked:
-            raise Overlooked(overlooked)
+            raise Overlooked(frozenset(overlooked))
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
         _arguments_are_as_before(call, (args, kwargs), leaves, slots, before)

@@ -775,6 +775,47 @@ def test_c09_an_attribute_that_is_written_in_a_roundabout_way(device):
     assert held._kind == 1
 
 
+def test_c09_a_global_in_a_method_that_only_a_library_calls(device):
+    class Held(collections.UserDict):
+        def __missing__(self, key):
+            return SCALE
+
+        def close(self):
+            kept.append(SCALE)
+
+    kept, held = [], Held()
+    f = pg.record(lambda x: x * held["a"], warmup=1)
+    g = pg.record(lambda x: (contextlib.closing(held).__exit__(), x * 2)[1], warmup=1)
+    for n in range(6):
+        set_scale(2.0 + n // 3)
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * SCALE)
+    with pytest.warns(pg.RunsLive, match="append"):
+        pairs = [(g(ramp(device, 4)), len(kept)) for n in range(4)]
+    assert [n for _, n in pairs] == [1, 2, 3, 4]
+
+
+def test_c09_a_library_that_names_a_method_which_does_not_run(device):
+    """That the standard library's code has the word `train` in it makes no difference."""
+
+    class Task:
+        def __init__(self):
+            self.scale, self.seen = 2.0, 0
+
+        def close(self):
+            self.seen += 1
+
+        def step(self, x):
+            with contextlib.ExitStack():
+                return x * self.scale
+
+    task = Task()
+    f = pg.record(task.step, warmup=1)
+    for _ in range(12):
+        f(ramp(device, 4))
+        task.close()
+    assert pg.stats(f).replayed == 11, reasons(f)
+
+
 def test_c09_a_scheduler_beside_an_optimizer_made_with_keywords(device):
     class Task:
         def __init__(self):
