@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["SMALLEST", "divides_by_rate", "prepare", "recordable", "unfit"]
+__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "prepare", "recordable"]
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
 _DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
@@ -54,17 +54,27 @@ def divides_by_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     return _to_switch(group) and isinstance(optimizer, _DIVIDING) and not group.get("fused")
 
 
-def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> Refusal | None:
-    """Why these optimizers cannot take a recorded step as they are now."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            refusal = _unfit(optimizer, group)
-            if refusal is not None:
-                return refusal
-    return None
+@contextmanager
+def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """During the block, the step of an optimizer that cannot take a recorded one as it is now raises a `Refusal`."""
+
+    def refusing(refusal: Refusal) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            raise refusal
+
+        return hook
+
+    found = [(o, refusal) for o in optimizers for g in o.param_groups if (refusal := _unfit(o, g)) is not None]
+    handles = [o.register_step_pre_hook(refusing(refusal)) for o, refusal in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal | None:
+    """Why the optimizer cannot take a recorded step with this group."""
     if not _to_switch(group) or group.get("fused"):
         return None
     name, rate = type(optimizer).__name__, group.get("lr")

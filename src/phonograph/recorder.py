@@ -28,7 +28,7 @@ from . import outputs
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .listening import watching_python
-from .optimizers import recordable, unfit
+from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Recording, Slot, memory_of
@@ -84,7 +84,7 @@ def record(
         with _transaction(reach, grads) as snapshot:
             arguments, fixed = _arguments(call, device)
             most = 0 if borrow else math.inf if copies_out else SMALL
-            with recordable(reach.optimizers), probing(reach, follow) as dials:
+            with recordable(reach.optimizers), probing(reach, follow) as dials, fit_to_step(reach.optimizers):
                 captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most)
             changes = snapshot.changes()
             if changes:
@@ -142,9 +142,6 @@ def _check(reach: Reach, call: Call) -> None:
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
-    refusal = unfit(reach.optimizers)
-    if refusal is not None:
-        raise refusal
     layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
     if layouts - {torch.strided}:
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")

@@ -1000,6 +1000,21 @@ def test_c06_a_learning_rate_of_zero(device, kind, foreach):
     assert counts(both)[2] >= 3, reasons(both)
 
 
+def test_c06_a_learning_rate_of_zero_where_no_step_is_taken(device):
+    weight = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.Adam([weight], lr=0.0)
+
+    def gradients(x):
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+
+    f = pg.record(gradients, warmup=1)
+    for n in range(4):
+        f(ramp(device, 3, start=n))
+        assert_same(weight.grad, ramp(device, 3, start=n))
+    assert pg.stats(f).replayed == 3, reasons(f)
+
+
 @may_run_live
 def test_c06_adam_on_float16_parameters(device):
     def make():
