@@ -122,6 +122,7 @@ class Reach:
         self._settings = False  # whether it may read the settings of an optimizer
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
+        self._slotted: dict[type, list[tuple[str, Any]]] = {}  # their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
@@ -202,8 +203,9 @@ class Reach:
                 self._members(module, held)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            looks_for = self._looks_for
             for path, tensor in self._attributed:
-                self._enter_own(path, tensor)
+                self._enter_own(path, tensor, looks_for)
         self.truncated = bool(self._work)
         for path, thing, entered in self._selected:
             names = None if self._looks_around else [n for n in own_dict(thing) or () if n in entered]
@@ -326,7 +328,10 @@ class Reach:
         self._class_of(type(thing))
 
     def _slots(self, path: str, thing: Any) -> None:
-        descriptors = [(s, d) for c in type(thing).__mro__ for s, d in slots_of(c)]
+        kind = type(thing)
+        if kind not in self._slotted:
+            self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
+        descriptors = self._slotted[kind]
         if descriptors:
             place = places.slots(path, thing, descriptors)
             self._hold(place)
@@ -449,10 +454,10 @@ class Reach:
                 self._fixed(f"{path}'s hook", hooks.values())
         self._attributed.append((path, tensor))
 
-    def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
-        """Attributes that the user gave a tensor."""
-        own = tensor.__dict__ if self._looks_for else getattr(tensor, "__dict__", None) or {}
-        if id(own) not in self._seen and (self._looks_for or not self._names.isdisjoint(own)):
+    def _enter_own(self, path: str, tensor: torch.Tensor, looks_for: bool) -> None:
+        """Attributes that the user gave a tensor, or may give it."""
+        own = tensor.__dict__
+        if (looks_for or own) and id(own) not in self._seen and (looks_for or not self._names.isdisjoint(own)):
             self._seen.add(id(own))
             self._keep.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)
