@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from .mentions import LIVE
 from .optimizers import SMALLEST, divides_by_rate
-from .reach import LIVE, Reach
+from .reach import Reach
 from .torch_private import optimizer_hooks, step_hooks
 
 __all__ = ["Dial", "Dials", "probing"]
@@ -213,7 +214,7 @@ def _divides_by(rate: Dial) -> Callable[[Values], Any]:
 @contextmanager
 def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
-    seen = reach.compiles_a_step or reach.reads_settings or any(map(_has_hooks, reach.optimizers))
+    seen = reach.compiles_a_step or reach.mentions.reads_settings or any(map(_has_hooks, reach.optimizers))
     dials = Dials(reach.optimizers if wanted and not seen else ())
     probes = [dials.source(i) for i in range(len(dials.sources))]
     dividing = {id(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}

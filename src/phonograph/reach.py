@@ -8,9 +8,8 @@ collected on the way.
 What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are),
 Python modules that are not the user's, and C objects. Of a class, a module or an object of the user's only those functions
 and values are entered that some code of the user's names (a trainer may count its steps on `self`); so the walk goes on until
-no new names turn up. Names can mislead: what really ran in a capture is compared with what was entered (`overlooked`), and the
-walk is made again with the names that it lacked. A tensor that a recorded call reads and that was not found here has an
-unknown origin, and the recorder refuses it: it could be replaced without notice.
+no new names turn up. (Names can fall short: see `mentions`.) A tensor that a recorded call reads and that was not found here
+has an unknown origin, and the recorder refuses it: it could be replaced without notice.
 """
 
 from __future__ import annotations
@@ -49,31 +48,22 @@ from . import places, torch_private
 from .introspection import (
     LOOKUPS,
     MISSING,
-    all_within,
-    asks_identity,
-    catches,
     functions_of,
     globals_set_in,
     has_attributes,
     is_users_class,
-    looks_around,
     names_in,
     parts,
     slots_of,
 )
+from .mentions import CONSTRUCTORS, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_torchs, is_users
+from .where import is_users
 
-__all__ = ["FEW", "LIVE", "Reach"]
+__all__ = ["FEW", "Reach"]
 
-LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
 FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
-_THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
-                      "default_stream"})  # fmt: skip
-_SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
-
-
 _ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
 _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
 _BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
@@ -88,9 +78,6 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
                        "__abstractmethods__", "_abc_impl", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
-_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
-# Names by which it may find an attribute missing.
-_ASKING = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
@@ -100,6 +87,7 @@ class Reach:
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = ()) -> None:
+        self.mentions = Mentions(heard)
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
@@ -109,17 +97,11 @@ class Reach:
         self.iterators: list[str] = []
         self.arrays: list[str] = []
         self.compiles_a_step = False
-        self.asks_identity = False  # whether some code may ask which object it has
-        self.catches = False  # whether some code may go on after an exception
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self.caching: set[CodeType] = set()  # the code of functions whose results a cache keeps
-        self._names: set[str] = set(heard)  # every name that the user's code mentions
-        self._reads: set[str] = set(heard)  # those of them by which it may read an attribute
-        self._computes = False  # whether it may read others: `getattr(x, name)`
-        self._settings = False  # whether it may read the settings of an optimizer
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self._slotted: dict[type, list[tuple[str, Any]]] = {}  # their slots
@@ -132,35 +114,9 @@ class Reach:
         self._work: deque[tuple[str, Any]] = deque(roots)
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self._functions: list[FunctionType] = []
-        self._codes: set[CodeType] | None = None  # theirs, and of the functions in them; found when first asked for
         self._objects: list[Any] = []
         self._drain()
         self._whole()
-
-    @property
-    def looks_at_gradients(self) -> bool:
-        """Whether the code may decide something by whether a gradient is there, as optimizers do."""
-        return bool(self.optimizers) or any(word in name for name in self._names for word in ("grad", "step", "clip"))
-
-    @property
-    def reads_settings(self) -> bool:
-        """Whether the user's own code may look at the settings of an optimizer."""
-        return self._settings
-
-    @property
-    def orders_streams(self) -> bool:
-        """Whether the user's own code may rely on which stream is current, with threads of its own for instance."""
-        return not self._names.isdisjoint(_THREADS)
-
-    @property
-    def asks_history(self) -> bool:
-        """Whether the user's own code may ask for an argument's place in a graph of autograd's."""
-        return not self._names.isdisjoint({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-
-    @property
-    def reads_gradients(self) -> bool:
-        """Whether the user's own code may look at a gradient."""
-        return "grad" in self._names
 
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
@@ -177,7 +133,7 @@ class Reach:
             self._hold(Holder("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), restore))
         if objects or kinds:
             self._hold(kept("class", lambda: (*map(type, objects), *[x for k in kinds for x in (k.__bases__, k.__name__)])))
-        if any(isinstance(k, abc.ABCMeta) for k in kinds) and not self._names.isdisjoint({"isinstance", "issubclass"}):
+        if any(isinstance(k, abc.ABCMeta) for k in kinds) and self.mentions.asks_kind:
             self._hold(kept("registered classes", lambda: (abc.get_cache_token(),)))
         odd = self._odd
         if odd:
@@ -193,8 +149,8 @@ class Reach:
 
     def _drain(self) -> None:
         before = (-1, -1)
-        while before != (len(self._seen), len(self._names)):  # what is named may turn up later than what has the name
-            before = (len(self._seen), len(self._names))
+        while before != (len(self._seen), len(self.mentions.names)):  # what is named may turn up later than what has the name
+            before = (len(self._seen), len(self.mentions.names))
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
             for kind, bases in list(self._kinds.items()):
@@ -203,39 +159,23 @@ class Reach:
                 self._members(module, held)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
-            looks_for = self._looks_for
+            looks_for = self.mentions.looks_for_absent
             for path, tensor in self._attributed:
                 self._enter_own(path, tensor, looks_for)
         self.truncated = bool(self._work)
         for path, thing, entered in self._selected:
-            names = None if self._looks_around else [n for n in own_dict(thing) or () if n in entered]
+            names = None if self.mentions.looks_around else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
 
     @property
-    def _looks_around(self) -> bool:
-        """Whether some code may read attributes that it does not name."""
-        return self._computes
-
-    @property
-    def _looks_for(self) -> bool:
-        """Whether some code may ask for an attribute that is not there yet."""
-        return not self._names.isdisjoint(_ASKING)
-
-    def unknown(self, code: CodeType) -> bool:
-        """Whether a function of the user's was left out, because nothing names it."""
-        if code.co_filename == "<string>" or not is_users(code.co_filename) or code.co_name in self._names | _MAKING:
-            return False
-        if self._codes is None:
-            self._codes = {inner for f in self._functions for inner in all_within(f.__code__)}
-        return code not in self._codes and code.co_name.isidentifier()
+    def looks_at_gradients(self) -> bool:
+        """Whether something may be decided by whether a gradient is there."""
+        return bool(self.optimizers) or self.mentions.minds_gradients
 
     def overlooked(self, ran: Iterable[CodeType]) -> frozenset[str]:
-        """Attributes that did not seem to matter, and which code that ran names."""
-        left = {n for _, thing, some in self._selected for n in (own_dict(thing) or {}).keys() - some}
-        if not left or self._computes:
-            return frozenset()
-        named: set[str] = set().union(*[names_in(code) for code in ran if not is_torchs(code.co_filename)])
-        return frozenset(left & named)
+        """Names that this walk lacked, going by the code that ran in a capture."""
+        unread = {n for _, thing, entered in self._selected for n in (own_dict(thing) or {}).keys() - entered}
+        return self.mentions.overlooked(ran, unread)
 
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)
@@ -348,7 +288,7 @@ class Reach:
     def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        wanted = {n for n in own if self._looks_around or n in self._reads or n.startswith("__")} - entered
+        wanted = {n for n in own if self.mentions.looks_around or n in self.mentions.reads or n.startswith("__")} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
@@ -457,7 +397,7 @@ class Reach:
     def _enter_own(self, path: str, tensor: torch.Tensor, looks_for: bool) -> None:
         """Attributes that the user gave a tensor, or may give it."""
         own = tensor.__dict__
-        if (looks_for or own) and id(own) not in self._seen and (looks_for or not self._names.isdisjoint(own)):
+        if (looks_for or own) and id(own) not in self._seen and (looks_for or not self.mentions.names.isdisjoint(own)):
             self._seen.add(id(own))
             self._keep.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)
@@ -478,12 +418,11 @@ class Reach:
     def _getter(self, path: str, getter: Any) -> None:
         """`operator.attrgetter("model.scale")` and its like name attributes as code does."""
         words = {word for name in getter.__reduce__()[1] if isinstance(name, str) for word in name.split(".")}
-        self._names |= words
-        self._reads |= words
+        self.mentions.add_words(words)
 
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
-        self._computes = self._computes or f.__name__ in LOOKUPS
+        self.mentions.looks_around = self.mentions.looks_around or f.__name__ in LOOKUPS
         if not isinstance(f.__self__, (ModuleType, type)):
             self._work.append((path, f.__self__))
 
@@ -515,14 +454,7 @@ class Reach:
 
     def _code(self, f: FunctionType) -> None:
         """What the code of a function of the user's names."""
-        named = names_in(f.__code__)
-        self._names |= named
-        if f.__name__ not in _MAKING:
-            self._reads |= named
-            self._computes = self._computes or looks_around(f.__code__)
-            self._settings = self._settings or not _SETTINGS.isdisjoint(names_in(f.__code__, tuples=False))
-        self.asks_identity = self.asks_identity or asks_identity(f.__code__)
-        self.catches = self.catches or "suppress" in named or catches(f.__code__)
+        named = self.mentions.add(f.__code__, f.__name__)
         package = f.__globals__.get("__package__") or ""
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
@@ -558,13 +490,13 @@ class Reach:
 
     def _members(self, module: ModuleType, held: set[str]) -> None:
         """Those attributes of a Python module that some code names and that are not held yet."""
-        new = (self._names & module.__dict__.keys()) - held
+        new = (self.mentions.names & module.__dict__.keys()) - held
         held |= new
         self._globals(module.__dict__, sorted(new))
-        if self._looks_for and "" not in held:
+        if self.mentions.looks_for_absent and "" not in held:
             held.add("")
-            space, names = module.__dict__, self._names
-            self._hold(kept(space.get("__name__", "module"), lambda: (names & space.keys(),)))
+            space, names = module.__dict__, self.mentions.names
+            self._hold(kept(space.get("__name__", "module"), lambda: tuple(sorted(names & space.keys()))))
 
     def _kind(self, path: str, kind: type) -> None:
         if is_users_class(kind):
@@ -579,11 +511,10 @@ class Reach:
     def _making(self, kind: type) -> None:
         """Objects of this class may be made, so that its constructors run."""
         for base in kind.__mro__:
-            for name in _MAKING & vars(base).keys():
+            for name in CONSTRUCTORS & vars(base).keys():
                 for f in functions_of(vars(base)[name]):
                     if isinstance(f, FunctionType) and is_users(f.__code__.co_filename):
-                        self._reads |= names_in(f.__code__)
-                        self._computes = self._computes or looks_around(f.__code__)
+                        self.mentions.add_reads(f.__code__)
 
     def _enter_methods(self, kind: type, bases: list[type]) -> None:
         """Those functions of the user's classes that some code may call: code of the user's names them, or a base class of
@@ -592,7 +523,7 @@ class Reach:
             return
         if kind not in self._known:
             self._known[kind] = {n for base in kind.__mro__ if base is not object and base not in bases for n in vars(base)}
-        called = self._names | self._known[kind]
+        called = self.mentions.names | self._known[kind]
         for base in bases:
             if id(base) not in self._classes:
                 self._classes.add(id(base))

@@ -361,7 +361,7 @@ class Recorded(Generic[P, R]):
                 return self._function(*args, **kwargs)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
-        place = nullcontext() if reach.orders_streams else device.beside()
+        place = nullcontext() if reach.mentions.orders_streams else device.beside()
         with _Within(warming_up=True), optimizers.recordable(reach.optimizers), place:
             return self._function(*args, **kwargs)
 

@@ -136,7 +136,7 @@ def _check(reach: Reach, call: Call) -> None:
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    if reach.asks_history and any(not t.is_leaf or t.is_inference() for t in call.tensors):
+    if reach.mentions.asks_history and any(not t.is_leaf or t.is_inference() for t in call.tensors):
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
     if parametrizations_are_cached():
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
@@ -203,7 +203,7 @@ def _capture(
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
-        with watching_python(outer, device.frames_refused(), reach.caching, reach.unknown) as listener:
+        with watching_python(outer, device.frames_refused(), reach.caching, reach.mentions.unknown) as listener:
             result = function(*args, **kwargs)
         if listener.found:
             raise listener.found[0]
@@ -288,7 +288,7 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     all_known = not watch.written.keys().isdisjoint(watch.slot_ids)
     keys = (watch.known if all_known else watch.written).keys() - watch.slot_ids
     storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
-    return Entangled([t for _, t in reach.tensors.values()] if reach.asks_identity else (), storages.values())
+    return Entangled([t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else (), storages.values())
 
 
 @contextmanager

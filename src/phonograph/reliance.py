@@ -187,7 +187,7 @@ class Grads:
                 self._very.append((p, partial(_living, kept.ref), kept.address))
                 if kept.storage in written and after is before:
                     self._added_to.append(p)
-            elif reach.reads_gradients:
+            elif reach.mentions.reads_gradients:
                 self._some.append(p)
 
     def seal(self) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
+import torch.overrides
+import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
            "current_device", "default_device", "dispatch_modes", "function_modes", "has_memory", "is_composite", "missing",
@@ -108,13 +110,14 @@ dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
 function_modes: Callable[[], int] = _c("_len_torch_function_stack")
 
 
+_mode_stack: Callable[[], list[Any]] = getattr(torch.overrides, "_get_current_function_mode_stack", list)
+_DeviceContext: Any = getattr(torch.utils._device, "DeviceContext", None)
+
+
 def default_device() -> torch.device | None:
     """The device that `torch.set_default_device` or ``with torch.device(...)`` has set, if no other function mode is on."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
-    modes = _get_current_function_mode_stack()
-    if not modes or not all(type(mode) is DeviceContext for mode in modes):
+    modes = _mode_stack()
+    if not modes or not all(type(mode) is _DeviceContext for mode in modes):
         return None
     device: torch.device = modes[-1].device
     return device

@@ -61,7 +61,7 @@ class OperatorWatch(TorchDispatchMode):
         self.written: dict[int, torch.Tensor] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
-        self.catches = reach.catches
+        self.catches = reach.mentions.catches
         self.operators = 0
         self.dials: Dials | None = None
         self.refusal: Refusal | None = None

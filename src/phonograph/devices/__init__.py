@@ -17,7 +17,8 @@ _devices: dict[torch.device, Any] = {}
 lock = RLock()  # recordings are made and played under it: they share memory
 owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
 """Whether this thread has the lock: a call then comes out of the middle of another, from a signal handler or a finalizer."""
-os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def device_for(device: torch.device) -> Any:

@@ -1,0 +1,126 @@
+"""What the user's code mentions, and so may do: read an attribute, look at a gradient, start a thread.
+
+It is told from the code of the functions in reach, without running it. That can fall short: a library calls a method which
+nothing names, or a constructor runs that nobody seemed to call. So what really ran in a capture is compared with what was
+known (`unknown`, `overlooked`), and the function is looked at again with the names that were lacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from types import CodeType
+
+from .introspection import all_within, asks_identity, catches, looks_around, names_in
+from .where import is_torchs, is_users
+
+__all__ = ["CONSTRUCTORS", "LIVE", "Mentions"]
+
+LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
+CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+_SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
+_THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
+                      "default_stream"})  # fmt: skip
+_HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+_ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
+_ANYTHING = "__dict__"  # as a name that was lacking: some code reads attributes that it does not name
+
+
+class Mentions:
+    """What the functions that were added mention; `heard` are names that an earlier look lacked.
+
+    `names` are all of them, `reads` those by which an attribute may be read: not those of constructors, which run only where an
+    object is made.
+    """
+
+    def __init__(self, heard: Iterable[str] = ()) -> None:
+        self.names: set[str] = set(heard)
+        self.reads: set[str] = set(heard)
+        self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
+        self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
+        self.asks_identity = False  # whether code may ask which object it has
+        self.catches = False  # whether code may go on after an exception
+        self._added: list[CodeType] = []
+        self._known: set[CodeType] | None = None  # what was added, and the functions in it; found when first asked for
+
+    def add(self, code: CodeType, name: str) -> set[str]:
+        """A function of the user's called `name` is in reach. Returns what it mentions."""
+        named = names_in(code)
+        self.names |= named
+        self._added.append(code)
+        self.asks_identity = self.asks_identity or asks_identity(code)
+        self.catches = self.catches or "suppress" in named or catches(code)
+        if name not in CONSTRUCTORS:
+            self.add_reads(code)
+        return named
+
+    def add_reads(self, code: CodeType) -> None:
+        """This code may run, and read what it names."""
+        self.reads |= names_in(code)
+        self.looks_around = self.looks_around or looks_around(code)
+        self.reads_settings = self.reads_settings or _reads_settings(code)
+
+    def add_words(self, words: Set[str]) -> None:
+        """Names by which an object that is no code reads attributes."""
+        self.names |= words
+        self.reads |= words
+
+    @property
+    def looks_for_absent(self) -> bool:
+        """Whether some code may ask for an attribute that is not there yet."""
+        return not self.names.isdisjoint(_ABSENT)
+
+    @property
+    def asks_kind(self) -> bool:
+        """Whether some code may ask of which class an object is."""
+        return not self.names.isdisjoint({"isinstance", "issubclass"})
+
+    @property
+    def asks_history(self) -> bool:
+        """Whether some code may ask for an argument's place in a graph of autograd's."""
+        return not self.names.isdisjoint(_HISTORY)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether some code may look at a gradient."""
+        return "grad" in self.names
+
+    @property
+    def minds_gradients(self) -> bool:
+        """Whether some code may decide something by whether a gradient is there, as optimizers do."""
+        return any(word in name for name in self.names for word in ("grad", "step", "clip"))
+
+    @property
+    def orders_streams(self) -> bool:
+        """Whether some code may rely on which stream is current, with threads of its own for instance."""
+        return not self.names.isdisjoint(_THREADS)
+
+    # -- afterwards
+
+    def unknown(self, code: CodeType) -> bool:
+        """Whether a function of the user's was left out, because nothing names it."""
+        if code.co_filename == "<string>" or not is_users(code.co_filename):
+            return False
+        if code.co_name in self.names or code.co_name in CONSTRUCTORS:
+            return False
+        if self._known is None:
+            self._known = {inner for added in self._added for inner in all_within(added)}
+        return code not in self._known and code.co_name.isidentifier()
+
+    def overlooked(self, ran: Iterable[CodeType], unread: Set[str]) -> frozenset[str]:
+        """Names that are lacking, going by the code that ran: of attributes among those that did not seem to be read
+        (`unread`), of settings of optimizers."""
+        found: set[str] = set()
+        for code in ran:
+            if is_torchs(code.co_filename):
+                continue
+            if unread and not self.looks_around:
+                found |= unread & names_in(code)
+                if is_users(code.co_filename) and looks_around(code):
+                    found.add(_ANYTHING)
+            if not self.reads_settings and is_users(code.co_filename) and _reads_settings(code):
+                found.add("param_groups")
+        return frozenset(found)
+
+
+def _reads_settings(code: CodeType) -> bool:
+    return not _SETTINGS.isdisjoint(names_in(code, tuples=False))  # `lr=` in a call is no look at one
