@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +62,8 @@ class Player:
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
         self._written = [i for i, s in slots if s.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
-        self._run: Callable[..., None] = recording.program.run
-        self._new = [partial(torch.empty_like, m) for m in recording.program.outs]
-        self._templates = [o.template for o in recording.outputs if o.template is not None and not self._new]
+        self._run: Callable[..., list[torch.Tensor]] = recording.program.run
+        self._templates = [o.template for o in recording.outputs if o.template is not None and not recording.program.outs]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
@@ -78,7 +76,8 @@ class Player:
         outs = self.recording.outputs
         if self.recording.shape is not None or len(outs) != 1 or self.recording.borrow:
             return None
-        whole = not self._new or outs[0].template is self.recording.program.outs[0]
+        copied = self.recording.program.outs
+        whole = not copied or outs[0].template is copied[0]
         return outs[0] if outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy and whole else None
 
     @property
@@ -146,9 +145,8 @@ class Player:
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
-        targets = [new() for new in self._new]
         try:
-            self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed], targets)
+            targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             if self._written:
                 self._write_back(tensors)
@@ -160,9 +158,8 @@ class Player:
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
         """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
         self._enter()
-        targets = [new() for new in self._new]
         try:
-            self._run(tensors, targets)
+            targets = self._run(tensors)
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             self._after()
         return self._hand_out(None, targets), self._nbytes
@@ -262,7 +259,7 @@ class Player:
         return t.set_(targets[i].untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
 
 
-def _closed(*_: Any) -> None:
+def _closed(*_: Any) -> list[torch.Tensor]:
     raise RuntimeError("this recording was closed, and its memory may be another's now")
 
 

@@ -471,8 +471,9 @@ class Recorded(Generic[P, R]):
         return counters.stats(sum(d.pool_bytes for d in devices))
 
     def reset(self) -> None:
-        """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy."""
-        if not lock.acquire(False) and not _waited():
+        """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
+        asked for in a capture, which counts on all memory that it has seen."""
+        if recording_here() or (not lock.acquire(False) and not _waited()):
             for one in (self, *self._bound):
                 one._reset_wanted, one._fast = True, None
             return

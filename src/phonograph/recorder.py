@@ -96,7 +96,7 @@ def record(
             leases: dict[int, Lease] = {}
             plan = outputs.plan(captured, call, reach, grads, leases, device)
             copied = tuple(leases.pop(key) for key in captured.copied)
-            captured.program.outs = outputs.moulds(plan, copied)
+            captured.program.copies(outputs.moulds(plan, copied))
             entangled = _entangling(captured.watch, reach)
             _separate(call, entangled)
             slots = tuple(
@@ -229,7 +229,8 @@ def _capture(
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = str(e).strip().split("\n", 1)[0]
-        raise Refusal(f"capture failed: {type(e).__name__}: {first}", where=_line_of(e), final=False, failed=True) from e
+        remedy = next((r for said, r in device.remedies.items() if said in first), "")
+        raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True) from e
     finally:
         _recording.pop()
 

@@ -28,11 +28,13 @@ class Program(Protocol):
     operators: int
 
     outs: tuple[torch.Tensor, ...]
-    """The results that every run copies to memory of the caller's own. Set once they are known."""
 
-    def run(self, sources: Tensors, targets: Tensors) -> None:
-        """Run it on the current stream, with the values of `sources` in the slots that are no other's memory, and copy
-        `outs` to `targets`, which have their metadata. Does not wait; `sources` may be dropped or written at once."""
+    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
+        """Say which results, dense in memory, every run has to copy to memory of the caller's own."""
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        """Run it on the current stream, with the values of `sources` in the slots that are no other's memory, and return new
+        copies of `outs`. Does not wait; `sources` may be dropped or written at once."""
 
     def set_numbers(self, numbers: Mapping[float, float]) -> bool:
         """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on.
@@ -104,6 +106,10 @@ class Entangled:
         self._spans = Spans(self._storages)
         return self
 
+    def _forget_the_dead(self) -> None:
+        self._storages = {place: storage for place, storage in self._storages.items() if storage() is not None}
+        self._spans = Spans(self._storages)
+
     def meets(self, t: torch.Tensor) -> bool:
         """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
         known = self._ids.get(id(t))
@@ -114,8 +120,8 @@ class Entangled:
         at, nbytes = memory_of(t)
         if not self._spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
             return False
-        mine = Spans([(at, nbytes)])
-        return any(mine.meets(*place) for place, storage in self._storages.items() if storage() is not None)
+        self._forget_the_dead()  # an argument may lie where one of them did
+        return self._spans.meets(at, nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ import torch.overrides
 import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "default_device", "dispatch_modes", "function_modes", "has_memory", "is_composite", "missing",
-           "module_hooks", "module_settings", "optimizer_hooks", "parametrizations_are_cached", "raw_alloc", "raw_free",
-           "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+           "current_device", "default_device", "dispatch_modes", "function_modes", "has_memory", "is_composite",
+           "maker", "missing", "module_hooks", "module_settings", "optimizer_hooks", "parametrizations_are_cached",
+           "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
+           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -68,7 +68,20 @@ def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedSt
     return made
 
 
-_TensorGuards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
+
+def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes uninitialized tensors with the metadata of this one, dense in memory, on the device it lies on,
+    which must be the current one. torch.compile's way costs 0.5 us less than `empty_like`, and fills nothing in
+    deterministic mode."""
+    empty_strided = getattr(_guards, f"_empty_strided_{like.device.type}", None)
+    if empty_strided is None:
+        return partial(torch.empty_like, like)
+    return partial(empty_strided, tuple(like.shape), like.stride(), like.dtype)
+
+
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -1223,6 +1223,7 @@ def test_c07_questions_about_where_an_argument_comes_from(device):
             assert_same(recorded(inferred), torch.full((3,), 2.0, device=device))
 
 
+@may_run_live
 def test_c07_the_default_device_is_part_of_the_signature(device):
     f = pg.record(lambda x: x + torch.ones(3).to(x.device).mean() + torch.ones(3).sum().to(x.device), warmup=1)
     with torch.device("cpu"):
@@ -1320,12 +1321,23 @@ def test_c11_values_that_python_reads(device, read):
 
 @may_run_live
 def test_c11_a_distribution_that_looks_at_its_arguments(device):
-    f = pg.record(lambda x: torch.distributions.Normal(x, 1.0).log_prob(x), warmup=0)
+    f = pg.record(lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), warmup=0)
     f(ramp(device, 3))
     assert "validate_args=False" in reasons(f)
-    g = pg.record(lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).log_prob(x), warmup=0)
+    g = pg.record(lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False).log_prob(x), warmup=0)
     g(ramp(device, 3))
     assert pg.stats(g).recorded == 1, reasons(g)
+
+
+@may_run_live
+def test_c11_a_constant_that_is_copied_from_the_host(device):
+    f = pg.record(lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device), warmup=0)
+    for n in range(4):
+        assert_same(f(ramp(device, 3, start=n)), ramp(device, 3, start=n) + torch.tensor([1.0, 2.0, 3.0], device=device))
+    if device.type == "cuda":
+        assert "torch.full" in pg.explain(f)
+    else:
+        assert pg.stats(f).replayed == 4, reasons(f)
 
 
 @may_run_live

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import phonograph as pg
+from phonograph.devices import driver
 from phonograph.testing import Pair, assert_matches_live, assert_no_new_recordings, assert_same, call
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, side_by_side
 
@@ -127,6 +128,31 @@ def test_c01_inputs_at_ever_new_addresses(device):
         both(one, other)
     for n, pair in enumerate(kept):
         assert_same(pair.recorded, ramp(device, 3, start=10 * n))
+
+
+@pytest.mark.parametrize("copies", ["in the graph", "beside the graph"])
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "misaligned"])
+def test_c01_inputs_and_outputs_of_all_sizes(device, first, copies, monkeypatch):
+    """On a GPU small ones are copied by one kernel, large ones each by a node of its own, at ever new addresses."""
+    if copies == "beside the graph":
+        monkeypatch.setattr(driver, "Pointers", _no_pointers)
+    sizes = (1, 3, 1_000, 8_191, 8_193, 300_001, 1_000_000)
+
+    def f(*xs):
+        return tuple(x + i for i, x in enumerate(xs))
+
+    recorded = pg.record(f, warmup=1)
+    kept = []
+    for n in range(7):
+        xs = [torch.arange(first + size, device=device).add(n).to(torch.float32)[first:] for size in sizes]
+        kept.append((recorded(*xs), f(*xs)))
+    for ours, theirs in kept:
+        assert_same(ours, theirs)
+    assert pg.stats(recorded).replayed == 6, pg.explain(recorded)
+
+
+def _no_pointers(*_):
+    raise driver.DriverError("nothing is where it was expected")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -52,6 +52,8 @@ class Device(Protocol):
     pool: Pool
     roomy: int
     """Bytes: as long as all recordings need no more than this, each gets memory of its own."""
+    remedies: Mapping[str, str]
+    """What to do about exceptions that end a capture, by a part of their message."""
 
     def beside(self) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""

@@ -31,7 +31,7 @@ from ..reach import Reach
 from ..recording import Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import below_autograd, storage_at
+from ..torch_private import below_autograd, maker, storage_at
 from ..watch import OperatorWatch, storage_id
 from .base import Captured, Made
 from .out_variants import Variant, tried
@@ -231,6 +231,7 @@ class TapeProgram:
         self.operators = len(steps)
         self.owned = Spans()
         self.outs: tuple[torch.Tensor, ...] = ()
+        self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(slots)
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -240,13 +241,19 @@ class TapeProgram:
             self.calls = spelled(calls)
         self._probes: list[tuple[int, partial[Any]]] | None = None  # the calls that hold a probe of `dials`, and where
 
-    def run(self, sources: Tensors, targets: Tensors) -> None:
+    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
+        self.outs = outs
+        self._new = [maker(o) for o in outs]
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        targets = [new() for new in self._new]
         with below_autograd(), torch._C._DisableAutocast():
             self._fill(sources)
             for call in self.calls:
                 call()
             if targets:
                 torch._foreach_copy_(targets, self.outs)
+        return targets
 
     def close(self) -> None:
         self.calls = []
@@ -369,6 +376,7 @@ class CpuDevice:
     """The one CPU device of the process."""
 
     roomy = 256 << 10
+    remedies: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
