@@ -1033,7 +1033,7 @@ class Rate:
         return self
 
 
-@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("made", ["by name", "by its type", "again"])
 def test_c09_a_rate_that_a_constructor_reads(device, made):
     def make():
         weight = nn.Parameter(torch.ones(3, device=device))
@@ -1043,7 +1043,7 @@ def test_c09_a_rate_that_a_constructor_reads(device, made):
         def step(x):
             optimizer.zero_grad()
             (weight * x).sum().backward()
-            now = Rate(optimizer) if made else rate.again(optimizer)
+            now = Rate(optimizer) if made == "by name" else type(rate)(optimizer) if made == "by its type" else rate.again(optimizer)
             optimizer.step()
             return x * now.value
 
