@@ -1033,8 +1033,15 @@ class Rate:
         return self
 
 
-@pytest.mark.parametrize("made", ["by name", "by its type", "again"])
-def test_c09_a_rate_that_a_constructor_reads(device, made):
+RATES = {
+    "by its name": lambda rate, optimizer: Rate(optimizer),
+    "by its type": lambda rate, optimizer: type(rate)(optimizer),
+    "again": lambda rate, optimizer: rate.again(optimizer),
+}
+
+
+@pytest.mark.parametrize("read", RATES.values(), ids=RATES)
+def test_c09_a_rate_that_a_constructor_reads(device, read):
     def make():
         weight = nn.Parameter(torch.ones(3, device=device))
         optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -1043,7 +1050,7 @@ def test_c09_a_rate_that_a_constructor_reads(device, made):
         def step(x):
             optimizer.zero_grad()
             (weight * x).sum().backward()
-            now = Rate(optimizer) if made == "by name" else type(rate)(optimizer) if made == "by its type" else rate.again(optimizer)
+            now = read(rate, optimizer)
             optimizer.step()
             return x * now.value
 
