@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
+__all__ = ["Attached", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
 
 
 class PhonographError(Exception):
@@ -76,3 +76,7 @@ class Refusal(Exception):
     def let_go(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
         self.__traceback__ = self.__cause__ = self.__context__ = None
+
+
+class Attached(Refusal):
+    """A result's backward would run outside: the call has to be captured with what autograd saves for that."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .devices.base import Captured
-from .errors import Refusal
+from .errors import Attached, Refusal
 from .keys import BY_IDENTITY, NoSignature, plain_key
 from .pool import Lease, dense
 from .reach import Reach
@@ -27,15 +27,17 @@ from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["moulds", "plan", "skeleton"]
+__all__ = ["lease", "moulds", "plan", "skeleton"]
 
 
 def plan(
-    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any
+    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any, *, traced: bool
 ) -> tuple[Output, ...]:
-    """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out.
+    """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out. Results may be
+    attached to the graph of autograd if the capture was `traced`.
 
     Raises:
+        Attached: one is, and it was not.
         Refusal: a leaf that a replay could not hand out.
     """
     leaves: list[Any] = []
@@ -54,7 +56,9 @@ def plan(
             continue
         seen[id(leaf)] = i
         if isinstance(leaf, torch.Tensor):
-            found.append(_tensor(leaf, captured, call, reach, grads, leases, device, found))
+            _faithful(leaf, captured, traced)
+            output = _tensor(leaf, captured, call, reach, grads, leases, device, found)
+            found.append(_attached(output) if traced and leaf.grad_fn is not None else output)
         else:
             found.append(_value(leaf, reach))
     return tuple(found)
@@ -121,7 +125,6 @@ def _place(
     t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
     so_far: list[Output],
 ) -> Output:  # fmt: skip
-    _faithful(t, captured)
     key = storage_id(t)
     for i, slot in enumerate(captured.used):
         if t is slot:
@@ -145,15 +148,28 @@ def _place(
         return Output("empty", size=tuple(t.shape), stride=t.stride(), dtype=t.dtype, consumed=t.grad_fn is not None)
     if key not in captured.made:
         raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
-    if key not in leases:
-        made = captured.made[key]
-        leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor(Spans([(made.address, made.nbytes)])))
+    lease(key, captured, leases, device)
     if any(o.lease is leases[key] and o.template is not None and o.template.dtype is not t.dtype for o in so_far):
         raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
     template = leases[key].template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
     # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
     first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)
     return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad, index=first)
+
+
+def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Any) -> Lease:
+    """The lease of a storage that the call made; a new one is noted in `leases`."""
+    if key not in leases:
+        made = captured.made[key]
+        leases[key] = Lease(made.address, made.nbytes, device.torch_device, device.anchor(Spans([(made.address, made.nbytes)])))
+    return leases[key]
+
+
+def _attached(output: Output) -> Output:
+    if output.kind != "lease" or output.index >= 0 or output.lazy is not None:
+        raise Refusal("returns a tensor with a history that shares memory with an argument, a tensor outside or another result",
+                      "return a clone of it")  # fmt: skip
+    return replace(output, consumed=False, attached=True)
 
 
 def _byte(t: torch.Tensor) -> int:
@@ -165,12 +181,12 @@ def _can_be_base(o: Output, t: torch.Tensor) -> bool:
     return o.template is not None and o.template.dtype is t.dtype and not o.consumed and not o.lazy and not t.requires_grad
 
 
-def _faithful(t: torch.Tensor, captured: Captured) -> None:
+def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
         raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
-    if t.grad_fn is not None and not _consumed(t.grad_fn):
-        raise Refusal("returns a tensor whose backward would run outside",
-                      "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
+    if not traced and t.grad_fn is not None and not _consumed(t.grad_fn):
+        raise Attached("returns a tensor whose backward would run outside",
+                       "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
     if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:
         raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on it outside")
 

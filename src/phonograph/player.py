@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .borrowed import Borrowed, Loan
+from .joint import Joint
 from .pool import Fill, once
 from .recording import Output, Recording, memory_of
 from .signature import Call
@@ -69,6 +70,8 @@ class Player:
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
+        self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
+        self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         self.played = 0
 
     def _one_output(self) -> Output | None:
@@ -78,7 +81,8 @@ class Player:
             return None
         copied = self.recording.program.outs
         whole = not copied or outs[0].template is copied[0]
-        return outs[0] if outs[0].kind == "lease" and not outs[0].consumed and not outs[0].lazy and whole else None
+        special = outs[0].consumed or outs[0].attached or outs[0].lazy
+        return outs[0] if outs[0].kind == "lease" and not special and whole else None
 
     @property
     def pool(self) -> Any:
@@ -205,6 +209,11 @@ class Player:
             t = self._make(o, call, made, targets)
             t = _with_history(t) if o.consumed else t
             made.append(o.lazy(t) if o.lazy is not None else t)
+        if self._attached:
+            assert self.joint is not None
+            attached = self.joint.attach([made[i] for i in self._attached], call.tensors if call is not None else ())
+            for i, t in zip(self._attached, attached, strict=True):
+                made[i] = t
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:

@@ -31,8 +31,9 @@ from torch.autograd import forward_ad
 
 from . import optimizers, torch_private
 from .devices import device_for, lock, owned
-from .errors import Overlooked, Refusal, RunsLive, Unrecordable
+from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
+from .joint import Joint
 from .keys import NoSignature
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
@@ -42,6 +43,7 @@ from .recorder import record, recording_here
 from .recording import Entangled, Recording
 from .shelf import Found, Shelf
 from .signature import Call, describe
+from .tracing import Tracing
 from .trees import kinds
 from .verify import verified
 from .where import users_line
@@ -164,6 +166,8 @@ class Recorded(Generic[P, R]):
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._entangled = Entangled()
+        self._attached = False  # whether results are attached to the graph of autograd, and have a backward outside
+        self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -434,6 +438,10 @@ class Recorded(Generic[P, R]):
             device.settle(recording)
             device.pool.add(recording)
             player = Player(recording, device)
+            if recording.backward is not None:
+                backward = Recorded(recording.backward, replace(self.options, name=f"the backward of {self.name}", verify=0))
+                player.joint = Joint(recording.backward, backward)
+                self._backwards.add(backward)
         self._entangled |= recording.entangled
         self._devices.add(device)
         self._counters.recorded += 1
@@ -446,12 +454,18 @@ class Recorded(Generic[P, R]):
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
         borrow = self.options.outputs == "borrow"
         for _ in range(_LOOKS):
+            tracing = Tracing() if self._attached and torch.is_grad_enabled() else None
             try:
                 with _Within():
-                    return record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow)
+                    return record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow,
+                                  tracing=tracing)  # fmt: skip
             except Overlooked as e:
                 self._heard |= e.names
                 reach = self._reach(call)
+            except Attached:
+                if self._attached or borrow:
+                    raise
+                self._attached = True
         raise Refusal("runs other code each time it is looked at", final=False)
 
     def _drop(self, players: list[Player]) -> None:
@@ -484,7 +498,7 @@ class Recorded(Generic[P, R]):
             self._histories.clear()
             self._reasons.clear()
             self._unplayed = 0
-            for mine in list(self._bound):
+            for mine in (*self._bound, *self._backwards):
                 mine.reset()
             self._entangled = Entangled()
             self._tidy()
@@ -505,6 +519,7 @@ class Recorded(Generic[P, R]):
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
         lines += [str(p.recording) for p in list(self._shelf)]
+        lines += [backward.explain() for backward in list(self._backwards)]
         lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
         return "\n".join(lines)
 

@@ -13,12 +13,13 @@ failed capture never reaches the user, because if the function itself is at faul
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -31,11 +32,12 @@ from .listening import watching_python
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
 from .reach import Reach
-from .recording import Entangled, Recording, Slot, memory_of
+from .recording import Entangled, Output, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
+from .tracing import Backward, Tracing
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -66,14 +68,17 @@ def record(
     apart: bool = False,
     borrow: bool = False,
     follow: bool = True,
+    tracing: Tracing | None = None,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
-    `follow` learning rates and weight decays where possible, instead of baking them in.
+    `follow` learning rates and weight decays where possible, instead of baking them in. With `tracing`, results may be
+    attached to the graph of autograd, and the recording has a `backward` for them.
 
     Raises:
+        Attached: a result is attached, and there is no `tracing`.
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names.
     """
@@ -85,7 +90,8 @@ def record(
             arguments, fixed = _arguments(call, device)
             most = 0 if borrow else math.inf if copies_out else SMALL
             with recordable(reach.optimizers), probing(reach, follow) as dials, fit_to_step(reach.optimizers):
-                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most)
+                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most,
+                                    tracing)  # fmt: skip
             changes = snapshot.changes()
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -94,7 +100,8 @@ def record(
             touched = captured.watch.touched
             grads.settle(touched, captured.watch.written.keys(), reach)
             leases: dict[int, Lease] = {}
-            plan = outputs.plan(captured, call, reach, grads, leases, device)
+            plan = outputs.plan(captured, call, reach, grads, leases, device, traced=tracing is not None)
+            backward = _backward(function, captured, call, reach, grads, leases, device, plan, tracing)
             copied = tuple(leases.pop(key) for key in captured.copied)
             captured.program.copies(outputs.moulds(plan, copied))
             entangled = _entangling(captured.watch, reach)
@@ -108,7 +115,8 @@ def record(
                 raise _Unfollowed
     except _Unfollowed:
         # Some number could not be found in the program: then they are all baked in.
-        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False)
+        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False,
+                      tracing=tracing)  # fmt: skip
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -127,7 +135,35 @@ def record(
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=borrow,
+        backward=backward,
     )
+
+
+def _backward(
+    function: Any, captured: Any, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+    plan: tuple[Output, ...], tracing: Tracing | None,
+) -> Backward | None:  # fmt: skip
+    """The backward of the results that are attached, if any are."""
+    leaves: list[Any] = []
+    flatten(captured.result, leaves)
+    attached = [leaf for leaf, output in zip(leaves, plan, strict=True) if output.attached]
+    if tracing is None or not attached:
+        return None
+    kept = {storage_id(g) for g in grads.read() if g is not None}
+    if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
+        gc.collect()
+        if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
+            raise Refusal("keeps a tensor for backward in a way that cannot be followed (an attribute of ctx, say)",
+                          "use ctx.save_for_backward")  # fmt: skip
+    if any(t.requires_grad and storage_id(slot) in captured.watch.written
+           for t, slot in zip(call.tensors, captured.used, strict=True)):  # fmt: skip
+        raise Refusal("writes an argument that requires a gradient", "write a clone of it")
+    outside = {storage_id(t): t for _, t in reach.tensors.values()}
+    outside |= {storage_id(t): t for t in call.tensors if isinstance(t, torch.nn.Parameter)}
+    if any(t.grad_fn is not None and key in captured.watch.touched for key, t in outside.items()):
+        raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
+    return tracing.backward(function, attached, captured.made, outside,
+                            lambda key: outputs.lease(key, captured, leases, device))  # fmt: skip
 
 
 def _check(reach: Reach, call: Call) -> None:
@@ -189,21 +225,27 @@ def _clearance(device: Any, blocked: int, apart: bool) -> tuple[Spans, bool]:
 def _capture(
     name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
-    dials: Dials, most: float,
+    dials: Dials, most: float, tracing: Tracing | None,
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
 
     def run(slots: list[torch.Tensor]) -> Any:
         leaves = list(call.leaves)
-        for place, slot, theirs in zip(call.places, slots, call.tensors, strict=True):
-            leaves[place] = slot.requires_grad_() if theirs.requires_grad and theirs is not slot else slot
+        if tracing is not None:
+            tracing.begin(slots)
+        for i, (place, slot, theirs) in enumerate(zip(call.places, slots, call.tensors, strict=True)):
+            if not theirs.requires_grad or theirs is slot:
+                leaves[place] = slot
+            else:
+                leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
-            leaves[place] = slots[number]
+            leaves[place] = leaves[call.places[number]]
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
-        with watching_python(outer, device.frames_refused(), reach.caching, reach.mentions.unknown) as listener:
+        saving = nullcontext() if tracing is None else tracing.saving()
+        with watching_python(outer, device.frames_refused(), reach.caching, reach.mentions.unknown) as listener, saving:
             result = function(*args, **kwargs)
         if listener.found:
             raise listener.found[0]
@@ -223,7 +265,8 @@ def _capture(
 
     _recording.append(threading.get_ident())
     try:
-        captured = device.capture(arguments, fixed, reach, run, leaving, protected, dials, most)
+        kept = (lambda: tracing.saved) if tracing is not None else list
+        captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most)
         return captured._replace(containers=frozenset(given))
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise

@@ -65,7 +65,8 @@ class Output:
     ``"empty"`` (a tensor without elements), ``"argument"`` (the caller's own tensor number `index`), ``"argument view"``
     (`offset` bytes after its beginning), ``"outside"`` (the very tensor `value`), ``"outside view"`` (a view of `value`),
     ``"same"`` (the object that output `index` became). A lease with an `index` is a view of that output. `consumed` outputs
-    get the history of one whose backward already ran; `lazy` (conjugation, negation) is applied last.
+    get the history of one whose backward already ran; `lazy` (conjugation, negation) is applied last. The
+    recording's `backward` is that of the `attached` ones.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Output:
     offset: int = 0
     dtype: torch.dtype | None = None
     consumed: bool = False
+    attached: bool = False
     lazy: Any = None
 
 
@@ -148,6 +150,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
     borrow: bool = False
+    backward: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)

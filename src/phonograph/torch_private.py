@@ -20,7 +20,7 @@ import torch.overrides
 import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "default_device", "dispatch_modes", "function_modes", "has_memory", "is_composite",
+           "current_device", "default_device", "dispatch_modes", "donates", "function_modes", "has_memory", "is_composite",
            "maker", "missing", "module_hooks", "module_settings", "optimizer_hooks", "parametrizations_are_cached",
            "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
@@ -115,6 +115,12 @@ def is_composite(func: Any) -> bool:
 
 below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 """A context in which operators run without autograd, and without a look at grad mode."""
+
+
+def donates(node: Any) -> bool:
+    """Whether a node of autograd's is a compiled function whose backward may write what its forward has saved."""
+    metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+    return bool(getattr(metadata, "bw_donated_idxs", None))
 
 
 # -- modes

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -132,6 +133,10 @@ class OperatorWatch(TorchDispatchMode):
         self.known.pop(key, None)
         self._births.pop(key, None)
         self.outside.discard(key)
+
+    def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
+        """Storages that operators of the call made, that are still there, and that are not among these."""
+        return tuple(ref for key, ref in self._births.items() if key not in leaving and key not in self.outside)
 
     def _see(self, m: operators.Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         """Note what the operator touches; `tensors` are those among its arguments."""

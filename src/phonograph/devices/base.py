@@ -32,7 +32,8 @@ class Captured(NamedTuple):
     `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
     are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
     `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
-    identities of the containers that the call got as arguments.
+    identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
+    that are no results, and that were still there at its end.
     """
 
     result: Any
@@ -43,6 +44,7 @@ class Captured(NamedTuple):
     slots: list[torch.Tensor]
     copied: tuple[int, ...] = ()
     containers: frozenset[int] = frozenset()
+    others: tuple[Any, ...] = ()
 
 
 class Device(Protocol):
@@ -77,6 +79,7 @@ class Device(Protocol):
         reach: Reach,
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
+        kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
@@ -84,7 +87,8 @@ class Device(Protocol):
         """Dry-run ``call(slots)`` and keep what it did as a program.
 
         `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
-        Results of at most `copied` bytes in all are copied out by each run.
+        Results of at most `copied` bytes in all are copied out by each run, but for those that share memory with what is
+        kept for a backward (`kept_of`).
 
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """

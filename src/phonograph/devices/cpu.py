@@ -402,6 +402,7 @@ class CpuDevice:
         reach: Reach,
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
+        kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
@@ -415,14 +416,18 @@ class CpuDevice:
                 result = call(slots)
             if tape.refusal is not None:
                 raise tape.refusal
-            steps, made = tape.close({storage_id(t) for t in outputs_of(result)})
+            kept = {storage_id(t) for t in kept_of()}
+            leaving = {storage_id(t) for t in outputs_of(result)} | kept
+            others = tape.others(leaving)
+            steps, made = tape.close(leaving)
             footprint = Spans(self._arena.used)
             filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
             program = TapeProgram(steps, footprint, filled, (self._arena.under(footprint), slots))
         finally:
             tape.undo()
-        out = tuple(key for key, m in made.items() if m.nbytes) if sum(m.nbytes for m in made.values()) <= copied else ()
-        return Captured(result, program, made, tape, slots, slots, out)
+        free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
+        out = tuple(free) if sum(free.values()) <= copied else ()
+        return Captured(result, program, made, tape, slots, slots, out, others=others)
 
     def settle(self, recording: Recording) -> None:
         """Nothing: what a tape leaves behind lies outside of the arena."""

@@ -394,6 +394,7 @@ class CudaDevice:
         reach: Reach,
         call: Callable[[list[torch.Tensor]], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
+        kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
@@ -426,7 +427,7 @@ class CudaDevice:
                     edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
                     with watch:
                         result = call(slots)
-                    out = self._small(watch, outputs_of(result), copied)
+                    out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     edges.copy_out(list(out.values()))
                 torch_private.clear_cublas_workspaces()
             if watch.refusal is not None:
@@ -434,14 +435,16 @@ class CudaDevice:
             footprint = self._footprint(handle, allocated, owned)
         self._no_strangers(watch, footprint)
         made = {}
-        for t in outputs_of(result):
+        leaving = [*outputs_of(result), *kept_of()]
+        for t in leaving:
             storage = t.untyped_storage()
             if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
         program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index)
-        return Captured(result, program, made, watch, slots, final, tuple(out))
+        others = watch.others({storage_id(t) for t in leaving})
+        return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 
     def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
         """Collects the nodes that are captured between a call with True and one with False."""
@@ -456,10 +459,12 @@ class CudaDevice:
 
         return tell
 
-    def _small(self, watch: OperatorWatch, results: list[torch.Tensor], most: float) -> dict[int, torch.UntypedStorage]:
-        """The storages of the call's own results, if they have no more than `most` bytes in all."""
+    def _small(
+        self, watch: OperatorWatch, results: list[torch.Tensor], kept: set[int], most: float
+    ) -> dict[int, torch.UntypedStorage]:
+        """The storages of the call's own results that are not `kept`, if they have no more than `most` bytes in all."""
         own = {storage_id(t): t.untyped_storage() for t in results if t.device == self.torch_device}
-        own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids}
+        own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids | kept}
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
