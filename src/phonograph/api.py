@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
+import torch
+
+from . import torch_private
 from .observe import Stats
 from .options import Options
 from .recorded import Recorded, live
@@ -13,8 +17,13 @@ __all__ = ["explain", "live", "record", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=torch.nn.Module)
 
 
+@overload
+def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "error"] = "live",  # type: ignore[overload-overlap]
+           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
+           name: str | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
@@ -26,15 +35,19 @@ def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "er
 
 
 def record(fn: Any = None, /, **options: Any) -> Any:
-    """Record a function of tensors and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
+    """Record a function or module and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
 
     The function may be a whole training step (forward, backward, optimizer), a decode step, an optimizer step: any
     callable of tensors and Python values, nested as you like. The first call of each signature runs live, the second is
     captured and played, later ones are played. The results are those of the function, or the call runs live and
     `RunsLive` is warned with the reason.
 
+    Where a result's backward runs outside of the function, that is recorded as well: the loss, the optimizer and the rest of
+    the training loop stay as they are. A module is changed in place: calls of it are recorded from then on, and all else
+    (`state_dict`, hooks, `deepcopy`, pickling) is as before; `pg.reset` undoes it.
+
     Args:
-        fn: the function; without it, a decorator is returned.
+        fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
         fallback: what happens when a call cannot be recorded: ``"live"`` runs it, ``"error"`` raises `Unrecordable`.
         outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
@@ -44,7 +57,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         name: what the function is called in reports.
 
     Returns:
-        A `Recorded` with the signature of `fn`. Tensors in its results lie on the same device as `fn`'s would.
+        A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
+        would.
 
     Raises:
         TypeError: `fn` is not callable, or an option has the wrong type.
@@ -62,32 +76,41 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     return _wrap(fn, chosen)
 
 
-def _wrap(fn: Any, options: Options) -> Recorded[Any, Any]:
+def _wrap(fn: Any, options: Options) -> Any:
     if not callable(fn):
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
     if isinstance(fn, Recorded):
         fn = fn.__wrapped__
+    if isinstance(fn, torch.nn.Module):
+        name = options.name or type(fn).__qualname__
+        torch_private.call_through(fn, Recorded(torch_private.own_call(fn), replace(options, name=name)))
+        return fn
     return Recorded(fn, options)
 
 
-def stats(f: Recorded[Any, Any]) -> Stats:
-    """What a recorded function did so far, as numbers."""
+def stats(f: Any) -> Stats:
+    """What a recorded function or module did so far, as numbers."""
     return _recorded(f).stats()
 
 
-def explain(f: Recorded[Any, Any]) -> str:
-    """What a recorded function did so far and why, as text: its recordings, and each reason for running live with the
-    operator, your source line and the remedy."""
+def explain(f: Any) -> str:
+    """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
+    the operator, your source line and the remedy."""
     return _recorded(f).explain()
 
 
-def reset(f: Recorded[Any, Any]) -> None:
-    """Drop all recordings of a function and free their memory. Results that you hold stay valid."""
+def reset(f: Any) -> None:
+    """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
+    recorded then."""
     _recorded(f).reset()
+    if isinstance(f, torch.nn.Module):
+        torch_private.call_through(f, None)
 
 
 def _recorded(f: Any) -> Recorded[Any, Any]:
+    if isinstance(f, torch.nn.Module):
+        f = torch_private.goes_through(f)
     f = f if isinstance(f, Recorded) else getattr(f, "__func__", f)
     if not isinstance(f, Recorded):
-        raise TypeError(f"expected a function made by pg.record, not {type(f).__name__}")
+        raise TypeError(f"expected a function or module that pg.record was called on, not {type(f).__name__}")
     return f

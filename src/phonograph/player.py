@@ -64,7 +64,8 @@ class Player:
         self._written = [i for i, s in slots if s.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
-        self._templates = [o.template for o in recording.outputs if o.template is not None and not recording.program.outs]
+        self._copies = {id(lease): i for i, lease in enumerate(recording.copied)}
+        self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
@@ -221,8 +222,8 @@ class Player:
             if o.index >= 0:
                 assert o.template is not None
                 return made[o.index].as_strided(o.template.size(), o.template.stride(), o.template.storage_offset())
-            if targets:
-                return self._on_copy(o, targets)
+            if id(o.lease) in self._copies:
+                return self._on_copy(o, targets[self._copies[id(o.lease)]])
             return self._lend(o) if self.recording.borrow else alias(o.template)
         if o.kind in ("value", "outside"):
             return copy.copy(o.value) if type(o.value) is set else o.value
@@ -257,15 +258,13 @@ class Player:
         self.pool.loans.add(loan)
         return Borrowed.lend(tensor, loan)
 
-    def _on_copy(self, o: Output, targets: list[torch.Tensor]) -> torch.Tensor:
+    def _on_copy(self, o: Output, target: torch.Tensor) -> torch.Tensor:
         """The output in memory of its own, which outputs that share memory go on sharing."""
-        assert o.lease is not None
         assert o.template is not None
-        i = self.recording.copied.index(o.lease)
-        if o.template is self.recording.program.outs[i]:
-            return targets[i]
+        if any(o.template is mould for mould in self.recording.program.outs):
+            return target
         t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
-        return t.set_(targets[i].untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+        return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
 
 
 def _closed(*_: Any) -> list[torch.Tensor]:

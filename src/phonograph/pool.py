@@ -38,7 +38,7 @@ from .torch_private import storage_at, use_count
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Fill", "Lease", "Pool", "dense", "extent", "once", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "dense", "extent", "once", "place_of", "unowned"]
 
 _references: Callable[[object], int] = sys.getrefcount
 
@@ -75,6 +75,11 @@ def extent(t: torch.Tensor) -> int:
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def place_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 def dense(t: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ from .recording import Entangled, Recording
 from .shelf import Found, Shelf
 from .signature import Call, describe
 from .tracing import Tracing
-from .trees import kinds
+from .trees import flatten, kinds
 from .verify import verified
 from .where import users_line
 
@@ -166,6 +166,7 @@ class Recorded(Generic[P, R]):
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._entangled = Entangled()
+        self._differentiated_twice = False
         self._attached = False  # whether results are attached to the graph of autograd, and have a backward outside
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -243,6 +244,8 @@ class Recorded(Generic[P, R]):
                     raise self._never
                 if self._reset_wanted:
                     self.reset()
+                if self._differentiated_twice and torch.is_grad_enabled():
+                    raise Refusal("has a backward with create_graph=True", "record what contains that backward as well")
                 self._eligible()
                 with _Ours("described the call"):
                     call = describe(args, kwargs)
@@ -367,7 +370,23 @@ class Recorded(Generic[P, R]):
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.mentions.orders_streams else device.beside()
         with _Within(warming_up=True), optimizers.recordable(reach.optimizers), place:
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
+        self._notice_create_graph(result)
+        return result
+
+    def _notice_create_graph(self, result: Any) -> None:
+        """A backward that is itself to be differentiated has to run live. It cannot be foreseen, but is noticed when it runs
+        through the results of a live call."""
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        recorded = weakref.ref(self)
+
+        def notice(_: Any) -> None:
+            if torch.is_grad_enabled() and (me := recorded()) is not None:
+                me._differentiated_twice = True
+
+        for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
+            node.register_prehook(notice)
 
     def _live(self, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""

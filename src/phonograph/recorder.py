@@ -13,7 +13,6 @@ failed capture never reaches the user, because if the function itself is at faul
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import sys
@@ -37,7 +36,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
-from .tracing import Backward, Tracing
+from .tracing import KEEPS_STATE, Backward, Tracing
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -88,7 +87,9 @@ def record(
     try:
         with _transaction(reach, grads) as snapshot:
             arguments, fixed = _arguments(call, device)
-            most = 0 if borrow else math.inf if copies_out else SMALL
+            # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
+            small = 0 if isinstance(function, Backward) else SMALL
+            most = 0 if borrow else math.inf if copies_out else small
             with recordable(reach.optimizers), probing(reach, follow) as dials, fit_to_step(reach.optimizers):
                 captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most,
                                     tracing)  # fmt: skip
@@ -151,10 +152,8 @@ def _backward(
         return None
     kept = {storage_id(g) for g in grads.read() if g is not None}
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
-        gc.collect()
-        if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
-            raise Refusal("keeps a tensor for backward in a way that cannot be followed (an attribute of ctx, say)",
-                          "use ctx.save_for_backward")  # fmt: skip
+        raise Refusal("keeps a tensor for backward in a way that cannot be followed (an attribute of ctx, say)",
+                      "use ctx.save_for_backward", final=False)  # fmt: skip
     if any(t.requires_grad and storage_id(slot) in captured.watch.written
            for t, slot in zip(call.tensors, captured.used, strict=True)):  # fmt: skip
         raise Refusal("writes an argument that requires a gradient", "write a clone of it")
@@ -245,8 +244,10 @@ def _capture(
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        with watching_python(outer, device.frames_refused(), reach.caching, reach.mentions.unknown) as listener, saving:
+        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **KEEPS_STATE}
+        with watching_python(outer, refused, reach.caching, reach.mentions.unknown) as listener, saving:
             result = function(*args, **kwargs)
+        torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
             raise listener.found[0]
         overlooked = listener.lacking or reach.overlooked(listener.ran)

@@ -30,6 +30,7 @@ from . import witness
 from .dials import Dials
 from .keys import NoSignature, plain_key
 from .places import Holder
+from .pool import place_of
 from .reach import FEW, Reach
 from .torch_private import address, bump, tensor_check, use_count
 
@@ -111,6 +112,12 @@ def _all_same(old: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
 
 
+def _is_such(grad: torch.Tensor, needed: Any, place: tuple[Any, ...]) -> bool:
+    """Whether this gradient may stand for the one that a call has found: it is that one, or another in the same place, as a
+    recorded backward hands out each time."""
+    return address(grad) == place[0] and (grad is needed or place_of(grad) == place)
+
+
 class _Kept:
     """A gradient from before the call, kept alive in case it has to be put back."""
 
@@ -118,7 +125,7 @@ class _Kept:
         self._grad = grad
         self.ref = weakref.ref(grad)
         self.storage = grad.untyped_storage()._cdata
-        self.address = grad.data_ptr()
+        self.place = place_of(grad)
 
     def __call__(self) -> torch.Tensor:
         return self._grad
@@ -141,8 +148,8 @@ class Grads:
 
     A gradient that backward created inside the recording lives at a fixed address and is rewritten by each replay; what
     stands in `p.grad` afterwards must be that tensor. What a recording needs to find there *before* depends on what it
-    did with it: nothing, if it never looked (`zero_grad()` came first); the very same tensor, if it accumulated into
-    it; and `None`, if it created the gradient and nothing says that an old one would have been dropped.
+    did with it: nothing, if it never looked (`zero_grad()` came first); one in the same memory, if it read it or
+    accumulated into it; and `None`, if it created the gradient and nothing says that an old one would have been dropped.
 
     Gradients that the recording did not create are referred to weakly: a strong reference would look like somebody who
     holds on to one.
@@ -156,7 +163,7 @@ class Grads:
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
         self._absent: list[torch.Tensor] = []  # those that must have no gradient
         self._some: list[torch.Tensor] = []  # those that must have one
-        self._very: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []  # that one, with its address
+        self._very: list[tuple[torch.Tensor, Callable[[], Any], tuple[Any, ...]]] = []  # that one, or one just like it
         self._added_to: list[torch.Tensor] = []
         self._created: list[torch.Tensor] = []
         self._lying: list[int] = []
@@ -184,7 +191,7 @@ class Grads:
                 if after is not None or reach.looks_at_gradients:
                     self._absent.append(p)
             elif kept.storage in touched:
-                self._very.append((p, partial(_living, kept.ref), kept.address))
+                self._very.append((p, partial(_living, kept.ref), kept.place))
                 if kept.storage in written and after is before:
                     self._added_to.append(p)
             elif reach.mentions.reads_gradients:
@@ -234,7 +241,7 @@ class Grads:
         return (
             {*map(_grad, self._absent)} <= _NOTHING
             and all(p.grad is not None for p in self._some)
-            and all((g := p.grad) is needed() and g is not None and address(g) == at for p, needed, at in self._very)
+            and all((g := p.grad) is not None and _is_such(g, needed(), place) for p, needed, place in self._very)
             and [*map(address, self._created)] == self._lying
         )
 

@@ -18,11 +18,13 @@ import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
+import torch.utils.checkpoint
 
-__all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "clear_cublas_workspaces",
-           "current_device", "default_device", "dispatch_modes", "donates", "function_modes", "has_memory", "is_composite",
-           "maker", "missing", "module_hooks", "module_settings", "optimizer_hooks", "parametrizations_are_cached",
-           "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
+__all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "call_through",
+           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
+           "function_modes", "goes_through", "has_memory", "is_composite", "maker", "missing", "module_hooks",
+           "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
+           "raw_stream", "recomputes_through_backward", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -123,6 +125,11 @@ def donates(node: Any) -> bool:
     return bool(getattr(metadata, "bw_donated_idxs", None))
 
 
+def recomputes_through_backward(node: Any) -> bool:
+    """Whether a node of autograd's is a reentrant `checkpoint`: it calls backward in its backward."""
+    return getattr(type(node), "_forward_cls", None) is torch.utils.checkpoint.CheckpointFunction
+
+
 # -- modes
 
 dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
@@ -153,6 +160,22 @@ saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 
 
 # -- modules and optimizers
+
+
+def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let calls of a module go to `call`; None: to its own again. torch keeps this out of what is pickled or copied."""
+    module._compiled_call_impl = call
+
+
+def goes_through(module: torch.nn.Module) -> Any:
+    """What calls of a module go to, if not to its own; None otherwise."""
+    return module._compiled_call_impl
+
+
+def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """A module's own call: its hooks, and `forward`."""
+    call: Callable[..., Any] = module._call_impl
+    return call
 
 
 def _global_hooks(module: Any) -> list[dict[int, Any]]:

@@ -13,6 +13,7 @@ Not kept track of: tensors that an autograd function of the user's keeps as attr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +21,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .pool import Lease
-from .torch_private import alias, donates
+from .torch_private import alias, donates, recomputes_through_backward
 from .watch import storage_id
 
-__all__ = ["Backward", "Tracing"]
+__all__ = ["KEEPS_STATE", "Backward", "Tracing"]
+
+_STATE = Effect("keeps the state of a random generator for its backward",
+                "recompute with preserve_rng_state=False, or record the whole step", ANYONE)  # fmt: skip
+KEEPS_STATE: Starts = {"get_rng_state": [(os.path.join("torch", *path, "random.py"), lambda frame: True, _STATE)
+                                         for path in ((), ("cuda",))]}  # fmt: skip
+"""Functions that such a call may not use: what they return would be that of the capture for ever."""
 
 
 class _Source(torch.autograd.Function):
@@ -181,6 +189,8 @@ def _leaves(ends: Sequence[GradientEdge]) -> list[torch.Tensor]:
     seen = set(work)
     while work:
         node = work.pop()
+        if recomputes_through_backward(node):
+            raise Refusal("recomputes with use_reentrant=True", "use_reentrant=False, or record the whole step")
         if donates(node):
             raise Refusal("calls a torch.compile'd function whose backward writes what its forward has saved",
                           "set torch._functorch.config.donated_buffer = False before it is compiled")  # fmt: skip

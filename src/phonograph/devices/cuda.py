@@ -32,7 +32,7 @@ from ..dials import Dials
 from ..effects import Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
-from ..pool import Fill, Pool, dense, extent, unowned
+from ..pool import Fill, Pool, dense, extent, place_of, unowned
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
@@ -155,9 +155,9 @@ class _Ghost:
     def __init__(self, t: torch.Tensor, device: torch.device) -> None:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
-        self.address = t.data_ptr()
+        self.place = place_of(t)
         self._device = device
-        self._place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+        self._memory = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
         self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
 
     def __call__(self) -> torch.Tensor | None:
@@ -168,7 +168,7 @@ class _Ghost:
         if alive is not None:
             return alive
         dtype, offset, size, stride = self._shape
-        storage = torch_private.storage_at(*self._place, self._device)
+        storage = torch_private.storage_at(*self._memory, self._device)
         with torch.no_grad():
             return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
 

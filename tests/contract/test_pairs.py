@@ -1,0 +1,815 @@
+"""C6, C16: functions and modules whose backward runs outside. Loss and optimizer are the user's; gradients are eager's."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live
+
+
+def grads(module):
+    return [p.grad for p in module.parameters()]
+
+
+class Both:
+    """A module recorded, and a copy of it live, which are told the same."""
+
+    def __init__(self, module, **options):
+        self.live = copy.deepcopy(module)
+        self.recorded = pg.record(module, **{"warmup": 1, **options})
+
+    def __iter__(self):
+        return iter((self.recorded, self.live))
+
+    def optimizers(self, kind=torch.optim.SGD, **options):
+        return [kind(m.parameters(), **{"lr": 0.1, **options}) for m in self]
+
+    def check(self):
+        assert_same(list(self.recorded.state_dict().values()), list(self.live.state_dict().values()))
+        assert_same(grads(self.recorded), grads(self.live))
+
+    @property
+    def stats(self):
+        return pg.stats(self.recorded)
+
+
+def assert_recorded(both, replayed):
+    """The forwards were replayed, and so were the backwards, after their own warm-up."""
+    assert both.stats.replayed >= replayed, pg.explain(both.recorded)
+    assert not both.stats.refusals, pg.explain(both.recorded)
+    backwards = [pg.stats(b) for b in pg.api._recorded(both.recorded)._backwards]
+    assert sum(b.replayed for b in backwards) > 0, pg.explain(both.recorded)
+    assert not any(b.refusals for b in backwards), pg.explain(both.recorded)
+
+
+def perceptron(device):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).to(device)
+
+
+def batch(device, n, rows=5):
+    torch.manual_seed(100 + n)
+    return torch.randn(rows, 4, device=device), torch.randn(rows, 3, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: the everyday training loops
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to None", "to zero"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_c06_a_training_loop_around_a_recorded_module(device, kind, to_none):
+    both = Both(perceptron(device))
+    optimizers = both.optimizers(kind)
+    for n in range(8):
+        x, y = batch(device, n)
+        losses = []
+        for module, optimizer in zip(both, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            loss = F.mse_loss(module(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        assert_same(*losses)
+        both.check()
+    assert_recorded(both, 7)
+    assert both.stats.recorded == 1
+
+
+def test_c06_a_function_whose_backward_runs_outside(device):
+    both = [perceptron(device) for _ in range(2)]
+    f = pg.record(lambda x: both[0](x), warmup=1)
+    for n in range(6):
+        x, y = batch(device, n)
+        for m, module in zip(both, (f, both[1]), strict=True):
+            m.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        assert_same(grads(both[0]), grads(both[1]))
+    assert pg.stats(f).replayed == 5, pg.explain(f)
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["to None", "to zero"])
+def test_c06_gradients_accumulate_over_micro_batches(device, to_none):
+    both = Both(perceptron(device))
+    optimizers = both.optimizers()
+    for n in range(6):
+        for module, optimizer in zip(both, optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            for micro in range(4):
+                x, y = batch(device, 10 * n + micro)
+                F.mse_loss(module(x), y).backward()
+        both.check()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_recorded(both, 20)
+
+
+@pytest.mark.parametrize("order", ["first first", "last first"])
+@pytest.mark.parametrize("flying", [2, 4])
+def test_c06_several_forwards_before_their_backwards(device, flying, order):
+    both = Both(perceptron(device))
+    for n in range(5):
+        losses = {}
+        for module in both:
+            module.zero_grad()
+            losses[module] = [F.mse_loss(module(x), y) for x, y in (batch(device, 10 * n + i) for i in range(flying))]
+            for loss in losses[module] if order == "first first" else reversed(losses[module]):
+                loss.backward()
+        assert_same(losses[both.recorded], losses[both.live])
+        both.check()
+    assert_recorded(both, 4 * flying)
+    assert both.stats.recorded <= flying + 1, pg.explain(both.recorded)
+
+
+def test_c06_a_forward_that_never_runs_backward(device):
+    both = Both(perceptron(device))
+    for n in range(8):
+        x, y = batch(device, n)
+        results = []
+        for module in both:
+            module.zero_grad()
+            out = module(x)
+            if n % 2:
+                F.mse_loss(out, y).backward()
+            results.append(out)
+        assert_same(*results)
+        both.check()
+    assert_recorded(both, 7)
+
+
+def test_c06_results_and_gradients_that_are_kept(device):
+    both = Both(perceptron(device))
+    kept = []
+    for n in range(8):
+        x, y = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            out = module(x)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            found.append((out, loss, grads(module)))
+        kept.append(found)
+    for ours, theirs in kept:
+        assert_same(ours, theirs)
+
+
+def test_c06_backward_twice_with_retain_graph(device):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            loss = F.mse_loss(module(x), y)
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+        both.check()
+    assert_recorded(both, 4)
+
+
+def test_c06_backward_a_second_time_raises_what_eager_raises(device):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            loss = F.mse_loss(module(x), y)
+            loss.backward()
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+
+
+def test_c06_gradients_by_autograd_grad(device):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        found = []
+        for module in both:
+            leaf = x.clone().requires_grad_()
+            loss = F.mse_loss(module(leaf), y)
+            found.append((torch.autograd.grad(loss, [leaf, *list(module.parameters())[::2]]), grads(module)))
+        assert_same(*found)
+    assert_recorded(both, 4)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_c06_inputs_that_require_a_gradient(device, leaf):
+    both = Both(perceptron(device))
+    for n in range(6):
+        x, y = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            start = x.clone().requires_grad_()
+            F.mse_loss(module(start if leaf else start * 2), y).backward()
+            found.append(start.grad)
+        assert_same(*found)
+        both.check()
+    assert_recorded(both, 5)
+
+
+class ManyWays(nn.Module):
+    """Keyword arguments, None, integers, nested results; a parameter that is not used, one that is frozen, one used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
+
+    def forward(self, tokens, *, scale=1.0, mask=None, more=None):
+        h = self.table(tokens) * scale + self.frozen
+        if mask is not None:
+            h = h.masked_fill(mask, 0.0)
+        if more is not None:
+            h = h + more["x"]
+        a = self.first(h).relu()
+        return {"a": a, "rest": [self.second(a), tokens + 1, None, 7], "h": h}
+
+
+USED = {
+    "a": lambda o: o["a"].sum(),
+    "b": lambda o: o["rest"][0].square().sum(),
+    "all": lambda o: (o["a"] * o["rest"][0] * o["h"]).sum(),
+    "none of these": lambda o: o["h"].sum(),
+}
+
+
+@pytest.mark.parametrize("used", USED)
+def test_c06_arguments_and_results_of_all_kinds(device, used):
+    torch.manual_seed(0)
+    both = Both(ManyWays().to(device))
+    for n in range(6):
+        tokens = torch.arange(n, n + 3, device=device)
+        results = []
+        for module in both:
+            module.zero_grad()
+            more = {"x": torch.full((3, 4), float(n), device=device, requires_grad=True)}
+            out = module(tokens, scale=2.0, mask=torch.eye(3, 4, dtype=torch.bool, device=device), more=more)
+            USED[used](out).backward()
+            results.append((out, more["x"].grad))
+        assert_same(*results)
+        both.check()
+    assert_recorded(both, 5)
+
+
+def test_c06_another_set_of_results_is_used_in_each_step(device):
+    torch.manual_seed(0)
+    both = Both(ManyWays().to(device))
+    for n in range(9):
+        tokens = torch.arange(n % 4, n % 4 + 3, device=device)
+        for module in both:
+            module.zero_grad()
+            out = module(tokens)
+            sum([out["a"].sum(), out["rest"][0].square().sum(), out["h"].sum()][: 1 + n % 3]).backward()
+        both.check()
+    assert_recorded(both, 8)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6, C7: modes and state
+
+
+def test_c06_train_and_eval_and_no_grad_in_turn(device):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)).to(device)
+    both = Both(net)
+    optimizers = both.optimizers()
+    for n in range(12):
+        x, y = batch(device, n)
+        results = []
+        for module, optimizer in zip(both, optimizers, strict=True):
+            torch.manual_seed(n)
+            if n % 3 == 2:
+                module.eval()
+                with torch.no_grad():
+                    results.append(module(x))
+            else:
+                module.train()
+                optimizer.zero_grad()
+                loss = F.mse_loss(module(x), y)
+                loss.backward()
+                optimizer.step()
+                results.append((loss, torch.rand(1, device=device)))
+        assert_same(*results)
+        both.check()
+    assert both.stats.replayed >= 8, pg.explain(both.recorded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_c06_autocast(device, dtype):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            with torch.autocast(device.type, dtype):
+                out = module(x)
+                assert out.dtype is dtype
+            F.mse_loss(out.float(), y).backward()
+        both.check()
+    assert_recorded(both, 4)
+
+
+CHANGES = {
+    "a new storage": lambda m: setattr(m[0].weight, "data", m[0].weight.data * 2),
+    "loaded": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "assigned": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+    "frozen": lambda m: m[2].requires_grad_(False),
+    "another layer": lambda m: m.__setitem__(1, nn.Sigmoid()),
+    "double": lambda m: m.double(),
+    "a parameter": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 3)),
+    "a hook": lambda m: m[0].weight.register_hook(lambda g: g * 2),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_c08_the_module_changes(device, change):
+    both = Both(perceptron(device))
+    for n in range(9):
+        x, y = batch(device, n)
+        if n == 4:
+            torch.manual_seed(0)
+            for module in both:
+                change(module)
+        for module in both:
+            module.zero_grad()
+            kind = next(module.parameters()).dtype
+            F.mse_loss(module(x.to(kind)), y.to(kind)).backward()
+        both.check()
+    assert both.stats.replayed >= 6, pg.explain(both.recorded)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_c07_another_batch_size(device, rows):
+    both = Both(perceptron(device))
+    for n in range(8):
+        x, y = batch(device, n, rows if n % 2 else 5)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        both.check()
+    assert_recorded(both, 6)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: hooks
+
+
+def test_c06_hooks_of_parameters_run_in_each_backward(device):
+    both = Both(perceptron(device))
+    seen = {module: [] for module in both}
+    for module in both:
+        module[0].weight.register_hook(lambda g: g * 3)
+        module[2].weight.register_hook(lambda g, s=seen[module]: s.append(g.sum().item()))
+        module[4].weight.register_post_accumulate_grad_hook(lambda p, s=seen[module]: s.append(p.grad.sum().item()))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        both.check()
+    assert seen[both.recorded] == seen[both.live]
+    assert len(seen[both.live]) == 10
+
+
+HOOKS = {
+    "forward": lambda m, s: m.register_forward_hook(lambda mod, args, out: s.append(float(out.detach().sum()))),
+    "forward that changes": lambda m, s: m.register_forward_hook(lambda mod, args, out: out * 2),
+    "forward pre": lambda m, s: m.register_forward_pre_hook(lambda mod, args: (args[0] + 1,)),
+    "backward": lambda m, s: m.register_full_backward_hook(lambda mod, gi, go: s.append(float(go[0].sum()))),
+    "backward that changes": lambda m, s: m.register_full_backward_hook(lambda mod, gi, go: (gi[0] * 2,)),
+    "backward pre": lambda m, s: m.register_full_backward_pre_hook(lambda mod, go: (go[0] * 3,)),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("whose", ["its own", "a submodule's"])
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_c06_hooks_of_modules(device, hook, whose):
+    both = Both(perceptron(device))
+    seen = {module: [] for module in both}
+    for module in both:
+        hook(module if whose == "its own" else module[2], seen[module])
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(x.clone().requires_grad_()), y).backward()
+        both.check()
+    assert seen[both.recorded] == seen[both.live]
+
+
+def test_c06_hooks_of_tensors_outside(device):
+    both = Both(perceptron(device))
+    seen = {module: [] for module in both}
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            out = module(x)
+            out.register_hook(lambda g, s=seen[module]: s.append(g.sum().item()) or g * 2)
+            out.retain_grad()
+            F.mse_loss(out, y).backward()
+            seen[module].append(out.grad.sum().item())
+        both.check()
+    assert seen[both.recorded] == seen[both.live]
+    assert_recorded(both, 4)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: writes between forward and backward
+
+
+class Tanh(nn.Module):
+    """Its result is what autograd has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+def test_c06_a_result_is_written_before_its_backward(device):
+    torch.manual_seed(0)
+    both = Both(Tanh().to(device))
+    for n in range(5):
+        x, _ = batch(device, n)
+        for module in both:
+            out = module(x)
+            out.detach().mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+
+def test_c06_a_result_that_is_not_saved_is_written(device):
+    torch.manual_seed(0)
+    both = Both(nn.Linear(4, 3).to(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        results = []
+        for module in both:
+            module.zero_grad()
+            out = module(x)
+            out.mul_(2)
+            F.mse_loss(out, y).backward()
+            results.append(out)
+        assert_same(*results)
+        both.check()
+    assert_recorded(both, 4)
+
+
+def test_c06_a_parameter_is_written_between_forward_and_backward(device):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            loss = F.mse_loss(module(x), y)
+            with torch.no_grad():
+                module[2].weight.mul_(1.5)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_c06_the_callers_input_is_written_after_the_forward(device):
+    """Eager may raise, if it has saved the input. A recording has a copy of it."""
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            mine = x.clone()
+            loss = F.mse_loss(module(mine), y)
+            if module is both.recorded and n >= 1:
+                mine.zero_()
+            loss.backward()
+        both.check()
+
+
+@may_run_live
+def test_c06_an_argument_that_requires_a_gradient_is_written(device):
+    def f(x):
+        x.mul_(2)
+        return (x * x).sum()
+
+    g = pg.record(f, warmup=1)
+    for n in range(5):
+        found = []
+        for function in (f, g):
+            start = torch.full((3,), float(n), device=device, requires_grad=True)
+            x = start * 1
+            function(x).backward()
+            found.append((start.grad, x.detach()))
+        assert_same(*found)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C6: what cannot be recorded as a pair is right all the same
+
+
+@may_run_live
+def test_c06_a_backward_that_is_differentiated(device):
+    both = Both(perceptron(device))
+    for n in range(6):
+        x, _ = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            (g,) = torch.autograd.grad(module(leaf).sum(), leaf, create_graph=True)
+            g.square().sum().backward()
+        both.check()
+    assert "create_graph" in pg.explain(both.recorded)
+
+
+def test_c06_a_backward_that_is_differentiated_only_later_says_so(device):
+    both = Both(perceptron(device))
+    for n in range(3):
+        both.recorded(batch(device, n)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(both.recorded(batch(device, 0)[0]).sum(), both.recorded[0].weight, create_graph=True)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor as an attribute of `ctx`, where autograd does not know of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x * 1
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.x * grad
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.factor = 2
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return ctx.factor * x * grad
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", [Keeping, Saving])
+def test_c06_autograd_functions_of_the_users(device, kind):
+    weight = nn.Parameter(torch.ones(3, device=device))
+    f = pg.record(lambda x: kind.apply(weight * x), warmup=1)
+    for n in range(6):
+        xs = [torch.full((3,), float(n + i), device=device) for i in range(2)]
+        weight.grad = None
+        outs = [f(x) for x in xs]
+        for out in outs:
+            out.sum().backward()
+        assert_same(weight.grad, sum(2 * x * x for x in xs))
+    assert (pg.stats(f).replayed > 6) == (kind is Saving), pg.explain(f)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.options = options
+
+    def part(self, x):
+        return F.dropout(self.second(self.first(x).tanh()), self.options.get("p", 0.0))
+
+    def forward(self, x):
+        given = {k: v for k, v in self.options.items() if k != "p"}
+        return checkpoint(self.part, x, **given).tanh()
+
+
+RECOMPUTE = {
+    "not reentrant": {"use_reentrant": False, "preserve_rng_state": False},
+    "reentrant": {"use_reentrant": True, "preserve_rng_state": False},
+    "with the random state": {"use_reentrant": False},
+    "with dropout": {"use_reentrant": False, "p": 0.5},
+    "reentrant, with dropout": {"use_reentrant": True, "p": 0.5},
+}
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("options", RECOMPUTE.values(), ids=RECOMPUTE)
+def test_c06_recompute(device, options):
+    torch.manual_seed(0)
+    both = Both(Recomputed(**options).to(device))
+    for n in range(6):
+        x, y = batch(device, n)
+        results = []
+        for module in both:
+            module.zero_grad()
+            torch.manual_seed(n)
+            loss = F.mse_loss(module(x.clone().requires_grad_()), y)
+            loss.backward()
+            results.append((loss, torch.rand(1, device=device)))
+        assert_same(*results)
+        both.check()
+
+
+@may_run_live
+def test_c06_a_function_that_runs_a_backward_inside_as_well(device):
+    both = [perceptron(device) for _ in range(2)]
+
+    def make(net):
+        def f(x):
+            (g,) = torch.autograd.grad(net(x).sum(), [net[0].weight], create_graph=True)
+            return g.square().sum() + net(x).mean()
+
+        return f
+
+    recorded, live = pg.record(make(both[0]), warmup=1), make(both[1])
+    for n in range(6):
+        x, _ = batch(device, n)
+        for net, f in zip(both, (recorded, live), strict=True):
+            net.zero_grad()
+            f(x).backward()
+        assert_same(grads(both[0]), grads(both[1]))
+
+
+@may_run_live
+def test_c06_results_that_share_memory_with_other_things(device):
+    weight = nn.Parameter(torch.ones(4, device=device))
+    functions = {
+        "a view of the argument": lambda x: x[:2],
+        "the argument": lambda x: x,
+        "a view of the parameter": lambda x: weight[:2] + 0 * x[:2],
+        "the parameter's view": lambda x: weight[:2],
+        "two views": lambda x: (weight * x).split(2),
+        "conjugate": lambda x: (weight * x).to(torch.complex64).conj(),
+        "twice": lambda x: (y := weight * x, y),
+    }
+    for f in functions.values():
+        recorded = pg.record(f, warmup=1)
+        for n in range(4):
+            found = []
+            for function in (recorded, f):
+                weight.grad = None
+                x = torch.full((4,), float(n + 1), device=device, requires_grad=True)
+                result = function(x * 1)
+                first = result[0] if isinstance(result, tuple) else result
+                first.abs().sum().backward()
+                found.append((x.grad, weight.grad, result))
+            assert_same(*found)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C14, C15: several of them
+
+
+def test_c15_modules_in_a_row(device):
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device) for _ in range(3)]
+    chain = [Both(net) for net in nets]
+    for n in range(6):
+        x, y = batch(device, n)
+        for i in range(2):
+            h = x
+            for both in chain:
+                module = list(both)[i]
+                module.zero_grad()
+                h = module(h)
+            F.mse_loss(h[:, :3], y).backward()
+        for both in chain:
+            both.check()
+    for both in chain:
+        assert_recorded(both, 5)
+
+
+def test_c15_one_module_applied_again_and_again(device):
+    torch.manual_seed(0)
+    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device))
+    for n in range(6):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(module(module(x)))[:, :3], y).backward()
+        both.check()
+    assert_recorded(both, 15)
+
+
+def test_c14_a_recorded_module_in_a_recorded_step(device):
+    both = Both(perceptron(device))
+    optimizers = both.optimizers()
+
+    def make(module, optimizer):
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(module(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    steps = [make(*each) for each in zip(both, optimizers, strict=True)]
+    steps[0] = pg.record(steps[0], warmup=1)
+    for n in range(6):
+        x, y = batch(device, n)
+        assert_same(*[step(x, y) for step in steps])
+        both.check()
+    assert pg.stats(steps[0]).replayed == 5, pg.explain(steps[0])
+
+
+def test_c14_the_optimizer_recorded_beside(device):
+    both = Both(perceptron(device))
+    optimizers = both.optimizers(torch.optim.AdamW, fused=True)
+    step = pg.record(optimizers[0].step, warmup=1)
+    for n in range(8):
+        x, y = batch(device, n)
+        for module, optimizer in zip(both, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(module(x), y).backward()
+            step() if module is both.recorded else optimizer.step()
+        both.check()
+    assert pg.stats(step).replayed >= 5, pg.explain(step)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C16: the module is what it was
+
+
+def test_c16_a_recorded_module_is_the_same_module(device):
+    net = perceptron(device)
+    names, kind = list(net.state_dict()), type(net)
+    assert pg.record(net, warmup=1) is net
+    for n in range(4):
+        net(batch(device, n)[0]).sum().backward()
+    assert list(net.state_dict()) == names
+    assert type(net) is kind
+    assert isinstance(net, nn.Sequential)
+    assert list(dict(net.named_modules())) == list(dict(perceptron(device).named_modules()))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+    "torch.save": lambda net: _saved_and_loaded(net),
+}
+
+
+def _saved_and_loaded(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_c16_copies_of_a_recorded_module(device, duplicate):
+    net = pg.record(perceptron(device), warmup=1)
+    for n in range(4):
+        net(batch(device, n)[0]).sum().backward()
+    net.zero_grad()
+    other = duplicate(net)
+    with pytest.raises(TypeError, match="was called on"):
+        pg.stats(other)
+    x, _ = batch(device, 7)
+    before = pg.stats(net).calls
+    assert_same(other(x), net(x))
+    assert pg.stats(net).calls == before + 1
+
+
+def test_c16_reset_undoes_it(device):
+    net = pg.record(perceptron(device), warmup=1)
+    outs = [net(batch(device, n)[0]) for n in range(4)]
+    pg.reset(net)
+    for n, out in enumerate(outs):  # what is in flight is right
+        net.zero_grad()
+        out.sum().backward()
+        found = grads(net)
+        net.zero_grad()
+        net(batch(device, n)[0]).sum().backward()
+        assert_same(found, grads(net))
+    with pytest.raises(TypeError):
+        pg.stats(net)
+
+
+def test_c17_a_recorded_module_goes_when_it_is_dropped(device):
+    net = pg.record(perceptron(device), warmup=1)
+    for n in range(4):
+        net(batch(device, n)[0]).sum().backward()
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
