@@ -200,7 +200,9 @@ def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str,
     return steps
 
 
-def measure(report: Report, steps: dict[str, Step], calls: int = 40, repeats: int = 5, warmup: int = 8) -> None:
+def measure(
+    report: Report, steps: dict[str, Step], calls: int = 40, repeats: int = 5, warmup: int = 8, reference: str = REFERENCE
+) -> None:
     """Time the steps, taking turns, and add their rows with the ratio to the reference."""
     if report.arguments.quick:
         calls, repeats = max(calls // 4, 5), 3
@@ -214,15 +216,15 @@ def measure(report: Report, steps: dict[str, Step], calls: int = 40, repeats: in
             timings[method].append(_time_once(step, calls))
     medians = {method: _median(each) for method, each in timings.items()}
     for method, median in medians.items():
-        reference = medians.get(_reference_of(method))
-        ratio = median.wall_us / reference.wall_us if reference else None
+        base = medians.get(_reference_of(method, reference))
+        ratio = median.wall_us / base.wall_us if base else None
         report.rows.append(Row(method, median.wall_us, median.cpu_us, ratio))
 
 
-def _reference_of(method: str) -> str:
+def _reference_of(method: str, reference: str) -> str:
     """`phonograph, compiled inside` is compared with `by hand, compiled inside`."""
     _, comma, suffix = method.partition(", ")
-    return REFERENCE + comma + suffix
+    return reference + comma + suffix
 
 
 def finish(report: Report) -> int:
@@ -231,7 +233,7 @@ def finish(report: Report) -> int:
     0: target met (or a quick run); 1: missed; 3: something that the decision needs could not be measured.
     """
     print(f"\n{report.claim}: {report.target}")
-    print(f"  {'method':42s} {'wall µs':>11s} {'CPU µs':>11s} {'x by hand':>10s}")
+    print(f"  {'method':42s} {'wall µs':>11s} {'CPU µs':>11s} {'ratio':>10s}")
     for row in report.rows:
         print(f"  {row.method:42s} " + (row.error or _numbers(row)))
     for name, value in report.figures.items():

@@ -51,19 +51,27 @@ def minibatches(device: str, count: int = 32) -> list[list[Tensor]]:
     return [[torch.randn(shape, device=device) for shape in shapes] for _ in range(count)]
 
 
-def updater(device: str, wrap: Callable[[Agent], Loss] = lambda agent: agent, **options: Any) -> Callable[..., Tensor]:
-    """A fresh agent's update step; `wrap` makes its loss function faster, `options` are the optimizer's."""
+def updater(
+    device: str, wrap: Callable[[Agent], Loss] = lambda agent: agent, beside: Callable[..., Any] = lambda f: f, **options: Any
+) -> Callable[..., Tensor]:
+    """A fresh agent's update step; `wrap` makes its loss function faster, `beside` what comes after the backward; `options`
+    are the optimizer's."""
     torch.manual_seed(0)
     agent = Agent().to(device)
     loss_of = wrap(agent)
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, fused=True, **options)
 
+    def clip_and_step() -> None:
+        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+        optimizer.step()
+
+    apply = beside(clip_and_step)
+
     def update(*minibatch: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(*minibatch)
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-        optimizer.step()
+        apply()
         return loss.detach()
 
     return update

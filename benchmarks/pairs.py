@@ -1,0 +1,102 @@
+"""A model recorded in place, its loss and optimizer outside, beside the whole step recorded: what the split costs.
+
+    python benchmarks/pairs.py
+
+Three training steps: PPO (two MLPs of 2 x 64), GPT-2 124M, ResNet-50. The peers wrap the model as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpt2_step
+import harness
+import phonograph as pg
+import ppo_update
+import workloads
+
+CLAIM, LIMIT = "pairs", 1.25
+TARGET = f"model recorded, optimizer recorded beside, at most {LIMIT} x the whole step recorded, and below the peers"
+WHOLE, PAIR = "whole step", "model and optimizer"
+
+Make = Callable[..., Callable[..., Any]]
+
+
+def ppo(device: str) -> tuple[Make, list[Any]]:
+    data = ppo_update.minibatches(device)
+    return partial(ppo_update.updater, device), data
+
+
+def gpt2(device: str) -> tuple[Make, list[Any]]:
+    return lambda *args, **options: workloads.gpt2(device, *args, **options).step, workloads.gpt2(device).batches
+
+
+def resnet50(device: str) -> tuple[Make, list[Any]]:
+    return lambda *args, **options: workloads.resnet50(device, *args, **options).step, workloads.resnet50(device).batches
+
+
+def looping(step: Callable[..., Any], batches: list[Any]) -> harness.Step:
+    feed = itertools.cycle(batches)
+    return lambda: step(*next(feed))
+
+
+def reduce_overhead(model: Any) -> Callable[..., Any]:
+    return torch.compile(model, mode="reduce-overhead")
+
+
+def graphed(examples: tuple[Tensor, ...], model: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.cuda.make_graphed_callables(model, tuple(t.clone() for t in examples))
+    return made
+
+
+def graphed_images(examples: tuple[Tensor, ...], model: Any) -> Callable[..., Any]:
+    with torch.autocast(examples[0].device.type, torch.bfloat16, cache_enabled=False):
+        return graphed(examples[:1], model)
+
+
+def ignoring_its_batch(step: harness.Step) -> Callable[..., Any]:
+    return lambda *_: step()
+
+
+def methods(name: str, make: Make, batches: list[Any], peers: bool, device: str) -> dict[str, Callable[[], harness.Step]]:
+    graph = graphed_images if name == "ResNet-50" else graphed
+    ours: dict[str, Callable[[], Callable[..., Any]]] = {
+        WHOLE: lambda: pg.record(make()),
+        "live": make,
+        "model": lambda: make(pg.record),
+        PAIR: lambda: make(pg.record, beside=pg.record),
+    }
+    others: dict[str, Callable[[], Callable[..., Any]]] = {
+        "reduce-overhead": lambda: make(reduce_overhead),
+        "make_graphed_callables": lambda: make(partial(graph, batches[0])),
+    }
+    if name == "GPT-2":  # it takes keywords, which make_graphed_callables does not
+        others["make_graphed_callables"] = lambda: ignoring_its_batch(gpt2_step.graphed_callable(device))
+    chosen = ours | others if peers else ours
+    return {f"{method}, {name}": lambda step=step: looping(step(), batches) for method, step in chosen.items()}
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__).parse_args()
+    report = harness.Report(CLAIM, TARGET, arguments)
+    met = []
+    for name, work in {"PPO": ppo, "GPT-2": gpt2, "ResNet-50": resnet50}.items():
+        with harness.trying(report, name):
+            make, batches = work(arguments.device)
+            steps = harness.prepare(report, methods(name, make, batches, not arguments.quick, arguments.device))
+            harness.measure(report, steps, calls=100 if name == "PPO" else 20, reference=WHOLE)
+        ours = report.ratio(f"{PAIR}, {name}")
+        peers = [report.ratio(f"{peer}, {name}") for peer in ("reduce-overhead", "make_graphed_callables")]
+        met.append(ours <= LIMIT and not any(ours > peer for peer in peers))
+    report.decide(all(met))
+    return harness.finish(report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
