@@ -26,7 +26,7 @@ __all__ = ["Joint"]
 class Joint:
     """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
 
-    def __init__(self, traced: Backward, backward: Callable[[list[torch.Tensor | None]], list[torch.Tensor | None]]) -> None:
+    def __init__(self, traced: Backward, backward: Callable[..., list[torch.Tensor | None]]) -> None:
         self.traced = traced
         self.backward = backward
         self._memory = [lease.bytes() for lease in traced.memory]
@@ -62,4 +62,4 @@ class _Joined(torch.autograd.Function):
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter "
                 "or buffer of the recorded function was written between its forward and its backward."
             )
-        return (None, None, None, *joint.backward(list(grads)))
+        return (None, None, None, *joint.backward(*grads))

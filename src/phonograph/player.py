@@ -68,6 +68,10 @@ class Player:
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
+        self._simple = not recording.borrow and all(
+            o.kind == "lease" and o.index < 0 and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
+            for o in recording.outputs
+        )
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
@@ -206,10 +210,13 @@ class Player:
         if self._single is not None:
             return targets[0] if targets else alias(self._single.template)
         made: list[Any] = []
-        for o in self.recording.outputs:
-            t = self._make(o, call, made, targets)
-            t = _with_history(t) if o.consumed else t
-            made.append(o.lazy(t) if o.lazy is not None else t)
+        if self._simple:
+            made += map(alias, self._templates)
+        else:
+            for o in self.recording.outputs:
+                t = self._make(o, call, made, targets)
+                t = _with_history(t) if o.consumed else t
+                made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
             attached = self.joint.attach([made[i] for i in self._attached], call.tensors if call is not None else ())

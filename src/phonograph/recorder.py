@@ -82,6 +82,8 @@ def record(
         Overlooked: it has to be looked at again, with these names.
     """
     _check(reach, call)
+    if tracing is not None:
+        tracing.prepare(t for _, t in reach.tensors.values() if t.requires_grad and t.is_leaf)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     try:
@@ -162,7 +164,8 @@ def _backward(
     if any(t.grad_fn is not None and key in captured.watch.touched for key, t in outside.items()):
         raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
     return tracing.backward(function, attached, captured.made, outside,
-                            lambda key: outputs.lease(key, captured, leases, device))  # fmt: skip
+                            lambda key: outputs.lease(key, captured, leases, device),
+                            any("hook" in name for name in reach.mentions.names))  # fmt: skip
 
 
 def _check(reach: Reach, call: Call) -> None:

@@ -14,11 +14,12 @@ Not kept track of: tensors that an autograd function of the user's keeps as attr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from .effects import ANYONE, Effect, Starts
@@ -48,12 +49,21 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
+_SOURCE: Any = _Source._backward_cls  # the class of its nodes
+
+
 class Tracing:
     """Follows one capture: `with tracing:` around the function."""
 
     def __init__(self) -> None:
         self._root = torch.empty(0, requires_grad=True)
+        self._accumulators: list[GradientEdge] = []
         self.begin([])
+
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Before the capture, on the user's stream: a parameter has one node that receives its gradient, which belongs to the
+        stream that it was made on, and the user's backward has to wait for that stream if it is another."""
+        self._accumulators = [get_gradient_edge(p) for p in parameters]
 
     def begin(self, arguments: Sequence[torch.Tensor]) -> None:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input."""
@@ -94,18 +104,18 @@ class Tracing:
 
     def backward(
         self, function: Any, results: Sequence[torch.Tensor], made: Mapping[int, Any], outside: Mapping[int, torch.Tensor],
-        lease: Callable[[int], Lease],
+        lease: Callable[[int], Lease], has_hooks: bool,
     ) -> Backward:  # fmt: skip
         """The backward of the captured call, as a function of the gradients of `results`.
 
-        `made` are the places of memory that the call made, by storage; `lease` lends one. `outside` are the tensors that
-        were there before.
+        `function` was called, and its code may have set hooks (`has_hooks`). `made` are the places of memory that the call
+        made, by storage; `lease` lends one. `outside` are the tensors that were there before.
 
         Raises:
             Refusal: it needs something that cannot be traced back.
         """
         ends = [get_gradient_edge(t) for t in results]
-        parameters = [leaf for leaf in _leaves(ends) if leaf is not self._root]
+        parameters, python = _walk(ends)
         if any(storage_id(p) not in outside for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
@@ -115,7 +125,10 @@ class Tracing:
         memory = [lease(key) for key in used if key in made]
         constant = [outside[key] for key in used if key in outside and not outside[key].is_inference()]
         self.saved[:] = places
-        return Backward(function, ends, self._sources, parameters, self.saved, memory, constant, exposed)
+        self._accumulators = []
+        return Backward(
+            function if python or has_hooks else None, ends, self._sources, parameters, self.saved, memory, constant, exposed
+        )
 
     @staticmethod
     def _place(t: torch.Tensor, made: Mapping[int, Any], outside: Mapping[int, torch.Tensor],
@@ -140,7 +153,7 @@ class Backward:
         parameters: list[torch.Tensor], saved: list[torch.Tensor], memory: list[Lease], constant: list[torch.Tensor],
         exposed: list[int],
     ) -> None:  # fmt: skip
-        self._function = function  # the forward's: what it reads, code of the backward may read
+        self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
         self._starts = [edge for _, edge in sources]
         self._saved = saved
@@ -157,7 +170,7 @@ class Backward:
         """What it can reach. It never changes."""
         return self._function, *self._saved, *self.parameters
 
-    def __call__(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def __call__(self, *grads: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
         A result whose gradient is None has none."""
         given = [(end, grad) for end, grad in zip(self._ends, grads, strict=True) if grad is not None]
@@ -182,9 +195,10 @@ def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
             h.update(saved)
 
 
-def _leaves(ends: Sequence[GradientEdge]) -> list[torch.Tensor]:
-    """The leaf tensors that gradients flow to."""
+def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool]:
+    """The leaf tensors that gradients flow to, and whether Python code runs on their way."""
     found: list[torch.Tensor] = []
+    python = False
     work = list(dict.fromkeys(end.node for end in ends))
     seen = set(work)
     while work:
@@ -197,8 +211,11 @@ def _leaves(ends: Sequence[GradientEdge]) -> list[torch.Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.append(leaf)
+        if isinstance(node, _SOURCE):
+            continue
+        python = python or isinstance(node, BackwardCFunction)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return found
+    return found, python
