@@ -39,13 +39,18 @@ class Joint:
         return list(attached)
 
 
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Joint, results: list[torch.Tensor], saved: list[torch.Tensor], *sources: Any) -> Any:
         ctx.joint = joint
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)  # holds the memory until backward has run, and notices who writes a result meanwhile
-        ctx.versions = [t._version for t in joint.traced.constant]
+        ctx.versions = _versions(joint.traced.constant)
+        ctx.storages = [t.untyped_storage() for t in joint.traced.constant]  # other weights may take their place meanwhile
         return tuple(results)
 
     @staticmethod
@@ -57,7 +62,7 @@ class _Joined(torch.autograd.Function):
             )
         _ = ctx.saved_tensors  # raises what eager raises where they are gone, or were written
         joint: Joint = ctx.joint
-        if ctx.versions != [t._version for t in joint.traced.constant]:
+        if ctx.versions != _versions(joint.traced.constant):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter "
                 "or buffer of the recorded function was written between its forward and its backward."

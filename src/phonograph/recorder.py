@@ -198,10 +198,7 @@ def _arguments(call: Call, device: Any) -> tuple[list[torch.Tensor], list[bool]]
 
 def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
-    return tuple(
-        t for key, t in watch.written.items()
-        if key in watch.outside and not t.is_inference() and not watch.known[key].endswith(".grad")
-    )  # fmt: skip
+    return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
 
 
 class _Unfollowed(Exception):

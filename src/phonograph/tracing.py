@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
-from .pool import Lease
+from .pool import Lease, unowned
 from .torch_private import alias, donates, recomputes_through_backward
 from .watch import storage_id
 
@@ -123,7 +123,7 @@ class Tracing:
         exposed = [i for i, t in enumerate(results) if storage_id(t) in used]
         places = [self._place(t, made, outside, lease) for t in self.saved]
         memory = [lease(key) for key in used if key in made]
-        constant = [outside[key] for key in used if key in outside and not outside[key].is_inference()]
+        constant = [outside[key] for key in used if key in outside]
         self.saved[:] = places
         self._accumulators = []
         return Backward(
@@ -137,11 +137,14 @@ class Tracing:
         key = storage_id(t)
         if key in made:
             place = lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
-            place = torch.conj(place) if t.is_conj() else place
-            return torch._neg_view(place) if t.is_neg() else place
-        if key in outside or not t.untyped_storage().nbytes():
+        elif key in outside:
+            place = unowned(t)  # old weights must not be kept because of a recording that read them
+        elif not t.untyped_storage().nbytes():
             return t
-        raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
+        else:
+            raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
+        place = torch.conj(place) if t.is_conj() else place
+        return torch._neg_view(place) if t.is_neg() else place
 
 
 class Backward:

@@ -60,6 +60,7 @@ class OperatorWatch(TorchDispatchMode):
         self.outside = set(self.known) - self.slot_ids
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}  # before that
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
@@ -134,6 +135,11 @@ class OperatorWatch(TorchDispatchMode):
         self._births.pop(key, None)
         self.outside.discard(key)
 
+    def moved_on(self) -> list[tuple[int, torch.Tensor]]:
+        """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
+        statistics, and leaves their version alone.)"""
+        return [(key, t) for key, t in self.written.items() if not t.is_inference() and t._version != self._versions[key]]
+
     def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
         """Storages that operators of the call made, that are still there, and that are not among these."""
         return tuple(ref for key, ref in self._births.items() if key not in leaving and key not in self.outside)
@@ -155,8 +161,9 @@ class OperatorWatch(TorchDispatchMode):
         if m.writes or m.writes_named:
             for t in operators.written_by(m, args, kwargs):
                 key = storage_id(t)
-                if key in self.outside or key in self.slot_ids:
-                    self.written.setdefault(key, t)
+                if (key in self.outside or key in self.slot_ids) and key not in self.written:
+                    self.written[key] = t
+                    self._versions[key] = 0 if t.is_inference() else t._version
         if self.dials:
             _numbers_in(args, self.dials)
             _numbers_in(list(kwargs.values()), self.dials)

@@ -322,6 +322,27 @@ def test_c06_autocast(device, dtype):
     assert_recorded(both, 4)
 
 
+@pytest.mark.parametrize("scale", [8.0, 2.0**20], ids=["never skips", "skips at first"])
+def test_c06_a_gradient_scaler_around_a_recorded_module(device, scale):
+    both = Both(perceptron(device))
+    optimizers = both.optimizers(torch.optim.AdamW, fused=True)
+    scalers = [torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=3) for _ in both]
+    for n in range(12):
+        x, y = batch(device, n)
+        for module, optimizer, scaler in zip(both, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.float16):
+                out = module(x)
+            scaler.scale(F.mse_loss(out.float(), y) * 100).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        both.check()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_recorded(both, 11)
+
+
 CHANGES = {
     "a new storage": lambda m: setattr(m[0].weight, "data", m[0].weight.data * 2),
     "loaded": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
@@ -362,6 +383,33 @@ def test_c07_another_batch_size(device, rows):
             F.mse_loss(module(x), y).backward()
         both.check()
     assert_recorded(both, 6)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_c06_two_forwards_of_a_module_with_running_statistics(device, train):
+    torch.manual_seed(0)
+    both = Both(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(device).train(train))
+    for n in range(5):
+        for module in both:
+            module.zero_grad()
+            sum(F.mse_loss(module(x), y) for x, y in (batch(device, 2 * n + i) for i in range(2))).backward()
+        both.check()
+    assert_recorded(both, 8)
+
+
+def test_c08_weights_change_places_between_forward_and_backward(device):
+    """As eager does, the backward reads the weights that its forward has read, though nobody else holds them."""
+    both = Both(perceptron(device))
+    for n in range(8):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            loss = F.mse_loss(module(x), y)
+            for p in module.parameters():
+                p.data = p.data * 0.5
+            torch.full((64,), 7.0, device=device)
+            loss.backward()
+        both.check()
 
 
 # ---------------------------------------------------------------------------------------------------
