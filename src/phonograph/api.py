@@ -82,8 +82,10 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, Recorded):
         fn = fn.__wrapped__
     if isinstance(fn, torch.nn.Module):
+        before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
+        call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, Recorded(torch_private.own_call(fn), replace(options, name=name)))
+        torch_private.call_through(fn, Recorded(call, replace(options, name=name)))
         return fn
     return Recorded(fn, options)
 
@@ -102,9 +104,11 @@ def explain(f: Any) -> str:
 def reset(f: Any) -> None:
     """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
     recorded then."""
-    _recorded(f).reset()
+    recorded = _recorded(f)
+    recorded.reset()
     if isinstance(f, torch.nn.Module):
-        torch_private.call_through(f, None)
+        call = recorded.__wrapped__
+        torch_private.call_through(f, None if call == torch_private.own_call(f) else call)
 
 
 def _recorded(f: Any) -> Recorded[Any, Any]:

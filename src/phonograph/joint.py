@@ -5,9 +5,12 @@ parameters that they depend on. So everything outside is as usual: other modules
 parameters, `torch.autograd.grad`. What the function does in backward is a recorded function of its own (`Backward`), with
 a recording for each pattern of gradients.
 
-What the forward has saved is lent to the autograd function, as a result is lent to the user. As long as it has not run
-backward, or been dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a second
+What the forward has saved is lent to the autograd function, as a result is lent to the user. As long as some result has not
+run backward, or been dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a second
 one. There are as many as there are forwards in flight.
+
+Eager notices when a tensor that was saved is written before its backward. The same is done here, for those that the backward
+of the given gradients reads: they are known once it has run live.
 """
 
 from __future__ import annotations
@@ -17,54 +20,106 @@ from typing import Any
 
 import torch
 
-from .torch_private import alias
+from .torch_private import alias, keeps_graph
 from .tracing import Backward
 
 __all__ = ["Joint"]
 
+_WRITTEN = ("one of the variables needed for gradient computation has been modified by an inplace operation: a {}, between the "
+            "forward of a recorded function and its backward")  # fmt: skip
+
 
 class Joint:
-    """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
+    """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not; `create_graph` is called
+    when a backward is itself to be differentiated, which has to run live."""
 
-    def __init__(self, traced: Backward, backward: Callable[..., list[torch.Tensor | None]]) -> None:
+    def __init__(
+        self, traced: Backward, backward: Callable[..., list[torch.Tensor | None]], create_graph: Callable[[], None]
+    ) -> None:
         self.traced = traced
         self.backward = backward
+        self.create_graph = create_graph
         self._memory = [lease.bytes() for lease in traced.memory]
+        self._read: dict[tuple[bool, ...], frozenset[int]] = {}  # by which gradients are given: what that backward reads
 
-    def attach(self, results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results that require a gradient, with their history. They are changed in place."""
-        saved = [*map(alias, self._memory), *[results[i] for i in self.traced.exposed]]
-        sources = [*[arguments[i] for i in self.traced.arguments], *self.traced.parameters]
-        attached: tuple[torch.Tensor, ...] = _Joined.apply(self, results, saved, *sources)  # type: ignore[no-untyped-call]
-        return list(attached)
+    def attach(self, results: list[Any], arguments: Sequence[torch.Tensor]) -> None:
+        """Give those of a call's results their history that have one. `results` are all of them."""
+        traced = self.traced
+        given = [results[i] for i in traced.attached]
+        # Detached, so that they do not hold themselves; they share their version with the result.
+        exposed = {number: results[i].detach() for number, i in traced.exposed.items()}
+        sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
+        flight = _Flight(self, [*map(alias, self._memory)], {**traced.constant, **exposed})
+        for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
+            results[i] = t
+
+    def run(self, flight: _Flight, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        """The backward of one call."""
+        pattern = tuple(g is not None for g in grads)
+        known = self._read.get(pattern)
+        if known is not None:
+            flight.check(known)
+        with self.traced.noting() as read:
+            found = self.backward(*grads)
+        if known is None:
+            self._read[pattern] = frozenset(read)
+            flight.check(self._read[pattern])
+        return found
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [0 if t.is_inference() else t._version for t in tensors]
+class _Flight:
+    """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
+
+    def __init__(self, joint: Joint, memory: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> None:
+        self.joint = joint
+        self._memory: list[torch.Tensor] | None = memory
+        self._saved = saved
+        self._versions = {number: _version(t) for number, t in saved.items()}
+        self._storages = [t.untyped_storage() for t in saved.values()]  # other weights may take their place meanwhile
+        self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
+
+    def check(self, read: frozenset[int]) -> None:
+        for number in read & self._saved.keys():
+            t = self._saved[number]
+            if _version(t) != self._versions[number]:
+                raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(t.shape)}"))
+
+    def begin(self) -> None:
+        if self._memory is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
+                "released after its backward. Specify retain_graph=True if you need to backward a second time."
+            )
+
+    def landed(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """A backward has run that does not retain the graph."""
+        self._waiting -= {i for i, g in enumerate(grads) if g is not None}
+        if not self._waiting and self._memory:
+            self._memory, self._saved, self._storages = None, {}, []
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, results: list[torch.Tensor], saved: list[torch.Tensor], *sources: Any) -> Any:
-        ctx.joint = joint
+    def forward(ctx: Any, flight: _Flight, results: list[torch.Tensor], *sources: Any) -> Any:
+        ctx.flight = flight
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)  # holds the memory until backward has run, and notices who writes a result meanwhile
-        ctx.versions = _versions(joint.traced.constant)
-        ctx.storages = [t.untyped_storage() for t in joint.traced.constant]  # other weights may take their place meanwhile
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        flight: _Flight = ctx.flight
         if torch.is_grad_enabled():
+            flight.joint.create_graph()
             raise RuntimeError(
-                "phonograph: a backward with create_graph=True cannot go through a recording. Call pg.reset on the recorded "
-                "function or module to run it live."
+                "phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, the "
+                "function or module runs live."
             )
-        _ = ctx.saved_tensors  # raises what eager raises where they are gone, or were written
-        joint: Joint = ctx.joint
-        if ctx.versions != _versions(joint.traced.constant):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter "
-                "or buffer of the recorded function was written between its forward and its backward."
-            )
-        return (None, None, None, *joint.backward(*grads))
+        flight.begin()
+        found = flight.joint.run(flight, grads)
+        if not keeps_graph():
+            flight.landed(grads)
+        return (None, None, *found)

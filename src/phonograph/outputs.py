@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -27,7 +28,9 @@ from .spans import Spans
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["lease", "moulds", "plan", "skeleton"]
+__all__ = ["lease", "moulds", "overlap", "plan", "skeleton"]
+
+_MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
 def plan(
@@ -165,9 +168,26 @@ def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Any) -
     return leases[key]
 
 
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have memory in common. (The halves of `chunk` have none, and may interleave.)"""
+    if storage_id(a) != storage_id(b):
+        return False
+    if a.numel() + b.numel() > _MANY or a.dtype is not b.dtype:
+        return True
+    return not set(_places(a)).isdisjoint(_places(b))
+
+
+def _places(t: torch.Tensor) -> Iterable[int]:
+    """Where in its storage each element is."""
+    places = [int(t.storage_offset())]
+    for n, step in zip(t.shape, t.stride(), strict=True):
+        places = [p + i * step for p in places for i in range(n)]
+    return places
+
+
 def _attached(output: Output) -> Output:
     if output.kind != "lease" or output.index >= 0 or output.lazy is not None:
-        raise Refusal("returns a tensor with a history that shares memory with an argument, a tensor outside or another result",
+        raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                       "return a clone of it")  # fmt: skip
     return replace(output, consumed=False, attached=True)
 
@@ -178,13 +198,14 @@ def _byte(t: torch.Tensor) -> int:
 
 
 def _can_be_base(o: Output, t: torch.Tensor) -> bool:
-    return o.template is not None and o.template.dtype is t.dtype and not o.consumed and not o.lazy and not t.requires_grad
+    plain = not o.consumed and not o.attached and not o.lazy
+    return plain and o.template is not None and o.template.dtype is t.dtype and not t.requires_grad
 
 
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
         raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
-    if not traced and t.grad_fn is not None and not _consumed(t.grad_fn):
+    if not traced and t.grad_fn is not None and not (captured.ran_backward and _consumed(t.grad_fn)):
         raise Attached("returns a tensor whose backward would run outside",
                        "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
     if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:
@@ -192,16 +213,19 @@ def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
 
 
 def _consumed(node: Any) -> bool:
-    """Whether backward through this node would raise because it already ran: some node's saved tensors are gone."""
-    work, seen = [node], {node}
+    """Whether backward through this node would raise because it already ran: saved tensors are gone. The nearest ones tell;
+    further on there may be a `checkpoint`, which would compute them anew to show them."""
+    work, seen = deque([node]), {node}
     while work and len(seen) < 10_000:
-        n = work.pop()
+        n = work.popleft()
         for name in dir(n):
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
-                    getattr(n, name)
+                    saved = getattr(n, name)
                 except RuntimeError:
                     return True
+                if isinstance(saved, torch.Tensor) or (isinstance(saved, (tuple, list)) and torch.Tensor in map(type, saved)):
+                    return False
         for nxt, _ in n.next_functions:
             if nxt is not None and nxt not in seen:
                 seen.add(nxt)

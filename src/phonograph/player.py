@@ -219,9 +219,7 @@ class Player:
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
-            attached = self.joint.attach([made[i] for i in self._attached], call.tensors if call is not None else ())
-            for i, t in zip(self._attached, attached, strict=True):
-                made[i] = t
+            self.joint.attach(made, call.tensors if call is not None else ())
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:

@@ -39,7 +39,7 @@ from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import Player
 from .reach import Reach
-from .recorder import record, recording_here
+from .recorder import record, recording_here, settled
 from .recording import Entangled, Recording
 from .shelf import Found, Shelf
 from .signature import Call, describe
@@ -314,7 +314,9 @@ class Recorded(Generic[P, R]):
         """A new recording of this call, because none fits."""
         if found.broken is not None and not self.options.warmup:
             self._count_change(found, history)
-        if found.blocked > _BLOCKED:
+        if self._attached and found.blocked >= self.options.max_recordings:
+            raise Refusal("more calls than max_recordings wait for their backward", "raise it, or record the whole sequence")
+        if not self._attached and found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
         spoiled = self._shelf.discard_spoiled(call.key)
         self._drop(spoiled)
@@ -383,10 +385,13 @@ class Recorded(Generic[P, R]):
 
         def notice(_: Any) -> None:
             if torch.is_grad_enabled() and (me := recorded()) is not None:
-                me._differentiated_twice = True
+                me._create_graph()
 
         for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(notice)
+
+    def _create_graph(self) -> None:
+        self._differentiated_twice = True
 
     def _live(self, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
@@ -459,7 +464,7 @@ class Recorded(Generic[P, R]):
             player = Player(recording, device)
             if recording.backward is not None:
                 backward = Recorded(recording.backward, replace(self.options, name=f"the backward of {self.name}", verify=0))
-                player.joint = Joint(recording.backward, backward)
+                player.joint = Joint(recording.backward, backward, self._create_graph)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled
         self._devices.add(device)
@@ -476,8 +481,10 @@ class Recorded(Generic[P, R]):
             tracing = Tracing() if self._attached and torch.is_grad_enabled() else None
             try:
                 with _Within():
-                    return record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow,
-                                  tracing=tracing)  # fmt: skip
+                    recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
+                                       borrow=borrow, tracing=tracing)  # fmt: skip
+                settled(tracing)
+                return recording
             except Overlooked as e:
                 self._heard |= e.names
                 reach = self._reach(call)

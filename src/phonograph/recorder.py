@@ -17,9 +17,11 @@ import math
 import random
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import is_
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,13 +38,16 @@ from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
-from .tracing import KEEPS_STATE, Backward, Tracing
+from .tracing import UNTRACED, Backward, Tracing
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["SMALL", "record", "recording_here"]
+__all__ = ["SMALL", "record", "recording_here", "settled"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
+
+_KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute of ctx, a variable of a hook)",
+          "use ctx.save_for_backward, or record the whole step")  # fmt: skip
 
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
@@ -81,7 +86,7 @@ def record(
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names.
     """
-    _check(reach, call)
+    _check(reach, call, tracing is not None)
     if tracing is not None:
         tracing.prepare(t for _, t in reach.tensors.values() if t.requires_grad and t.is_leaf)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
@@ -142,6 +147,16 @@ def record(
     )
 
 
+def settled(tracing: Tracing | None) -> None:
+    """To be called when a recording has been made and all else of its capture is gone.
+
+    Raises:
+        Refusal: something of it is still there, and the recording must not be used.
+    """
+    if tracing is not None and tracing.held():
+        raise Refusal(*_KEEPS, final=False)
+
+
 def _backward(
     function: Any, captured: Any, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
     plan: tuple[Output, ...], tracing: Tracing | None,
@@ -149,32 +164,40 @@ def _backward(
     """The backward of the results that are attached, if any are."""
     leaves: list[Any] = []
     flatten(captured.result, leaves)
-    attached = [leaf for leaf, output in zip(leaves, plan, strict=True) if output.attached]
+    attached = [i for i, output in enumerate(plan) if output.attached]
     if tracing is None or not attached:
         return None
+    results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if output.kind == "lease"}
+    if any(outputs.overlap(results[i], results[j]) for i in attached for j in results if i != j):
+        raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
     kept = {storage_id(g) for g in grads.read() if g is not None}
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
-        raise Refusal("keeps a tensor for backward in a way that cannot be followed (an attribute of ctx, say)",
-                      "use ctx.save_for_backward", final=False)  # fmt: skip
+        raise Refusal(*_KEEPS, final=False)
     if any(t.requires_grad and storage_id(slot) in captured.watch.written
            for t, slot in zip(call.tensors, captured.used, strict=True)):  # fmt: skip
         raise Refusal("writes an argument that requires a gradient", "write a clone of it")
-    outside = {storage_id(t): t for _, t in reach.tensors.values()}
-    outside |= {storage_id(t): t for t in call.tensors if isinstance(t, torch.nn.Parameter)}
-    if any(t.grad_fn is not None and key in captured.watch.touched for key, t in outside.items()):
+    outside: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for t in (*(t for _, t in reach.tensors.values()), *(t for t in call.tensors if isinstance(t, torch.nn.Parameter))):
+        outside[storage_id(t)].append(t)
+    if any(t.grad_fn is not None and key in captured.watch.touched for key, tensors in outside.items() for t in tensors):
         raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
-    return tracing.backward(function, attached, captured.made, outside,
+    return tracing.backward(function, results, attached, captured.made, outside,
                             lambda key: outputs.lease(key, captured, leases, device),
                             any("hook" in name for name in reach.mentions.names))  # fmt: skip
 
 
-def _check(reach: Reach, call: Call) -> None:
+def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
         raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
-    if reach.mentions.asks_history and any(not t.is_leaf or t.is_inference() for t in call.tensors):
+    parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
+    if any(isinstance(m, parallel) for m in reach.modules):
+        raise Refusal("contains DistributedDataParallel, which prepares each step outside of what can be captured",
+                      "call pg.record on the module that it wraps")  # fmt: skip
+    theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
+    if reach.mentions.asks_history and theirs:
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
     if parametrizations_are_cached():
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
@@ -228,6 +251,7 @@ def _capture(
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
+    backwards: list[CodeType] = []
 
     def run(slots: list[torch.Tensor]) -> Any:
         leaves = list(call.leaves)
@@ -244,9 +268,10 @@ def _capture(
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in slots], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **KEEPS_STATE}
-        with watching_python(outer, refused, reach.caching, reach.mentions.unknown) as listener, saving:
+        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **UNTRACED}
+        with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown) as listener:
             result = function(*args, **kwargs)
+        backwards.extend(code for code in listener.ran if code.co_name == "_engine_run_backward")
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
             raise listener.found[0]
@@ -268,7 +293,7 @@ def _capture(
     try:
         kept = (lambda: tracing.saved) if tracing is not None else list
         captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most)
-        return captured._replace(containers=frozenset(given))
+        return captured._replace(containers=frozenset(given), ran_backward=bool(backwards))
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

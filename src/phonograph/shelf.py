@@ -61,8 +61,10 @@ class Shelf:
     def add(self, key: Any, player: Player) -> list[Player]:
         """Put a recording on the shelf; returns those that had to go."""
         players = self._by_key.setdefault(key, [])
-        # One that copies its results may always be played, but those that need not copy come first.
-        players.insert(len(players) if player.recording.copied else 0, player)
+        # One that copies its results may always be played, but those that need not copy come first. Of several that wait for
+        # their backwards at the same time, each keeps clear of the older ones: in that order they are in nobody's way.
+        last = player.recording.copied or player.recording.backward is not None
+        players.insert(len(players) if last else 0, player)
         self._by_key.move_to_end(key)
         gone: list[Player] = []
         while len(self) > self.limit:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
 from .keys import NoSignature, plain_key
-from .torch_private import default_device, dispatch_modes, function_modes, saved_tensors_hooks
+from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks
 from .trees import Node, flatten
 
 __all__ = ["ALIGNMENT", "Call", "describe", "modes", "tensor_key"]
@@ -97,6 +97,8 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
+    if is_batched(t):
+        raise NoSignature("is called inside a batched computation (vmap, is_grads_batched)")
     if t.layout is not torch.strided:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor:

@@ -18,13 +18,12 @@ import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
-import torch.utils.checkpoint
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
-           "function_modes", "goes_through", "has_memory", "is_composite", "maker", "missing", "module_hooks",
-           "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
-           "raw_stream", "recomputes_through_backward", "route_to_pool", "saved_tensors_hooks", "segments",
+           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
+           "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
+           "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -125,9 +124,12 @@ def donates(node: Any) -> bool:
     return bool(getattr(metadata, "bw_donated_idxs", None))
 
 
-def recomputes_through_backward(node: Any) -> bool:
-    """Whether a node of autograd's is a reentrant `checkpoint`: it calls backward in its backward."""
-    return getattr(type(node), "_forward_cls", None) is torch.utils.checkpoint.CheckpointFunction
+_keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def keeps_graph() -> bool:
+    """Within a backward: whether it retains the graph."""
+    return bool(_keeps_graph()) if _keeps_graph is not None else True
 
 
 # -- modes
@@ -147,6 +149,11 @@ def default_device() -> torch.device | None:
         return None
     device: torch.device = modes[-1].device
     return device
+
+
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch of them, which `vmap` and ``is_grads_batched`` hide."""
+    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
 
 
 def transformed() -> bool:

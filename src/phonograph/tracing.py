@@ -8,12 +8,15 @@ recorded like any other function.
 Arguments that require a gradient enter the graph through `_Source`, a node that holds nothing, and not as leaves: a leaf
 would keep its memory, and have hooks.
 
-Not kept track of: tensors that an autograd function of the user's keeps as attributes of its `ctx`. They are refused.
+What Python code keeps by itself (an attribute of `ctx`, a variable of a hook) would be a tensor of the capture for ever. So
+when the capture is over, none of its memory may be held by anything.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,17 +27,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
-from .pool import Lease, unowned
-from .torch_private import alias, donates, recomputes_through_backward
+from .pool import Lease, extent, place_of, unowned
+from .torch_private import alias, donates, use_count
 from .watch import storage_id
 
-__all__ = ["KEEPS_STATE", "Backward", "Tracing"]
+__all__ = ["UNTRACED", "Backward", "Tracing"]
 
-_STATE = Effect("keeps the state of a random generator for its backward",
-                "recompute with preserve_rng_state=False, or record the whole step", ANYONE)  # fmt: skip
-KEEPS_STATE: Starts = {"get_rng_state": [(os.path.join("torch", *path, "random.py"), lambda frame: True, _STATE)
-                                         for path in ((), ("cuda",))]}  # fmt: skip
-"""Functions that such a call may not use: what they return would be that of the capture for ever."""
+_RECOMPUTES = Effect("recomputes a part of it in its backward", "record the whole step", ANYONE)
+_HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
+UNTRACED: Starts = {
+    "checkpoint": [(os.path.join("torch", "utils", "checkpoint.py"), lambda frame: True, _RECOMPUTES)],
+    "__enter__": [(os.path.join("torch", "autograd", "graph.py"), lambda frame: True, _HOOKS)],
+}
+"""Functions that such a call may not use: what they keep for the backward would be that of the capture for ever."""
 
 
 class _Source(torch.autograd.Function):
@@ -53,7 +58,7 @@ _SOURCE: Any = _Source._backward_cls  # the class of its nodes
 
 
 class Tracing:
-    """Follows one capture: `with tracing:` around the function."""
+    """Follows one capture: `with tracing.saving():` around the function."""
 
     def __init__(self) -> None:
         self._root = torch.empty(0, requires_grad=True)
@@ -67,16 +72,25 @@ class Tracing:
 
     def begin(self, arguments: Sequence[torch.Tensor]) -> None:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input."""
-        self._inputs = {storage_id(t) for t in arguments if not isinstance(t, torch.nn.Parameter)}
+        slots = [t for t in arguments if not isinstance(t, torch.nn.Parameter)]
+        self._inputs = {storage_id(t) for t in slots}
+        # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
+        self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for t in slots]
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._sources: list[tuple[int, GradientEdge]] = []
+        self._given: list[torch.Tensor] = []
         self._numbers: dict[Any, int] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
+        """By number: the tensor of the capture, and after it what stands for that."""
+        self._leaves: set[int] = set()  # numbers of tensors that were saved as they are, and not through a view
+        self._places: Places | None = None
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
         t: torch.Tensor = _Source.apply(self._root, slot)  # type: ignore[no-untyped-call]
         self._sources.append((number, get_gradient_edge(t)))
+        self._given.append(t)
         return t
 
     @contextmanager
@@ -86,65 +100,117 @@ class Tracing:
             yield
         if any(t._version != version for t, version in self._versions):
             raise Refusal("writes a tensor that autograd has saved for backward", final=False)
+        if any(t.retains_grad for t in self._given):
+            raise Refusal("asks for the gradient of an argument (retain_grad)", "ask for it outside")
         self._versions.clear()
+        self._given.clear()
 
     def _pack(self, t: torch.Tensor) -> int:
         storage = storage_id(t)
-        key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg())
+        leaf = t.grad_fn is None
+        key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), leaf)
         if not t.is_inference():
             self._versions.append((t, t._version))
         if key not in self._numbers:
-            self._numbers[key] = len(self.saved)
+            number = self._numbers[key] = len(self.saved)
             # The place of an argument is filled anew by each replay: what backward needs of it is kept apart.
             self.saved.append(alias(t).clone() if storage in self._inputs else alias(t))
+            if leaf:
+                self._leaves.add(number)
         return self._numbers[key]
 
     def _unpack(self, number: int) -> torch.Tensor:
-        return self.saved[number]
+        return self.saved[number] if self._places is None else self._places.get(number)
+
+    def held(self) -> bool:
+        """After the capture, when all that it has made is gone: whether something still holds memory of it, which would have
+        the values of the capture for ever. (An attribute of `ctx`, a variable of a hook, an argument of `checkpoint`.)"""
+        if self._some_held():
+            gc.collect()
+        return self._some_held()
+
+    def _some_held(self) -> bool:
+        if any(ref() is not None for ref in self._made):
+            return True
+        return any(ref() is not None and use_count(key) > count for ref, key, count in self._slots)
 
     def backward(
-        self, function: Any, results: Sequence[torch.Tensor], made: Mapping[int, Any], outside: Mapping[int, torch.Tensor],
-        lease: Callable[[int], Lease], has_hooks: bool,
+        self, function: Any, results: Mapping[int, torch.Tensor], attached: list[int], made: Mapping[int, Any],
+        outside: Mapping[int, list[torch.Tensor]], lease: Callable[[int], Lease], has_hooks: bool,
     ) -> Backward:  # fmt: skip
-        """The backward of the captured call, as a function of the gradients of `results`.
+        """The backward of the captured call, as a function of the gradients of those of its `results` that are `attached`.
 
         `function` was called, and its code may have set hooks (`has_hooks`). `made` are the places of memory that the call
-        made, by storage; `lease` lends one. `outside` are the tensors that were there before.
+        made, by storage; `lease` lends one. `outside` are the tensors that were there before, by storage.
 
         Raises:
             Refusal: it needs something that cannot be traced back.
         """
-        ends = [get_gradient_edge(t) for t in results]
+        ends = [get_gradient_edge(results[i]) for i in attached]
         parameters, python = _walk(ends)
         if any(storage_id(p) not in outside for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
-        used = dict.fromkeys(storage_id(t) for t in self.saved)
-        exposed = [i for i, t in enumerate(results) if storage_id(t) in used]
-        places = [self._place(t, made, outside, lease) for t in self.saved]
-        memory = [lease(key) for key in used if key in made]
-        constant = [outside[key] for key in used if key in outside]
-        self.saved[:] = places
-        self._accumulators = []
+        numbers = {number: storage_id(t) for number, t in enumerate(self.saved)}
+        on = {storage_id(t): i for i, t in results.items()}
+        constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
+        leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
+        self._places = Places([self._place(t, made, outside, lease) for t in self.saved], leaves)
+        ours = {storage_id(t): t for t in (*self.saved, *results.values())}
+        self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
+        self.saved.clear()
+        self._accumulators.clear()
         return Backward(
-            function if python or has_hooks else None, ends, self._sources, parameters, self.saved, memory, constant, exposed
-        )
+            function if python or has_hooks else None, ends, self._sources, parameters, self._places,
+            [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,
+            {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
+        )  # fmt: skip
 
     @staticmethod
-    def _place(t: torch.Tensor, made: Mapping[int, Any], outside: Mapping[int, torch.Tensor],
+    def _place(t: torch.Tensor, made: Mapping[int, Any], outside: Mapping[int, list[torch.Tensor]],
                lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
         """Where a saved tensor will be found after each replay."""
         key = storage_id(t)
         if key in made:
-            place = lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
-        elif key in outside:
-            place = unowned(t)  # old weights must not be kept because of a recording that read them
-        elif not t.untyped_storage().nbytes():
+            return lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
+        if key in outside:  # old weights must not be kept because of a recording that read them
+            place = torch.conj(unowned(t)) if t.is_conj() else unowned(t)
+            return torch._neg_view(place) if t.is_neg() else place
+        if not t.untyped_storage().nbytes():
             return t
-        else:
-            raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
-        place = torch.conj(place) if t.is_conj() else place
-        return torch._neg_view(place) if t.is_neg() else place
+        raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
+
+
+def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
+    """Which of several tensors on one memory a saved one belongs to: the one that it lies on."""
+    at, nbytes = t.data_ptr(), extent(t) * t.element_size()
+    around = [c for c in candidates if c.data_ptr() <= at and at + nbytes <= c.data_ptr() + extent(c) * c.element_size()]
+    return min(around or candidates, key=lambda c: c.numel())
+
+
+class Places:
+    """What the numbers of saved tensors stand for, once the capture is over."""
+
+    def __init__(self, places: list[torch.Tensor], leaves: dict[int, torch.Tensor]) -> None:
+        self.places = places
+        self.leaves = leaves
+        """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
+        self._read: set[int] | None = None
+
+    def get(self, number: int) -> torch.Tensor:
+        if self._read is not None:
+            self._read.add(number)
+        leaf = self.leaves.get(number)
+        return self.places[number] if leaf is None else alias(leaf)
+
+    @contextmanager
+    def noting(self) -> Iterator[set[int]]:
+        """The numbers that are asked for inside the block."""
+        outer, self._read = self._read, set()
+        try:
+            yield self._read
+        finally:
+            self._read = outer
 
 
 class Backward:
@@ -153,35 +219,40 @@ class Backward:
 
     def __init__(
         self, function: Any, ends: list[GradientEdge], sources: list[tuple[int, GradientEdge]],
-        parameters: list[torch.Tensor], saved: list[torch.Tensor], memory: list[Lease], constant: list[torch.Tensor],
-        exposed: list[int],
+        parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
+        exposed: dict[int, int], attached: list[int],
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
-        self._starts = [edge for _, edge in sources]
-        self._saved = saved
+        self._starts = [*(edge for _, edge in sources), *map(get_gradient_edge, parameters)]
+        self._places = places
         self.arguments = [number for number, _ in sources]
         self.parameters = parameters
         self.memory = memory
         """What the forward leaves for the backward."""
         self.constant = constant
-        """Tensors outside that the forward has saved: they must not be written before the backward."""
+        """By the numbers of what is saved: tensors outside."""
         self.exposed = exposed
-        """Those of the results that lie on saved memory."""
+        """By the numbers of what is saved: results, which their owner may write."""
+        self.attached = attached
+        """Which results have gradients."""
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
-        return self._function, *self._saved, *self.parameters
+        return self._function, *self._places.places, *self._places.leaves.values(), *self.parameters
+
+    def noting(self) -> Any:
+        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
+        return self._places.noting()
 
     def __call__(self, *grads: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
         A result whose gradient is None has none."""
         given = [(end, grad) for end, grad in zip(self._ends, grads, strict=True) if grad is not None]
-        inputs = [*self._starts, *self.parameters]
         if not given:
-            return [None] * len(inputs)
+            return [None] * len(self._starts)
         with _hooks_set_aside(self.parameters):
-            return list(torch.autograd.grad([end for end, _ in given], inputs, [grad for _, grad in given],  # type: ignore[arg-type]
+            return list(torch.autograd.grad([end for end, _ in given], self._starts, [grad for _, grad in given],
                                             retain_graph=True, allow_unused=True))  # fmt: skip
 
 
@@ -206,8 +277,6 @@ def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool]:
     seen = set(work)
     while work:
         node = work.pop()
-        if recomputes_through_backward(node):
-            raise Refusal("recomputes with use_reentrant=True", "use_reentrant=False, or record the whole step")
         if donates(node):
             raise Refusal("calls a torch.compile'd function whose backward writes what its forward has saved",
                           "set torch._functorch.config.donated_buffer = False before it is compiled")  # fmt: skip

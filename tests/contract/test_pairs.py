@@ -617,6 +617,273 @@ class Saving(torch.autograd.Function):
         return ctx.factor * x * grad
 
 
+class KeepingTheArgument(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.x * grad
+
+
+class KeepingTheResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = x.exp()
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.y * grad
+
+
+def hooked(weight, x):
+    h = (weight * x).relu()
+    t = h * 1
+    t.register_hook(lambda g: g * h.detach())
+    return t * weight
+
+
+HELD = {
+    "ctx, on saved memory": lambda weight, x: KeepingTheArgument.apply((weight * x).relu()),
+    "ctx, an argument": lambda weight, x: KeepingTheArgument.apply(x) * weight,
+    "ctx, a result": lambda weight, x: KeepingTheResult.apply(weight * x),
+    "a hook": hooked,
+    "a variable of a recomputed part": lambda weight, x: (
+        lambda r: checkpoint(lambda h: h.tanh() * r, weight * x, use_reentrant=False, preserve_rng_state=False) * r
+    )((weight * x).sigmoid()),
+    "an argument of a recomputed part": lambda weight, x: checkpoint(
+        lambda h, c: h * c, weight * x, c=(weight * x).relu(), use_reentrant=False, preserve_rng_state=False
+    ),
+    "the recomputed part's own argument": lambda weight, x: checkpoint(
+        lambda w: w * x, weight, use_reentrant=False, preserve_rng_state=False
+    ),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", HELD.values(), ids=HELD)
+def test_c06_what_python_code_keeps_for_the_backward(device, function):
+    """A tensor that autograd does not know of would be that of the capture in each later backward."""
+    weights = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    recorded = pg.record(lambda x: function(weights[0], x), warmup=1)
+    for n in range(6):
+        for f, weight in ((recorded, weights[0]), (lambda x: function(weights[1], x), weights[1])):
+            weight.grad = None
+            outs = [f(torch.full((3,), 0.1 * (n + i), device=device)) for i in range(2)]
+            sum(out.sum() for out in outs).backward()
+        assert_same(weights[0].grad, weights[1].grad)
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.actor(x).tanh(), self.critic(x)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_c06_results_with_separate_backwards(device, retain):
+    torch.manual_seed(0)
+    both = Both(ActorAndCritic().to(device))
+    for n in range(6):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            policy, value = module(x)
+            value.square().sum().backward(retain_graph=retain)
+            with torch.no_grad():
+                module.critic.weight.sub_(0.1)  # no business of the other's
+            F.mse_loss(policy, y).backward()
+        both.check()
+    assert_recorded(both, 5)
+    assert both.stats.recorded == 1, pg.explain(both.recorded)
+
+
+def test_c06_a_backward_twice_where_nothing_is_saved(device):
+    weight = nn.Parameter(torch.ones(3, device=device))
+    f = pg.record(lambda x: x + weight, warmup=1)
+    for n in range(5):
+        weight.grad = None
+        total = f(torch.full((3,), float(n), device=device)).sum()
+        total.backward()
+        total.backward()
+        assert_same(weight.grad, torch.full((3,), 2.0, device=device))
+
+
+def test_c06_parameters_are_frozen_between_forward_and_backward(device):
+    """As loops of adversarial networks do."""
+    both = Both(perceptron(device))
+    for n in range(6):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            loss = F.mse_loss(module(leaf), y)
+            module.requires_grad_(False)
+            loss.backward()
+            module.requires_grad_(True)
+            module.zero_grad()
+    assert_recorded(both, 5)
+
+
+def test_c06_weights_in_one_memory_are_written_each_for_itself(device):
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            flat = torch.ones(6, device=device)
+            self.a, self.b = nn.Parameter(torch.ones(3, device=device)), nn.Parameter(torch.ones(3, device=device))
+            self.a.data, self.b.data = flat[:3], flat[3:]
+
+        def forward(self, x):
+            return x * self.a + self.b
+
+    module = pg.record(Flat(), warmup=1)
+    for n in range(4):
+        x = torch.full((3,), float(n), device=device, requires_grad=True)
+        out = module(x)
+        with torch.no_grad():
+            module.b.mul_(1.5)
+        out.sum().backward()
+        out = module(x.detach().requires_grad_())
+        with torch.no_grad():
+            module.a.mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_c06_a_detached_result_beside_the_one_with_a_history(device):
+    torch.manual_seed(0)
+    both = Both(nn.Linear(4, 3).to(device))
+    seen = []
+
+    def detaching(module, args, out):
+        return out.tanh(), out
+
+    for module in both:
+        module.register_forward_hook(detaching)
+    for n in range(5):
+        x, _ = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            first, second = module(x)
+            seen.append((first.requires_grad, second.requires_grad))
+            (first * second).sum().backward()
+        both.check()
+    assert set(seen) == {(True, True)}
+
+
+@may_run_live
+@pytest.mark.parametrize("how", ["detached", "a part", "halves", "saved"])
+def test_c06_results_that_share_memory_and_are_written(device, how):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.ones(4, device=device)) for _ in range(2)]
+
+    def make(weight):
+        def f(x):
+            h = (weight * x).exp() if how == "saved" else weight * x
+            return {"detached": (h, h.detach()), "a part": (h, h[:2]), "halves": h.split(2), "saved": (h * 2, h.detach())}[how]
+
+        return f
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(5):
+        found = []
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            a, b = f(torch.full((4,), 0.1 * n, device=device))
+            raised = []
+            try:
+                if how != "halves":  # eager forbids to write one, which a recording does not
+                    (b if how == "saved" else a.detach()).mul_(2)
+                (a.sum() + b.sum()).backward()
+            except RuntimeError as e:
+                raised.append("inplace" in str(e))
+            found.append((b.requires_grad, b.detach(), weight.grad, raised))
+        assert_same(*found)
+
+
+@may_run_live
+def test_c06_an_argument_that_is_asked_where_it_comes_from(device):
+    weight = nn.Parameter(torch.ones(3, device=device))
+
+    def f(x):
+        return weight * x * (1.0 if x.is_leaf else 100.0)
+
+    def g(x):
+        x.retain_grad()
+        return weight * x
+
+    for function in (f, g):
+        recorded = pg.record(function, warmup=1)
+        for n in range(4):
+            leaf = torch.full((3,), float(n), device=device, requires_grad=True)
+            middle = leaf * 1
+            x = leaf if function is f else middle
+            assert_same(recorded(x), function(x))
+            recorded(x).sum().backward()
+            assert (x.grad is not None) or not x.is_leaf
+
+
+@may_run_live
+def test_c06_batched_gradients(device):
+    both = Both(perceptron(device))
+    for n in range(5):
+        x, _ = batch(device, n)
+        found = []
+        for module in both:
+            leaf = x.clone().requires_grad_()
+            out = module(leaf).sum(0)
+            found.append(torch.autograd.grad(out, leaf, torch.eye(3, device=device), is_grads_batched=True))
+        assert_same(*found)
+
+
+@pytest.mark.parametrize("many", [12, 20])
+@may_run_live
+def test_c06_more_forwards_in_flight_than_recordings(device, many):
+    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device))
+    for n in range(4):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            sum(F.mse_loss(module(x + i)[:, :3], y) for i in range(many)).backward()
+        both.check()
+    assert (not both.stats.refusals) == (many == 12), pg.explain(both.recorded)
+    assert both.stats.recorded <= 17
+
+
+def test_c06_a_saved_conjugate(device):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(3, device=device))
+    f = pg.record(lambda x: (weight * x).to(torch.complex64).mul(1 + 2j).conj().abs(), warmup=1)
+    for n in range(10):
+        f(torch.full((3,), float(n), device=device)).sum().backward()
+    assert pg.stats(f).recorded == 1, pg.explain(f)
+
+
+@may_run_live
+def test_c16_a_compiled_module_stays_compiled(device):
+    calls = []
+
+    def backend(graph, examples):
+        calls.append(graph)
+        return graph.forward
+
+    net = Tanh().to(device)
+    net.compile(backend=backend)
+    pg.record(net, warmup=1)
+    for n in range(3):
+        with torch.no_grad():
+            net(batch(device, n)[0])
+    assert calls
+    pg.reset(net)
+    assert net._compiled_call_impl is not None
+
+
 @may_run_live
 @pytest.mark.parametrize("kind", [Keeping, Saving])
 def test_c06_autograd_functions_of_the_users(device, kind):

@@ -33,7 +33,7 @@ class Captured(NamedTuple):
     are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
     `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
     identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
-    that are no results, and that were still there at its end.
+    that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
     """
 
     result: Any
@@ -45,6 +45,7 @@ class Captured(NamedTuple):
     copied: tuple[int, ...] = ()
     containers: frozenset[int] = frozenset()
     others: tuple[Any, ...] = ()
+    ran_backward: bool = False
 
 
 class Device(Protocol):
