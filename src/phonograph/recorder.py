@@ -87,8 +87,6 @@ def record(
         Overlooked: it has to be looked at again, with these names.
     """
     _check(reach, call, tracing is not None)
-    if tracing is not None:
-        tracing.prepare(t for _, t in reach.tensors.values() if t.requires_grad and t.is_leaf)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart)
     try:

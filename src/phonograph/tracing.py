@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,13 +62,7 @@ class Tracing:
 
     def __init__(self) -> None:
         self._root = torch.empty(0, requires_grad=True)
-        self._accumulators: list[GradientEdge] = []
         self.begin([])
-
-    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Before the capture, on the user's stream: a parameter has one node that receives its gradient, which belongs to the
-        stream that it was made on, and the user's backward has to wait for that stream if it is another."""
-        self._accumulators = [get_gradient_edge(p) for p in parameters]
 
     def begin(self, arguments: Sequence[torch.Tensor]) -> None:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input."""
@@ -159,7 +153,6 @@ class Tracing:
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
         self.saved.clear()
-        self._accumulators.clear()
         return Backward(
             function if python or has_hooks else None, ends, self._sources, parameters, self._places,
             [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,
