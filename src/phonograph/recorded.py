@@ -463,7 +463,9 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                backward = Recorded(recording.backward, replace(self.options, name=f"the backward of {self.name}", verify=0))
+                warmup = 0 if recording.backward.only_captured else self.options.warmup
+                name = f"the backward of {self.name}"
+                backward = Recorded(recording.backward, replace(self.options, name=name, warmup=warmup, verify=0))
                 player.joint = Joint(recording.backward, backward, self._create_graph)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled

@@ -141,7 +141,7 @@ class Tracing:
             Refusal: it needs something that cannot be traced back.
         """
         ends = [get_gradient_edge(results[i]) for i in attached]
-        parameters, python = _walk(ends)
+        parameters, python, seeded = _walk(ends)
         if any(storage_id(p) not in outside for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
@@ -157,6 +157,7 @@ class Tracing:
             function if python or has_hooks else None, ends, self._sources, parameters, self._places,
             [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,
             {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
+            seeded and results[attached[0]].is_cuda,
         )  # fmt: skip
 
     @staticmethod
@@ -213,7 +214,7 @@ class Backward:
     def __init__(
         self, function: Any, ends: list[GradientEdge], sources: list[tuple[int, GradientEdge]],
         parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
-        exposed: dict[int, int], attached: list[int],
+        exposed: dict[int, int], attached: list[int], only_captured: bool,
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
@@ -229,6 +230,9 @@ class Backward:
         """By the numbers of what is saved: results, which their owner may write."""
         self.attached = attached
         """Which results have gradients."""
+        self.only_captured = only_captured
+        """Whether it can be captured and played, and not run: attention with dropout has left its seed on the device, and
+        outside of a capture its backward would read it on the host."""
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
@@ -244,6 +248,9 @@ class Backward:
         given = [(end, grad) for end, grad in zip(self._ends, grads, strict=True) if grad is not None]
         if not given:
             return [None] * len(self._starts)
+        if self.only_captured and not torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("phonograph: the backward of attention with dropout could not be recorded, and cannot run live "
+                               "after a recorded forward. Set dropout to 0, or record the whole step.")  # fmt: skip
         with _hooks_set_aside(self.parameters):
             return list(torch.autograd.grad([end for end, _ in given], self._starts, [grad for _, grad in given],
                                             retain_graph=True, allow_unused=True))  # fmt: skip
@@ -262,10 +269,10 @@ def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
             h.update(saved)
 
 
-def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool]:
-    """The leaf tensors that gradients flow to, and whether Python code runs on their way."""
+def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool, bool]:
+    """The leaf tensors that gradients flow to; whether Python code runs on their way, and whether a seed is read."""
     found: list[torch.Tensor] = []
-    python = False
+    python = seeded = False
     work = list(dict.fromkeys(end.node for end in ends))
     seen = set(work)
     while work:
@@ -273,6 +280,7 @@ def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool]:
         if donates(node):
             raise Refusal("calls a torch.compile'd function whose backward writes what its forward has saved",
                           "set torch._functorch.config.donated_buffer = False before it is compiled")  # fmt: skip
+        seeded = seeded or getattr(node, "_saved_dropout_p", 0.0) > 0
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.append(leaf)
@@ -283,4 +291,4 @@ def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool]:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return found, python
+    return found, python, seeded

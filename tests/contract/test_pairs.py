@@ -856,6 +856,34 @@ def test_c06_more_forwards_in_flight_than_recordings(device, many):
     assert both.stats.recorded <= 17
 
 
+class AttentionWithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (t.view(2, 8, 2, 8).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0)
+
+
+@pytest.mark.parametrize("flying", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_c06_dropout_in_attention(device, dtype, flying):
+    """Its seed is drawn in the forward, and read in the backward, where it lies."""
+    torch.manual_seed(0)
+    both = Both(AttentionWithDropout().to(device, dtype))
+    for n in range(8):
+        for module in both:
+            module.zero_grad()
+            torch.manual_seed(n)
+            xs = [torch.randn(2, 8, 16, device=device).to(dtype) for _ in range(flying)]
+            outs = [module(x) for x in xs]
+            for out in outs:
+                out.float().square().sum().backward()
+        both.check()
+    assert_recorded(both, 7 * flying)
+
+
 def test_c06_a_saved_conjugate(device):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.ones(3, device=device))

@@ -128,5 +128,6 @@ def test_c06_training(device, deterministic, make, dtype, recompute, way):
             found[-1] += (torch.rand(1, device=device),)
         assert_same(*found)
     recorded = steps[0] if way == "whole step" else both[0]
-    if not (way == "pair" and recompute == "recomputed"):  # which runs live
+    cudnn = device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules())
+    if not (cudnn or (way == "pair" and recompute == "recomputed")):  # which run live
         assert pg.stats(recorded).replayed > 0, pg.explain(recorded)
