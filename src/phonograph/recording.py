@@ -85,7 +85,8 @@ class Output:
 
 def memory_of(t: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's storage lies, and how many bytes it has."""
-    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 class Entangled:

@@ -36,7 +36,7 @@ from .torch_private import address, bump, tensor_check, use_count
 
 __all__ = ["Grads", "Reliances", "Snapshot", "same"]
 
-_ROTATE = 4  # watched holders, and 16 times as many tensors, looked at each replay
+_ROTATE = 2  # watched holders, and 32 times as many tensors, looked at each replay
 
 _grad: Callable[[Any], Any] = attrgetter("grad")
 
@@ -216,10 +216,10 @@ class Grads:
         for p, g in zip(self._owners, self._created, strict=True):
             p.grad = g
 
-    def _count(self) -> list[tuple[int, int, int]]:
-        """References to each created gradient: Python's to the object, tensors on its memory, Python's to the storage."""
+    def _count(self) -> list[list[int]]:
+        """References to the created gradients: Python's to the objects, tensors on their memory, Python's to the storages."""
         pythons = [sys.getrefcount(python()) for python in self._pythons]
-        return list(zip(map(sys.getrefcount, self._created), map(use_count, self._storages), pythons, strict=True))
+        return [[*map(sys.getrefcount, self._created)], [*map(use_count, self._storages)], pythons]
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites. About 0.2 us each."""
@@ -228,12 +228,12 @@ class Grads:
         now = self._count()
         if now == self._alone or (now == self._standing and all(map(is_, map(_grad, self._owners), self._created))):
             return False
+        stands = [p.grad is g for p, g in zip(self._owners, self._created, strict=True)]
         return any(
-            count > (standing if p.grad is g else alone)
-            for counts, standings, alones, p, g in zip(now, self._standing, self._alone, self._owners, self._created,
-                                                       strict=True)
-            for count, standing, alone in zip(counts, standings, alones, strict=True)
-        )  # fmt: skip
+            count > (standing if there else alone)
+            for counts, standings, alones in zip(now, self._standing, self._alone, strict=True)
+            for count, standing, alone, there in zip(counts, standings, alones, stands, strict=True)
+        )
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did.
@@ -328,7 +328,7 @@ class Reliances:
         """A few at a time. What is found once is found again: the next look is a full one."""
         turn = self._turn
         entries = self._watched[turn * _ROTATE : (turn + 1) * _ROTATE]
-        tensors = self._others[turn * 16 * _ROTATE : (turn + 1) * 16 * _ROTATE]
+        tensors = self._others[turn * 32 * _ROTATE : (turn + 1) * 32 * _ROTATE]
         self._turn = turn + 1 if entries or tensors else 0
         changed = next((_which(e) for e in entries if not _unchanged(e)), None) or self._moved(tensors)
         if changed is not None:
