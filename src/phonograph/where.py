@@ -17,7 +17,8 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = tuple({sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__) + os.sep})
 _LIBRARIES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-_GENERATED = ("<eval_with_key>", os.sep + "torchinductor_", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "<eval_with_key>")
+_COMPILED = (os.sep + "torchinductor_", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.sep + "torchinductor_")
+_GENERATED = ("<eval_with_key>", *_COMPILED)
 _READERS = ("<frozen importlib", "<frozen zipimport", os.sep + "importlib" + os.sep, os.sep + "linecache.py")
 
 USER, STDLIB, LIBRARY = "user", "stdlib", "library"
@@ -25,11 +26,12 @@ USER, STDLIB, LIBRARY = "user", "stdlib", "library"
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a source file is the user's own (not ours, torch's, the standard library's or an installed package)."""
+    """Whether a source file is the user's own (not ours, torch's, the standard library's or an installed package's, and not
+    written by a compiler)."""
     if filename.startswith(("<frozen", "<string>")):
         return filename == "<string>"
     path = os.path.abspath(filename) if not filename.startswith("<") else filename
-    if any(part in path for part in _LIBRARIES):
+    if any(part in path for part in (*_LIBRARIES, *_COMPILED)):
         return False
     return not path.startswith((_OURS, _TORCH, *_STDLIB))
 

@@ -980,6 +980,19 @@ def of_a_package(source):
     return space
 
 
+def test_c09_code_that_a_compiler_wrote_is_no_code_of_the_users(device):
+    """It is captured at the first look: `torch.compile` calls functions that nothing names."""
+    package = of_a_package("KERNELS = {}\ndef run(x):\n    return KERNELS['c' 'all']([x])\n")
+    source = "def call(args):\n    x, = args\n    return getattr(x, 'mul')(2)\n"
+    exec(compile(source, "/tmp/torchinductor_me/ab/cab.py", "exec"), package["KERNELS"])
+    run = package["run"]
+    f = pg.record(lambda x: run(x), warmup=1)
+    for n in range(4):
+        assert_same(f(filled(device, n)), filled(device, n) * 2)
+    assert pg.stats(f).replayed == 3, pg.explain(f)
+    assert not f._heard
+
+
 RATES = """
 def adjust(optimizer, rate):
     for group in optimizer.param_groups:
