@@ -1,6 +1,6 @@
 """What autograd keeps of a call whose backward runs outside, and what it does with that later.
 
-While such a call is captured, every tensor that autograd saves goes through `Tracing.pack`, and autograd keeps only its
+While such a call is captured, every tensor that autograd saves goes through a hook of `Tracing`, and autograd keeps only its
 number. So the graph that the capture leaves behind holds no memory: `Backward` runs it over whatever the numbers stand for
 now, which are fixed places that each replay of the forward fills anew. It can run any number of times, live, and can be
 recorded like any other function.
