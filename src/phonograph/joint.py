@@ -5,9 +5,9 @@ parameters that they depend on. So everything outside is as usual: other modules
 parameters, `torch.autograd.grad`. What the function does in backward is a recorded function of its own (`Backward`), with
 a recording for each pattern of gradients.
 
-What the forward has saved is lent to the autograd function, as a result is lent to the user. As long as some result has not
-run backward, or been dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a second
-one. There are as many as there are forwards in flight.
+What the forward has saved is lent to the autograd function, as a result is lent to the user. Until all of it has been read by
+a backward, or the graph is dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a
+second one. There are as many as there are forwards in flight.
 
 Eager notices when a tensor that was saved is written before its backward. The same is done here, for those that the backward
 of the given gradients reads: they are known once it has run live.
@@ -57,13 +57,14 @@ class Joint:
         """The backward of one call."""
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
-        if known is not None:
-            flight.check(known)
+        flight.begin(known)
         with self.traced.noting() as read:
             found = self.backward(*grads)
         if known is None:
-            self._read[pattern] = frozenset(read)
-            flight.check(self._read[pattern])
+            known = self._read[pattern] = frozenset(read)
+            flight.check(known)
+        if not keeps_graph():
+            flight.landed(pattern, known)
         return found
 
 
@@ -77,6 +78,7 @@ class _Flight:
         self._versions = {number: _version(t) for number, t in saved.items()}
         self._storages = [t.untyped_storage() for t in saved.values()]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
+        self._unread = set(joint.traced.kept)  # what no backward has read
 
     def check(self, read: frozenset[int]) -> None:
         for number in read & self._saved.keys():
@@ -84,17 +86,20 @@ class _Flight:
             if _version(t) != self._versions[number]:
                 raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(t.shape)}"))
 
-    def begin(self) -> None:
-        if self._memory is None:
+    def begin(self, read: frozenset[int] | None) -> None:
+        """A backward begins, which reads these if that is known."""
+        if self._memory is None and read != frozenset():
             raise RuntimeError(
                 "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
                 "released after its backward. Specify retain_graph=True if you need to backward a second time."
             )
+        self.check(read or frozenset())
 
-    def landed(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """A backward has run that does not retain the graph."""
-        self._waiting -= {i for i, g in enumerate(grads) if g is not None}
-        if not self._waiting and self._memory:
+    def landed(self, pattern: tuple[bool, ...], read: frozenset[int]) -> None:
+        """A backward has run that does not retain the graph: of the results in the pattern, and it has read these."""
+        self._waiting -= {i for i, given in enumerate(pattern) if given}
+        self._unread -= read
+        if not (self._waiting and self._unread) and self._memory:
             self._memory, self._saved, self._storages = None, {}, []
 
 
@@ -118,8 +123,4 @@ class _Joined(torch.autograd.Function):
                 "phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, the "
                 "function or module runs live."
             )
-        flight.begin()
-        found = flight.joint.run(flight, grads)
-        if not keeps_graph():
-            flight.landed(grads)
-        return (None, None, *found)
+        return (None, None, *flight.joint.run(flight, grads))

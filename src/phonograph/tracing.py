@@ -157,7 +157,7 @@ class Tracing:
             function if python or has_hooks else None, ends, self._sources, parameters, self._places,
             [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,
             {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
-            seeded and results[attached[0]].is_cuda,
+            frozenset(n for n, key in numbers.items() if key in made), seeded and results[attached[0]].is_cuda,
         )  # fmt: skip
 
     @staticmethod
@@ -214,7 +214,7 @@ class Backward:
     def __init__(
         self, function: Any, ends: list[GradientEdge], sources: list[tuple[int, GradientEdge]],
         parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
-        exposed: dict[int, int], attached: list[int], only_captured: bool,
+        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool,
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
@@ -230,6 +230,8 @@ class Backward:
         """By the numbers of what is saved: results, which their owner may write."""
         self.attached = attached
         """Which results have gradients."""
+        self.kept = kept
+        """The numbers of what lies on `memory`."""
         self.only_captured = only_captured
         """Whether it can be captured and played, and not run: attention with dropout has left its seed on the device, and
         outside of a capture its backward would read it on the host."""

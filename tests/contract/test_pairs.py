@@ -704,6 +704,33 @@ def test_c06_results_with_separate_backwards(device, retain):
     assert both.stats.recorded == 1, pg.explain(both.recorded)
 
 
+def test_c06_a_result_that_is_never_used(device):
+    """What a forward has saved is free once the loss has run backward, though the other results are still there."""
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x, y):
+            out = self.second(self.first(x).tanh())
+            return {"loss": F.mse_loss(out, y), "out": out.clone()}
+
+    torch.manual_seed(0)
+    both = Both(WithLoss().to(device))
+    kept = {}
+    for n in range(8):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            kept[module] = module(x, y)
+            kept[module]["loss"].backward()
+        assert_same(kept[both.recorded], kept[both.live])
+        both.check()
+    assert_recorded(both, 7)
+    assert both.stats.recorded == 1, pg.explain(both.recorded)
+
+
 def test_c06_a_backward_twice_where_nothing_is_saved(device):
     weight = nn.Parameter(torch.ones(3, device=device))
     f = pg.record(lambda x: x + weight, warmup=1)
