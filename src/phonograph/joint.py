@@ -16,7 +16,7 @@ of the given gradients reads: they are known once it has run live.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,16 +40,22 @@ class Joint:
         self.backward = backward
         self.create_graph = create_graph
         self._memory = [lease.bytes() for lease in traced.memory]
-        self._read: dict[tuple[bool, ...], frozenset[int]] = {}  # by which gradients are given: what that backward reads
+        self._constant = list({id(t): t for t in traced.constant.values()}.values())
+        self._exposed = list(dict.fromkeys(traced.exposed.values()))
+        # Which of those, constant and exposed, a number stands for.
+        at = {id(t): i for i, t in enumerate(self._constant)}
+        self._index = {n: at[id(t)] for n, t in traced.constant.items()}
+        self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
+        self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor]) -> None:
         """Give those of a call's results their history that have one. `results` are all of them."""
         traced = self.traced
         given = [results[i] for i in traced.attached]
         # Detached, so that they do not hold themselves; they share their version with the result.
-        exposed = {number: results[i].detach() for number, i in traced.exposed.items()}
+        saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        flight = _Flight(self, [*map(alias, self._memory)], {**traced.constant, **exposed})
+        flight = _Flight(self, [*map(alias, self._memory)], saved)
         for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
             results[i] = t
 
@@ -58,49 +64,57 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         flight.begin(known)
-        with self.traced.noting() as read:
+        with self.traced.noting() as numbers:
             found = self.backward(*grads)
         if known is None:
-            known = self._read[pattern] = frozenset(read)
+            places = {self._index[n] for n in numbers if n in self._index}
+            known = self._read[pattern] = _Read(frozenset(numbers), tuple(places))
             flight.check(known)
         if not keeps_graph():
             flight.landed(pattern, known)
         return found
 
 
+class _Read(NamedTuple):
+    """What a backward reads: the numbers of what is saved, and which of what somebody may write meanwhile."""
+
+    numbers: frozenset[int]
+    places: tuple[int, ...]
+
+
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
-    def __init__(self, joint: Joint, memory: list[torch.Tensor], saved: dict[int, torch.Tensor]) -> None:
+    def __init__(self, joint: Joint, memory: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
         self.joint = joint
         self._memory: list[torch.Tensor] | None = memory
         self._saved = saved
-        self._versions = {number: _version(t) for number, t in saved.items()}
-        self._storages = [t.untyped_storage() for t in saved.values()]  # other weights may take their place meanwhile
+        self._versions = [*map(_version, saved)]
+        self._storages = [t.untyped_storage() for t in saved]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
 
-    def check(self, read: frozenset[int]) -> None:
-        for number in read & self._saved.keys():
-            t = self._saved[number]
-            if _version(t) != self._versions[number]:
-                raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(t.shape)}"))
+    def check(self, read: _Read) -> None:
+        for i in read.places if self._saved else ():
+            if _version(self._saved[i]) != self._versions[i]:
+                raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(self._saved[i].shape)}"))
 
-    def begin(self, read: frozenset[int] | None) -> None:
-        """A backward begins, which reads these if that is known."""
-        if self._memory is None and read != frozenset():
+    def begin(self, read: _Read | None) -> None:
+        """A backward begins, which reads this if that is known."""
+        if self._memory is None and (read is None or read.numbers):
             raise RuntimeError(
                 "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
                 "released after its backward. Specify retain_graph=True if you need to backward a second time."
             )
-        self.check(read or frozenset())
+        if read is not None:
+            self.check(read)
 
-    def landed(self, pattern: tuple[bool, ...], read: frozenset[int]) -> None:
-        """A backward has run that does not retain the graph: of the results in the pattern, and it has read these."""
+    def landed(self, pattern: tuple[bool, ...], read: _Read) -> None:
+        """A backward has run that does not retain the graph: of the results in the pattern, and it has read this."""
         self._waiting -= {i for i, given in enumerate(pattern) if given}
-        self._unread -= read
+        self._unread -= read.numbers
         if not (self._waiting and self._unread) and self._memory:
-            self._memory, self._saved, self._storages = None, {}, []
+            self._memory, self._saved, self._storages = None, [], []
 
 
 def _version(t: torch.Tensor) -> int:

@@ -73,10 +73,10 @@ class Tracing:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._sources: list[tuple[int, GradientEdge]] = []
         self._given: list[torch.Tensor] = []
-        self._numbers: dict[Any, int] = {}
+        self._known: dict[Any, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
-        """By number: the tensor of the capture, and after it what stands for that."""
+        """By number: the tensor of the capture. One that several nodes have saved has several numbers."""
         self._leaves: set[int] = set()  # numbers of tensors that were saved as they are, and not through a view
         self._places: Places | None = None
 
@@ -105,13 +105,14 @@ class Tracing:
         key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), leaf)
         if not t.is_inference():
             self._versions.append((t, t._version))
-        if key not in self._numbers:
-            number = self._numbers[key] = len(self.saved)
+        if key not in self._known:
             # The place of an argument is filled anew by each replay: what backward needs of it is kept apart.
-            self.saved.append(alias(t).clone() if storage in self._inputs else alias(t))
-            if leaf:
-                self._leaves.add(number)
-        return self._numbers[key]
+            self._known[key] = alias(t).clone() if storage in self._inputs else alias(t)
+        number = len(self.saved)
+        self.saved.append(self._known[key])
+        if leaf:
+            self._leaves.add(number)
+        return number
 
     def _unpack(self, number: int) -> torch.Tensor:
         return self.saved[number] if self._places is None else self._places.get(number)
@@ -149,10 +150,12 @@ class Tracing:
         on = {storage_id(t): i for i, t in results.items()}
         constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
         leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
-        self._places = Places([self._place(t, made, outside, lease) for t in self.saved], leaves)
+        places = {id(t): self._place(t, made, outside, lease) for t in self._known.values()}
+        self._places = Places([places[id(t)] for t in self.saved], leaves)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
         self.saved.clear()
+        self._known.clear()
         return Backward(
             function if python or has_hooks else None, ends, self._sources, parameters, self._places,
             [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,

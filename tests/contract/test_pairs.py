@@ -678,18 +678,21 @@ def test_c06_what_python_code_keeps_for_the_backward(device, function):
 
 
 class ActorAndCritic(nn.Module):
-    def __init__(self):
+    def __init__(self, bounded):
         super().__init__()
         self.actor, self.critic = nn.Linear(4, 3), nn.Linear(4, 1)
 
+        self.bounded = bounded
+
     def forward(self, x):
-        return self.actor(x).tanh(), self.critic(x)
+        return self.actor(x).tanh() if self.bounded else self.actor(x), self.critic(x)
 
 
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("retain", [True, False])
-def test_c06_results_with_separate_backwards(device, retain):
+def test_c06_results_with_separate_backwards(device, retain, bounded):
     torch.manual_seed(0)
-    both = Both(ActorAndCritic().to(device))
+    both = Both(ActorAndCritic(bounded).to(device))
     for n in range(6):
         x, y = batch(device, n)
         for module in both:
