@@ -151,9 +151,12 @@ def default_device() -> torch.device | None:
     return device
 
 
+_BATCHED = [f for n in ("is_batchedtensor", "is_legacy_batchedtensor") if (f := getattr(torch._C._functorch, n, None))]
+
+
 def is_batched(t: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of them, which `vmap` and ``is_grads_batched`` hide."""
-    return torch._C._functorch.is_batchedtensor(t) or torch._C._functorch.is_legacy_batchedtensor(t)
+    return any(asks(t) for asks in _BATCHED)
 
 
 def transformed() -> bool:
@@ -171,6 +174,10 @@ saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 
 def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Let calls of a module go to `call`; None: to its own again. torch keeps this out of what is pickled or copied."""
+    if not hasattr(torch.nn.Module, "_compiled_call_impl"):
+        raise NotImplementedError(
+            "this torch release lacks nn.Module._compiled_call_impl: record a function that calls the module"
+        )
     module._compiled_call_impl = call
 
 
