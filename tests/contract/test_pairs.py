@@ -883,11 +883,11 @@ def test_c06_an_argument_that_is_asked_where_it_comes_from(device):
         for n in range(4):
             leaf = torch.full((3,), float(n), device=device, requires_grad=True)
             middle = leaf * 1
-            x = leaf if function is f else middle
-            assert_same(recorded(x), function(x))
-            recorded(x).sum().backward()
-            if function is g:
-                assert_same(x.grad, torch.ones(3, device=device))
+            if function is f:
+                assert_same(recorded(leaf), function(leaf))
+            else:
+                recorded(middle).sum().backward()
+                assert_same(middle.grad, torch.ones(3, device=device))
 
 
 @may_run_live
@@ -1147,6 +1147,34 @@ def test_c14_the_optimizer_recorded_beside(device):
         both.check()
     assert pg.stats(step).replayed >= 6, pg.explain(step)
     assert pg.stats(step).recorded <= 3, pg.explain(step)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@may_run_live
+@pytest.mark.parametrize("inside", [True, False])
+def test_c11_distributed_data_parallel(device, one_process, inside):
+    """It prepares each backward outside of what can be captured; the module that it wraps can be recorded."""
+    nets = [perceptron(device) for _ in range(2)]
+    if inside:
+        pg.record(nets[0], warmup=1)
+    both = [nn.parallel.DistributedDataParallel(net) for net in nets]
+    if not inside:
+        pg.record(both[0], warmup=1)
+    for n in range(6):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        assert_same(grads(nets[0]), grads(nets[1]))
+    story = pg.explain(nets[0] if inside else both[0])
+    assert ("DistributedDataParallel, which" in story) != inside, story
+    assert (pg.stats(nets[0] if inside else both[0]).replayed > 3) == inside, story
 
 
 # ---------------------------------------------------------------------------------------------------
