@@ -124,11 +124,12 @@ def _waited() -> bool:
 class _History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attempts", "changes", "refusal", "replays", "warm", "warm_again")
+    __slots__ = ("attached", "attempts", "changes", "refusal", "replays", "warm", "warm_again")
 
     def __init__(self) -> None:
         self.warm = 0
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
+        self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.attempts = 0
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
@@ -167,7 +168,6 @@ class Recorded(Generic[P, R]):
         self._fast: FastPath | None = None
         self._entangled = Entangled()
         self._differentiated_twice = False
-        self._attached = False  # whether results are attached to the graph of autograd, and have a backward outside
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
@@ -314,9 +314,9 @@ class Recorded(Generic[P, R]):
         """A new recording of this call, because none fits."""
         if found.broken is not None and not self.options.warmup:
             self._count_change(found, history)
-        if self._attached and found.blocked >= self.options.max_recordings:
+        if history.attached and found.blocked >= self.options.max_recordings:
             raise Refusal("more calls than max_recordings wait for their backward", "raise it, or record the whole sequence")
-        if not self._attached and found.blocked > _BLOCKED:
+        if not history.attached and found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
         spoiled = self._shelf.discard_spoiled(call.key)
         self._drop(spoiled)
@@ -392,6 +392,7 @@ class Recorded(Generic[P, R]):
 
     def _create_graph(self) -> None:
         self._differentiated_twice = True
+        self._fast = None
 
     def _live(self, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
@@ -478,9 +479,9 @@ class Recorded(Generic[P, R]):
         return player
 
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
-        borrow = self.options.outputs == "borrow"
+        borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
-            tracing = Tracing() if self._attached and torch.is_grad_enabled() else None
+            tracing = Tracing() if history.attached else None
             try:
                 with _Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
@@ -491,9 +492,9 @@ class Recorded(Generic[P, R]):
                 self._heard |= e.names
                 reach = self._reach(call)
             except Attached:
-                if self._attached or borrow:
+                if history.attached or borrow:
                     raise
-                self._attached = True
+                history.attached = True
         raise Refusal("runs other code each time it is looked at", final=False)
 
     def _drop(self, players: list[Player]) -> None:

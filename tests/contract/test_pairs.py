@@ -34,6 +34,13 @@ class Both:
     def optimizers(self, kind=torch.optim.SGD, **options):
         return [kind(m.parameters(), **{"lr": 0.1, **options}) for m in self]
 
+    def learn(self, x, y):
+        """Gradients from these, in both."""
+        for module in self:
+            module.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        self.check()
+
     def check(self):
         assert_same(list(self.recorded.state_dict().values()), list(self.live.state_dict().values()))
         assert_same(grads(self.recorded), grads(self.live))
@@ -454,11 +461,7 @@ def test_c06_hooks_of_parameters_run_in_each_backward(device):
         module[2].weight.register_hook(lambda g, s=seen[module]: s.append(g.sum().item()))
         module[4].weight.register_post_accumulate_grad_hook(lambda p, s=seen[module]: s.append(p.grad.sum().item()))
     for n in range(5):
-        x, y = batch(device, n)
-        for module in both:
-            module.zero_grad()
-            F.mse_loss(module(x), y).backward()
-        both.check()
+        both.learn(*batch(device, n))
     assert seen[both.recorded] == seen[both.live]
     assert len(seen[both.live]) == 10
 
@@ -613,12 +616,50 @@ def test_c06_a_backward_that_is_differentiated(device):
     assert "create_graph" in pg.explain(both.recorded)
 
 
+@may_run_live
 def test_c06_a_backward_that_is_differentiated_only_later_says_so(device):
     both = Both(perceptron(device))
-    for n in range(3):
-        both.recorded(batch(device, n)[0]).sum().backward()
+    for n in range(4):
+        both.learn(*batch(device, n))
+    x, y = batch(device, 0)
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(both.recorded(batch(device, 0)[0]).sum(), both.recorded[0].weight, create_graph=True)
+        torch.autograd.grad(both.recorded(x).sum(), both.recorded[0].weight, create_graph=True)
+    for _ in range(3):  # from then on it is live
+        penalties = [torch.autograd.grad(m(x).square().sum(), m[0].weight, create_graph=True)[0] for m in both]
+        assert_same(*penalties)
+        both.learn(x, y)
+    assert "create_graph" in pg.explain(both.recorded)
+
+
+def test_c06_one_function_with_its_backward_inside_and_outside(device):
+    """Which of the two a call is says its signature."""
+
+    def make():
+        net = perceptron(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x, y, train):
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            if train:
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+            return loss
+
+        return net, step
+
+    (ours, step), (theirs, live) = make(), make()
+    step = pg.record(step, warmup=1)
+    for n in range(12):
+        x, y = batch(device, n)
+        losses = [f(x, y, n % 2 == 1) for f in (step, live)]
+        assert_same(*losses)
+        if n % 2 == 0:
+            for loss in losses:
+                loss.backward()
+        assert_same([grads(ours), list(ours.parameters())], [grads(theirs), list(theirs.parameters())])
+    assert pg.stats(step).replayed >= 8, pg.explain(step)
 
 
 class Keeping(torch.autograd.Function):
