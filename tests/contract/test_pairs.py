@@ -933,20 +933,23 @@ def test_c06_an_argument_that_is_asked_where_it_comes_from(device):
 
 @may_run_live
 def test_c06_a_tensor_outside_that_has_a_history(device):
-    """Its gradient goes on to where it came from, through nodes that are no recording's."""
+    """Its gradient goes on to where it came from, through nodes that are no recording's, and run backward once."""
     weights = [nn.Parameter(torch.full((3,), 2.0, device=device)) for _ in range(2)]
     middles = [None, None]
-    recorded = pg.record(lambda x: middles[0] * x, warmup=1)
-    for n in range(6):
+    recorded = pg.record(lambda x: middles[0] * x + weights[0], warmup=1)
+    for n in range(8):
         x = torch.full((3,), float(n), device=device)
-        for i, f in enumerate((recorded, lambda x: middles[1] * x)):
+        raised = []
+        for i, f in enumerate((recorded, lambda x: middles[1] * x + weights[1])):
             weights[i].grad = None
-            if n in (0, 4):
+            if n % 3 == 0:
                 middles[i] = weights[i].exp()
-            f(x).sum().backward(retain_graph=True)
-            with torch.no_grad():
-                weights[i].add_(0.5)
-        assert_same(weights[0].grad, weights[1].grad)
+            try:
+                f(x).sum().backward()
+            except RuntimeError as e:
+                raised.append("second time" in str(e))
+        assert raised == ([] if n % 3 == 0 else [True, True])
+        assert n % 3 or torch.equal(weights[0].grad, weights[1].grad)
 
 
 @may_run_live
