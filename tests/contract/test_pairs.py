@@ -936,7 +936,7 @@ def test_c06_a_tensor_outside_that_has_a_history(device):
     """Its gradient goes on to where it came from, through nodes that are no recording's, and run backward once."""
     weights = [nn.Parameter(torch.full((3,), 2.0, device=device)) for _ in range(2)]
     middles = [None, None]
-    recorded = pg.record(lambda x: middles[0] * x + weights[0], warmup=1)
+    recorded = pg.record(lambda x: middles[0] * x + weights[0], warmup=0)
     for n in range(8):
         x = torch.full((3,), float(n), device=device)
         raised = []
