@@ -119,7 +119,7 @@ class Row:
     method: str
     wall_us: float | None = None
     cpu_us: float | None = None
-    ratio: float | None = None  # wall_us over that of the graph captured by hand, in this run
+    ratio: float | None = None  # wall_us over that of the reference (the graph captured by hand, mostly), in this run
     notes: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
