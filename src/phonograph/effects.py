@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .randomness import sets_for_torch
 from .where import STDLIB, USER, origin, works_for
 
 __all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "told_names"]
@@ -145,6 +146,8 @@ def of_call(function: Any, owner: Any, frame: FrameType, outer: set[int]) -> Eff
     """What it means that `frame` calls this built-in function, or this method of `owner`. `outer` are the ids of objects
     that were there before the call."""
     effect = _FUNCTIONS.get(function)
+    if function.__name__ == "set_state" and sets_for_torch(frame):
+        return None  # heard where that function started
     if effect is None:
         effect = _of_method(function.__name__, owner, outer)
     return effect if effect is not None and effect.counts(frame) else None

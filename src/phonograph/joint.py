@@ -56,6 +56,8 @@ class Joint:
         saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
         flight = _Flight(self, [*map(alias, self._memory)], saved)
+        if traced.rewind is not None:
+            flight.begins = traced.rewind.of_last()
         for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
             results[i] = t
 
@@ -64,6 +66,8 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         flight.begin(known)
+        if self.traced.rewind is not None:
+            self.traced.rewind.begins = flight.begins
         with self.traced.noting() as numbers:
             found = self.backward(*grads)
         if known is None:
@@ -93,6 +97,7 @@ class _Flight:
         self._storages = [t.untyped_storage() for t in saved]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
+        self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
 
     def check(self, read: _Read) -> None:
         for i in read.places if self._saved else ():

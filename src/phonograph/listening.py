@@ -30,25 +30,36 @@ from types import (
     MethodWrapperType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
+from .randomness import READS, SETS, asked
 from .where import users_line
 
 __all__ = ["Listener", "unheard", "watching_python"]
 
 
+class FollowsRandomStates(Protocol):
+    """Is told of the states of torch's default generators that the call reads and sets."""
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None: ...
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        """Before it happens. May raise a `Refusal`."""
+
+
 @contextmanager
 def watching_python(
-    outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool]
+    outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool], follower: FollowsRandomStates
 ) -> Iterator[Listener]:
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
     besides, `caching` the code whose results a cache would keep; `unknown` code was left out when the function was looked at.
     """
-    listener = Listener(outer, more, caching, unknown)
+    listener = Listener(outer, more, caching, unknown, follower)
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with source(listener):
         yield listener
@@ -60,9 +71,11 @@ class Listener:
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `lacking`
     the names of those that were unknown."""
 
-    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool]) -> None:
+    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool],
+                 follower: FollowsRandomStates) -> None:  # fmt: skip
         self.lacking: set[str] = set()
         self._unknown = unknown
+        self._follower = follower
         self.found: list[Refusal] = []
         self.ran: set[CodeType] = set()
         self.caching = caching
@@ -75,9 +88,21 @@ class Listener:
         self._judge(of_call(function, owner, frame, self._outer), frame)
 
     def started(self, frame: FrameType) -> None:
+        if frame.f_code in SETS and self.concerned():
+            try:
+                self._follower.state_set(frame.f_locals["new_state"], asked(frame))
+            except Refusal as refusal:
+                refusal.where = users_line(frame)
+                self.found.append(refusal)
+                raise
         self._judge(of_start(frame, self.more), frame)
         if frame.f_code in self.caching:
             self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
+
+    def returned(self, frame: FrameType, value: Any) -> None:
+        """One of `READS` returns."""
+        if self.concerned():
+            self._follower.state_read(value, asked(frame))
 
     def met(self, code: CodeType) -> None:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it is unknown."""
@@ -116,8 +141,11 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     def started(code: CodeType, offset: int) -> Any:
         if code not in listener.ran:
             listener.met(code)
-        if code in listener.caching:
+        if code in listener.caching or code in SETS:
             return listener.started(sys._getframe(1))
+        if code in READS:
+            heard.append(code)
+            return _monitors.set_local_events(tool, code, events.PY_RETURN)
         if mentions(code.co_filename, code.co_names):
             if not listener.concerned():
                 return None  # another thread is the first to run it, and may still run when this tool is gone
@@ -133,9 +161,13 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             owner = first if kind in _OF_TYPES else function.__self__
             listener.called(function, owner, sys._getframe(1))
 
+    def returned(code: CodeType, offset: int, value: Any) -> None:
+        listener.returned(sys._getframe(1), value)
+
     _monitors.use_tool_id(tool, "phonograph")
     _monitors.register_callback(tool, events.PY_START, started)
     _monitors.register_callback(tool, events.CALL, called)
+    _monitors.register_callback(tool, events.PY_RETURN, returned)
     try:
         _monitors.set_events(tool, events.PY_START)
         yield
@@ -143,7 +175,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
         _monitors.set_events(tool, events.NO_EVENTS)
         for code in heard:
             _monitors.set_local_events(tool, code, events.NO_EVENTS)
-        for event in (events.PY_START, events.CALL):
+        for event in (events.PY_START, events.CALL, events.PY_RETURN):
             _monitors.register_callback(tool, event, None)
         _monitors.free_tool_id(tool)
         _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
@@ -176,8 +208,10 @@ def _profiling(listener: Listener) -> Iterator[None]:
             code = frame.f_code
             if code not in ran:
                 listener.met(code)
-            if code.co_name in starts or code in caching:
+            if code.co_name in starts or code in caching or code in SETS:
                 listener.started(frame)
+        elif event == "return" and frame.f_code in READS and arg is not None:
+            listener.returned(frame, arg)
 
     def chained(frame: FrameType, event: str, arg: Any) -> None:
         before(frame, event, arg)

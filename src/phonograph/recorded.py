@@ -481,7 +481,7 @@ class Recorded(Generic[P, R]):
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
-            tracing = Tracing() if history.attached else None
+            tracing = Tracing(device.torch_device) if history.attached else None
             try:
                 with _Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,

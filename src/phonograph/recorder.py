@@ -251,11 +251,12 @@ def _capture(
     given: set[int] = set()
     backwards: list[CodeType] = []
 
-    def run(slots: list[torch.Tensor]) -> Any:
-        leaves = list(call.leaves)
+    def run(slots: list[torch.Tensor], watch: Any) -> Any:
+        leaves, seen = list(call.leaves), slots
         if tracing is not None:
-            tracing.begin(slots)
-        for i, (place, slot, theirs) in enumerate(zip(call.places, slots, call.tensors, strict=True)):
+            tracing.begin(slots, watch.states)
+            seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
+        for i, (place, slot, theirs) in enumerate(zip(call.places, seen, call.tensors, strict=True)):
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
             else:
@@ -264,11 +265,13 @@ def _capture(
             leaves[place] = leaves[call.places[number]]
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
-        before, modes_before = [_metadata(s) for s in slots], modes()
+        before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **UNTRACED}
-        with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown) as listener:
+        with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown, watch) as listener:
             result = function(*args, **kwargs)
+        if tracing is not None:
+            tracing.ran(listener.ran)
         backwards.extend(code for code in listener.ran if code.co_name == "_engine_run_backward")
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
@@ -278,8 +281,8 @@ def _capture(
             raise Overlooked(frozenset(overlooked))
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
-        _arguments_are_as_before(call, (args, kwargs), leaves, slots, before)
-        return result
+        _arguments_are_as_before(call, (args, kwargs), leaves, seen, before)
+        return result if seen is slots else _with(result, seen, slots)
 
     def leaving(result: Any) -> list[torch.Tensor]:
         leaves: list[Any] = []
@@ -289,8 +292,9 @@ def _capture(
 
     _recording.append(threading.get_ident())
     try:
-        kept = (lambda: tracing.saved) if tracing is not None else list
-        captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most)
+        kept = tracing.kept if tracing is not None else list
+        rewind = function.rewind if isinstance(function, Backward) else None
+        captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
         return captured._replace(containers=frozenset(given), ran_backward=bool(backwards))
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
@@ -300,6 +304,16 @@ def _capture(
         raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True) from e
     finally:
         _recording.pop()
+
+
+def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> Any:
+    """The same result, with the slots themselves where it has what the call saw of them."""
+    leaves: list[Any] = []
+    shape = flatten(result, leaves)
+    own = {id(t): slot for t, slot in zip(seen, slots, strict=True) if t is not slot}
+    if own.keys().isdisjoint(map(id, leaves)):
+        return result
+    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]), result)
 
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -28,16 +29,27 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .pool import Lease, extent, place_of, unowned
+from .randomness import CudaState, Rewind, States
 from .torch_private import alias, donates, use_count
 from .watch import storage_id
 
 __all__ = ["UNTRACED", "Backward", "Tracing"]
 
-_RECOMPUTES = Effect("recomputes a part of it in its backward", "record the whole step", ANYONE)
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
+_REENTRANT = Effect("recomputes a part of it in its backward", "use checkpoint(use_reentrant=False)", ANYONE)
+
+
+_RANDOM = -1  # the number that stands for the random states that are kept
+
+
+def _not_checkpoints(frame: FrameType) -> bool:
+    return type(frame.f_locals.get("self")).__module__ != "torch.utils.checkpoint"
+
+
 UNTRACED: Starts = {
-    "checkpoint": [(os.path.join("torch", "utils", "checkpoint.py"), lambda frame: True, _RECOMPUTES)],
-    "__enter__": [(os.path.join("torch", "autograd", "graph.py"), lambda frame: True, _HOOKS)],
+    "__enter__": [(os.path.join("torch", "autograd", "graph.py"), _not_checkpoints, _HOOKS)],
+    "check_backward_validity": [(_CHECKPOINT, lambda frame: True, _REENTRANT)],
 }
 """Functions that such a call may not use: what they keep for the backward would be that of the capture for ever."""
 
@@ -58,19 +70,25 @@ _SOURCE: Any = _Source._backward_cls  # the class of its nodes
 
 
 class Tracing:
-    """Follows one capture: `with tracing.saving():` around the function."""
+    """Follows one capture on a device: `with tracing.saving():` around the function."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._root = torch.empty(0, requires_grad=True)
-        self.begin([])
+        self.begin([], States())
 
-    def begin(self, arguments: Sequence[torch.Tensor]) -> None:
-        """A capture begins, with these slots for arguments; parameters among them are state, and no input."""
+    def begin(self, arguments: Sequence[torch.Tensor], states: States) -> None:
+        """A capture begins, with these slots for arguments; parameters among them are state, and no input. It notes the
+        random states that it reads."""
+        self._states = states
+        self._drawn = 0
+        self.recomputes = False
         slots = [t for t in arguments if not isinstance(t, torch.nn.Parameter)]
         self._inputs = {storage_id(t) for t in slots}
         # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for t in slots]
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self._seen: list[weakref.ref[torch.Tensor]] = []  # the tensors that stood for slots
         self._sources: list[tuple[int, GradientEdge]] = []
         self._given: list[torch.Tensor] = []
         self._known: dict[Any, torch.Tensor] = {}
@@ -79,6 +97,12 @@ class Tracing:
         """By number: the tensor of the capture. One that several nodes have saved has several numbers."""
         self._leaves: set[int] = set()  # numbers of tensors that were saved as they are, and not through a view
         self._places: Places | None = None
+
+    def argument(self, slot: torch.Tensor) -> torch.Tensor:
+        """A slot as the function sees it."""
+        t = alias(slot)
+        self._seen.append(weakref.ref(t))
+        return t
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
@@ -98,6 +122,16 @@ class Tracing:
             raise Refusal("asks for the gradient of an argument (retain_grad)", "ask for it outside")
         self._versions.clear()
         self._given.clear()
+        if self._device.type == "cuda" and self._states.held():
+            self._drawn = CudaState.of(torch.cuda.get_rng_state(self._device)).offset
+
+    def ran(self, codes: Set[CodeType]) -> None:
+        """This code ran in the capture."""
+        self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in codes)
+
+    def kept(self) -> list[torch.Tensor]:
+        """What the backward may need of the capture."""
+        return [*self.saved, *self._states.held()]
 
     def _pack(self, t: torch.Tensor) -> int:
         storage = storage_id(t)
@@ -125,7 +159,7 @@ class Tracing:
         return self._some_held()
 
     def _some_held(self) -> bool:
-        if any(ref() is not None for ref in self._made):
+        if any(ref() is not None for ref in (*self._made, *self._seen)):
             return True
         return any(ref() is not None and use_count(key) > count for ref, key, count in self._slots)
 
@@ -154,13 +188,19 @@ class Tracing:
         self._places = Places([places[id(t)] for t in self.saved], leaves)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
+        states = self._states.held()
+        drawn = [(storage_id(s), s) for s in states if storage_id(s) in made]
+        memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *(key for key, _ in drawn))) if key in made]
+        kept = {n for n, key in numbers.items() if key in made} | ({_RANDOM} if drawn else set())
         self.saved.clear()
         self._known.clear()
+        for key, state in drawn:  # Python code keeps it: from now on it is that of the last replay
+            state.set_(lease(key).template(state.dtype, state.size(), state.stride(), 0))
+        rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         return Backward(
-            function if python or has_hooks else None, ends, self._sources, parameters, self._places,
-            [lease(key) for key in dict.fromkeys(numbers.values()) if key in made], constant,
-            {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
-            frozenset(n for n, key in numbers.items() if key in made), seeded and results[attached[0]].is_cuda,
+            function if python or has_hooks or self.recomputes else None, ends, self._sources, parameters, self._places,
+            memory, constant, {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
+            frozenset(kept), seeded and results[attached[0]].is_cuda, [state for _, state in drawn], rewind,
         )  # fmt: skip
 
     @staticmethod
@@ -217,7 +257,8 @@ class Backward:
     def __init__(
         self, function: Any, ends: list[GradientEdge], sources: list[tuple[int, GradientEdge]],
         parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
-        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool,
+        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool, states: list[torch.Tensor],
+        rewind: Rewind | None,
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
@@ -235,13 +276,15 @@ class Backward:
         """Which results have gradients."""
         self.kept = kept
         """The numbers of what lies on `memory`."""
+        self._states = states  # random states that the forward has read, on `memory` as well
+        self.rewind = rewind
         self.only_captured = only_captured
         """Whether it can be captured and played, and not run: attention with dropout has left its seed on the device, and
         outside of a capture its backward would read it on the host."""
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
-        return self._function, *self._places.places, *self._places.leaves.values(), *self.parameters
+        return self._function, *self._states, *self._places.places, *self._places.leaves.values(), *self.parameters
 
     def noting(self) -> Any:
         """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
@@ -256,6 +299,8 @@ class Backward:
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             raise RuntimeError("phonograph: the backward of attention with dropout could not be recorded, and cannot run live "
                                "after a recorded forward. Set dropout to 0, or record the whole step.")  # fmt: skip
+        if self.rewind is not None:
+            self.rewind.prepare()
         with _hooks_set_aside(self.parameters):
             return list(torch.autograd.grad([end for end, _ in given], self._starts, [grad for _, grad in given],
                                             retain_graph=True, allow_unused=True))  # fmt: skip

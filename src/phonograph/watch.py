@@ -25,6 +25,7 @@ from .dials import Dials
 from .errors import Refusal
 from .listening import unheard
 from .pool import dense
+from .randomness import States
 from .reach import Reach
 from .where import runs_through, users_line
 
@@ -64,6 +65,7 @@ class OperatorWatch(TorchDispatchMode):
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
+        self.states = States()
         self.operators = 0
         self.dials: Dials | None = None
         self.refusal: Refusal | None = None
@@ -184,6 +186,18 @@ class OperatorWatch(TorchDispatchMode):
     def meet(self, generator: torch.Generator) -> None:
         """A generator that was not in reach is used."""
         self.generators.append(generator)
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        """The state of that device's default generator was read."""
+        self.states.read(state)
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        """The state of that device's default generator is going to be set.
+
+        Raises:
+            Refusal: to one that a replay would not have.
+        """
+        self.states.meaning(state)
 
 
 def _reaches_beside(args: Any, kwargs: Any) -> bool:

@@ -1066,30 +1066,134 @@ class Recomputed(nn.Module):
 
 RECOMPUTE = {
     "not reentrant": {"use_reentrant": False, "preserve_rng_state": False},
-    "reentrant": {"use_reentrant": True, "preserve_rng_state": False},
     "with the random state": {"use_reentrant": False},
     "with dropout": {"use_reentrant": False, "p": 0.5},
+}
+REENTRANT = {
+    "reentrant": {"use_reentrant": True, "preserve_rng_state": False},
     "reentrant, with dropout": {"use_reentrant": True, "p": 0.5},
 }
 
 
 @may_run_live
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("options", RECOMPUTE.values(), ids=RECOMPUTE)
-def test_c06_recompute(device, options):
+@pytest.mark.parametrize("order", ["one by one", "both forwards first"])
+@pytest.mark.parametrize("options", (RECOMPUTE | REENTRANT).values(), ids=RECOMPUTE | REENTRANT)
+def test_c06_recompute(device, options, order):
+    """The recomputed part draws what its own forward has drawn, whatever was drawn since."""
     torch.manual_seed(0)
     both = Both(Recomputed(**options).to(device))
-    for n in range(6):
-        x, y = batch(device, n)
+    for n in range(8):
+        batches = [batch(device, 2 * n + i) for i in range(2)]
         results = []
         for module in both:
             module.zero_grad()
             torch.manual_seed(n)
-            loss = F.mse_loss(module(x.clone().requires_grad_()), y)
-            loss.backward()
-            results.append((loss, torch.rand(1, device=device)))
+            losses = []
+            for x, y in batches:
+                losses.append(F.mse_loss(module(x.clone().requires_grad_()), y))
+                torch.rand(n, device=device)
+                if order == "one by one":
+                    losses[-1].backward()
+            if order == "both forwards first":
+                for loss in losses:
+                    loss.backward()
+            results.append((losses, torch.rand(1, device=device)))
         assert_same(*results)
         both.check()
+    if options in RECOMPUTE.values():
+        assert pg.stats(both.recorded).replayed > 8, pg.explain(both.recorded)
+        assert not pg.stats(both.recorded).refusals
+
+
+NESTED = {
+    "nested": lambda net, x: checkpoint(
+        lambda h: checkpoint(lambda k: F.dropout(net[0](k), 0.3), h, use_reentrant=False).tanh(), x, use_reentrant=False
+    ),
+    "twice": lambda net, x: checkpoint(
+        lambda h: F.dropout(h.tanh(), 0.4), checkpoint(lambda h: F.dropout(net[0](h), 0.3), x, use_reentrant=False),
+        use_reentrant=False,
+    ),
+    "without arguments": lambda net, x: x.sum() + checkpoint(lambda: F.dropout(net[0].weight, 0.5), use_reentrant=False),
+    "with attention": lambda net, x: checkpoint(
+        lambda h: F.scaled_dot_product_attention(*(3 * [net[0](h).view(4, 1, 3, 2)]), dropout_p=0.4), x, use_reentrant=False
+    ),
+    "of several results": lambda net, x: sum(
+        checkpoint(lambda h: F.dropout(net[0](h), 0.5).chunk(2, -1), x, use_reentrant=False)
+    ),
+    "not to its end": lambda net, x: checkpoint(
+        lambda h: F.dropout(net[0](h), 0.5).exp(), x, use_reentrant=False, early_stop=False
+    ),
+}
+
+
+@pytest.mark.parametrize("function", NESTED.values(), ids=NESTED)
+def test_c06_parts_that_are_recomputed(device, function):
+    both = Both(nn.Sequential(nn.Linear(6, 6)).to(device))
+    recorded = pg.record(lambda x: function(both.recorded, x), warmup=1)
+    pg.reset(both.recorded)
+    for n in range(8):
+        results = []
+        for f, net in ((recorded, both.recorded), (lambda x: function(both.live, x), both.live)):
+            net.zero_grad()
+            torch.manual_seed(n)
+            outs = [f(torch.full((4, 6), 0.1 * (n + i), device=device)) for i in range(2)]
+            for out in reversed(outs):
+                out.square().sum().backward()
+            results.append((outs, [p.grad for p in net.parameters()], torch.rand(1, device=device)))
+        assert_same(*results)
+    assert pg.stats(recorded).replayed > 8, pg.explain(recorded)
+
+
+def test_c06_recompute_after_another_seed(device):
+    """The seed at the forward counts, not that at the backward, nor that at the capture."""
+    both = Both(Recomputed(use_reentrant=False, p=0.5).to(device))
+    for n in range(8):
+        x, y = batch(device, n)
+        for module in both:
+            module.zero_grad()
+            torch.manual_seed(n)
+            loss = F.mse_loss(module(x), y)
+            torch.manual_seed(100 - n)
+            torch.rand(3, device=device)
+            loss.backward()
+        both.check()
+    assert pg.stats(both.recorded).replayed > 3
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad)
+
+
+@may_run_live
+@pytest.mark.parametrize("recompute", [False, True])
+def test_c06_a_backward_that_draws_numbers_of_its_own(device, recompute):
+    def make(weight):
+        def f(x):
+            h = Noisy.apply(weight * x)
+            return checkpoint(lambda h: F.dropout(h, 0.5).tanh(), h, use_reentrant=False) if recompute else h.tanh()
+
+        return f
+
+    weights = [nn.Parameter(torch.ones(64, device=device)) for _ in range(2)]
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(6):
+        results = []
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            torch.manual_seed(n)
+            f(torch.full((64,), 0.1 * n, device=device)).sum().backward()
+            results.append((weight.grad, torch.rand(2, device=device)))
+        assert_same(*results)
+    assert pg.stats(recorded).replayed > 3
 
 
 @may_run_live

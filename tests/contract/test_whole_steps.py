@@ -661,14 +661,14 @@ def test_c06_an_argument_that_requires_grad_gets_its_gradient(device):
         given.each(lambda t: t.grad).check("gradient of the argument")
 
 
-@may_run_live
-def test_c06_recompute_within_the_step(device):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_c06_recompute_within_the_step(device, reentrant):
     from torch.utils.checkpoint import checkpoint
 
     def step_of(model, optimizer):
         def step(x, y):
             optimizer.zero_grad()
-            hidden = checkpoint(lambda x: model.dropout(torch.tanh(model.first(x))), x, use_reentrant=False)
+            hidden = checkpoint(lambda h: model.dropout(torch.tanh(h)), model.first(x), use_reentrant=reentrant)
             loss = F.cross_entropy(model.second(hidden), y)
             loss.backward()
             optimizer.step()
@@ -679,6 +679,68 @@ def test_c06_recompute_within_the_step(device):
     both = steps(device, dropout=0.5, step_of=step_of)
     for _ in range(7):
         both(*batch(device))
+    assert counts(both)[2] > 3, pg.explain(both.recorded)
+
+
+def test_c02_a_random_state_put_back_inside(device):
+    """What is drawn in `fork_rng` is drawn again after it."""
+    devices = [device] if device.type == "cuda" else []
+
+    def f(x):
+        with torch.random.fork_rng(devices):
+            first = torch.rand_like(x)
+        second = torch.rand_like(x)
+        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        third = torch.rand_like(x)
+        set_state = torch.set_rng_state if device.type == "cpu" else lambda s: torch.cuda.set_rng_state(s, device)
+        set_state(state)
+        return x * first, second, third, torch.rand_like(x)
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        results = []
+        for g in (recorded, f):
+            torch.manual_seed(n)
+            torch.rand(n, device=device)
+            results.append((g(torch.ones(5, device=device)), torch.rand(1, device=device)))
+        assert_same(*results)
+    assert pg.stats(recorded).replayed == 5, pg.explain(recorded)
+
+
+def test_c02_a_call_that_leaves_the_random_state_as_it_was(device):
+    def f(x):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return F.dropout(x, 0.5)
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        results = []
+        for g in (recorded, f):
+            torch.manual_seed(n)
+            results.append([g(torch.ones(64, device=device)), torch.rand(n + 1, device=device), g(torch.ones(64, device=device))])
+        assert_same(*results)
+    assert pg.stats(recorded).replayed > 8, pg.explain(recorded)
+
+
+@may_run_live
+def test_c02_a_random_state_from_outside(device):
+    torch.manual_seed(7)
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+    def f(x):
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+        return torch.rand_like(x)
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(5):
+        results = []
+        for g in (recorded, f):
+            torch.manual_seed(n)
+            results.append((g(torch.ones(5, device=device)), torch.rand(1, device=device)))
+        assert_same(*results)
 
 
 @may_run_live

@@ -11,6 +11,7 @@ import torch
 from ..dials import Dials
 from ..effects import Starts
 from ..pool import Pool
+from ..randomness import Rewind
 from ..reach import Reach
 from ..recording import Program, Recording
 from ..spans import Spans
@@ -78,18 +79,20 @@ class Device(Protocol):
         arguments: list[torch.Tensor],
         borrowed: list[bool],
         reach: Reach,
-        call: Callable[[list[torch.Tensor]], Any],
+        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
+        rewind: Rewind | None,
     ) -> Captured:
-        """Dry-run ``call(slots)`` and keep what it did as a program.
+        """Dry-run ``call(slots, watch)`` and keep what it did as a program.
 
         `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
         Results of at most `copied` bytes in all are copied out by each run, but for those that share memory with what is
-        kept for a backward (`kept_of`).
+        kept for a backward (`kept_of`). The call is the backward of one that has read random states, and may set
+        them again (`rewind`).
 
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """

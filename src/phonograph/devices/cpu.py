@@ -27,6 +27,7 @@ from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once
+from ..randomness import Rewind
 from ..reach import Reach
 from ..recording import Recording, Tensors
 from ..signature import ALIGNMENT
@@ -77,12 +78,13 @@ class _Operand:
 class _Step:
     """One operator of the tape: what to call, with what, and which new tensors its results go to."""
 
-    __slots__ = ("args", "func", "kwargs", "results", "variant")
+    __slots__ = ("args", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
         self, func: Any, args: Any, kwargs: Any, results: list[_Operand | None], variant: Variant | None = None
     ) -> None:
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
+        self.grad_mode = torch.is_grad_enabled()
 
 
 class Tape(OperatorWatch):
@@ -132,6 +134,21 @@ class Tape(OperatorWatch):
         if works and not m.name.startswith("profiler::"):
             self._steps.append(_Step(func, *noted, operands, variant))
         return out
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        super().state_read(state, of)
+        if of.type == "cpu":
+            self._steps.append(_Step(_read_state, (), {}, [self._new(state)]))
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        name = self.known.get(storage_id(state))
+        if of.type != "cpu" or name is None:
+            super().state_set(state, of)
+            return
+        if name:
+            self.touched.add(storage_id(state))
+        self._drew = True
+        self._steps.append(_Step(torch.default_generator.set_state, (self._note(state),), {}, []))
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
@@ -211,9 +228,19 @@ _RAISING = tuple(f"aten::{name}" for name in (
     "_assert", "floor_divide", "remainder", "fmod", "multi_margin_loss", "multilabel_margin_loss", "one_hot",
     "_ctc_loss", "segment_reduce", "bincount",
 ))  # fmt: skip
+_ASKS_FOR_GRAD_MODE = {aten.mkldnn_rnn_layer.default}  # whether to return what its backward needs
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
             aten.new_empty_strided.default}  # fmt: skip
+
+
+def _in_grad_mode(enabled: bool, op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.set_grad_enabled(enabled):
+        return op(*args, **kwargs)
+
+
+def _read_state(out: torch.Tensor) -> None:
+    out.copy_(torch.default_generator.get_state())
 
 
 def _fills_memory() -> bool:
@@ -278,10 +305,14 @@ class TapeProgram:
         outs = [None if o is None else self._operand(o) for o in step.results]
         if not any(o is not None for o in outs):
             return partial(step.func, *args, **kwargs)
+        if step.func is _read_state:
+            return partial(_read_state, outs[0])
         if step.func in _FILLS:
             return partial(aten.fill_.Scalar, outs[0], _FILLS[step.func](step.args, step.kwargs))
         if step.func in _COPIES:
             return partial(aten.copy_.default, outs[0], args[0])
+        if step.func in _ASKS_FOR_GRAD_MODE:
+            return partial(_run_and_copy, partial(_in_grad_mode, step.grad_mode, step.func._op), args, kwargs, outs)
         if step.variant is not None:
             return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
@@ -400,12 +431,13 @@ class CpuDevice:
         arguments: list[torch.Tensor],
         borrowed: list[bool],
         reach: Reach,
-        call: Callable[[list[torch.Tensor]], Any],
+        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
+        rewind: Rewind | None,
     ) -> Captured:
         self._arena.open(protected)
         slots = [t if b else self.slot(t) for t, b in zip(arguments, borrowed, strict=True)]
@@ -413,7 +445,7 @@ class CpuDevice:
         tape.dials = dials
         try:
             with tape, _host_reads_refused(tape):
-                result = call(slots)
+                result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal
             kept = {storage_id(t) for t in kept_of()}

@@ -33,6 +33,7 @@ from ..effects import Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Fill, Pool, dense, extent, place_of, unowned
+from ..randomness import CudaState, Rewind
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
@@ -46,6 +47,8 @@ from .base import Captured, Made
 __all__ = ["CudaDevice"]
 
 _thread = threading.local()
+
+_STEP = 4  # numbers that a thread draws at once
 
 _SMALL = 32 << 10  # bytes that the kernel for all copies in about the time of a memcpy node
 
@@ -80,9 +83,14 @@ class CudaWatch(OperatorWatch):
     """Also refuses host tensors: what runs on the host during a capture would not run again at a replay."""
 
     def __init__(
-        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any], free: Spans
-    ) -> None:
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any], free: Spans,
+        rewind: Rewind | None,
+    ) -> None:  # fmt: skip
         super().__init__(device, reach, slots)
+        self._rewind = rewind
+        self._rewound = False  # numbers are drawn that the forward has drawn
+        self._draws: set[bool] = set()  # the values that this had when something was drawn
+        self.sets_states = False
         self._registered = generators
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
 
@@ -111,7 +119,23 @@ class CudaWatch(OperatorWatch):
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
+        if m.random and self._rewind is not None:
+            self._draws.add(self._rewound)
+            if len(self._draws) > 1:
+                raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
+                                           "draw them in the forward"))  # fmt: skip
         return super().perform(func, m, args, kwargs)
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self.states.read(state, self._rewound)
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        if of.type == "cuda" and of.index != self.device.index:
+            raise Refusal(f"sets the state of the generator of {of}", "do that outside")
+        rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
+        if of.type == "cuda":
+            self.sets_states = True
+            self._rewound = rewound
 
     def stranger(self, m: Meaning, t: torch.Tensor) -> None:
         # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
@@ -235,8 +259,8 @@ def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: OperatorWatch, edges: _Edges, steps: Set[int],
-                 keep: Any, device: int) -> None:  # fmt: skip
+    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: CudaWatch, edges: _Edges, steps: Set[int],
+                 keep: Any, device: int, rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -249,7 +273,10 @@ class GraphProgram:
         self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
         self._numbers: driver.KernelNumbers | None = None
         self._steps = steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
-        self._random: bool | None = None  # known after the first launch
+        # Known after the first launch.
+        self._random: bool | None = True if watch.sets_states else None
+        self._rewind = rewind if watch.sets_states else None
+        self._surplus = surplus
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(edges.slots)
@@ -298,10 +325,20 @@ class GraphProgram:
             raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
 
     def _go_random(self) -> None:
-        """Through torch, which moves the generators on. The first launch shows whether there is anything to move."""
+        """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
+        there is anything to move."""
         assert self._graph is not None
-        before = [g.get_offset() for g in self._generators]
+        generator, before, now = self._generators[0], [], None
+        if self._random is None:
+            before = [g.get_offset() for g in self._generators]
+        if self._rewind is not None:
+            now = generator.get_state()
+            self._rewind.begin()
         self._graph.replay()
+        if now is not None:
+            generator.set_state(now)
+        elif self._surplus:
+            generator.set_offset(generator.get_offset() - self._surplus)
         if self._random is None:
             self._random = before != [g.get_offset() for g in self._generators]
 
@@ -392,12 +429,13 @@ class CudaDevice:
         arguments: list[torch.Tensor],
         borrowed: list[bool],
         reach: Reach,
-        call: Callable[[list[torch.Tensor]], Any],
+        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
         kept_of: Callable[[], list[torch.Tensor]],
         protected: Spans,
         dials: Dials,
         copied: float,
+        rewind: Rewind | None,
     ) -> Captured:
         for g in reach.generators:
             if (
@@ -418,7 +456,7 @@ class CudaDevice:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
-                watch = CudaWatch(self.torch_device, reach, slots, self._generators, free)
+                watch = CudaWatch(self.torch_device, reach, slots, self._generators, free, rewind)
                 watch.dials = dials
                 steps: set[int] = set()
                 dials.stepping = self._collecting(steps)
@@ -426,9 +464,10 @@ class CudaDevice:
                 with self._capturing(graph, handle):
                     edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
                     with watch:
-                        result = call(slots)
+                        result = call(slots, watch)
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     edges.copy_out(list(out.values()))
+                    surplus = self._surplus() if watch.sets_states else 0
                 torch_private.clear_cublas_workspaces()
             if watch.refusal is not None:
                 raise watch.refusal
@@ -442,9 +481,19 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
-        program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index)
+        program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index, rewind, surplus)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
+
+    def _surplus(self) -> int:
+        """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may
+        end where it began. Then a step is added here, which each run takes back."""
+        state = torch.cuda.default_generators[self.index].get_state()
+        if CudaState.of(state).offset:
+            return 0
+        CudaState.of(state).offset = _STEP
+        torch.cuda.default_generators[self.index].set_state(state)
+        return _STEP
 
     def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
         """Collects the nodes that are captured between a call with True and one with False."""

@@ -1,0 +1,126 @@
+"""States of random generators as values of a call: `torch.get_rng_state()` in it, and `torch.set_rng_state(state)` later.
+
+So `torch.random.fork_rng` works, and so does recompute: it puts back the state that its forward has begun with, in order to
+draw the same numbers again. On the CPU such a state is a tensor like any other, and setting it is a step of the tape. On
+CUDA a capture does not know where the generator will stand at a replay. It counts from its own beginning, and a state is a
+place in that count: it means something to the capture that has read it, and nothing to any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from .errors import Refusal
+
+__all__ = ["READS", "SETS", "CudaState", "Rewind", "States", "asked", "sets_for_torch"]
+
+
+def _code(function: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
+
+
+READS = frozenset(map(_code, (torch.random.get_rng_state, torch.cuda.random.get_rng_state)))
+SETS = frozenset(map(_code, (torch.random.set_rng_state, torch.cuda.random.set_rng_state)))
+_FILES = frozenset(code.co_filename for code in SETS)
+
+
+def sets_for_torch(frame: FrameType) -> bool:
+    """Whether this frame, which calls `Generator.set_state`, belongs to one of torch's functions for that."""
+    return frame.f_code in SETS or (frame.f_code.co_filename in _FILES and frame.f_code.co_name == "cb")
+
+
+def asked(frame: FrameType) -> torch.device:
+    """Whose state a call of torch's functions reads or sets."""
+    device = frame.f_locals.get("device", "cpu")
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+class CudaState(ctypes.Structure):
+    """What is in the state of a CUDA generator: its seed, and how many numbers each thread has drawn."""
+
+    _fields_ = (("seed", ctypes.c_uint64), ("offset", ctypes.c_int64))
+    seed: int
+    offset: int
+    _state: torch.Tensor
+
+    @classmethod
+    def of(cls, state: torch.Tensor) -> CudaState:
+        """The contents of a state, to be read and written without an operator."""
+        found = cls.from_address(state.data_ptr())
+        found._state = state  # whose memory it is
+        return found
+
+
+class Rewind:
+    """What a backward on CUDA needs in order to draw the numbers of its forward again: the states that this has read, each
+    as a number of draws after its beginning, and where it has begun."""
+
+    def __init__(self, device: torch.device, states: list[torch.Tensor], drawn: int) -> None:
+        self._generator = torch.cuda.default_generators[device.index]
+        self._states = states
+        # Those of the CPU's generator are here as well: nothing is drawn from it.
+        cuda = [state for state in states if state.nbytes == ctypes.sizeof(CudaState)]
+        self._places = [(state, CudaState.of(state).offset) for state in cuda]
+        self._drawn = drawn  # by the forward
+        self.begins = (0, 0)
+        """Seed and offset at the beginning of the forward whose backward comes next."""
+
+    def of_last(self) -> tuple[int, int]:
+        """Where the forward has begun that was played just now."""
+        return self._generator.initial_seed(), self._generator.get_offset() - self._drawn
+
+    def knows(self, state: torch.Tensor) -> bool:
+        """Whether the forward has read it."""
+        return any(s is state for s in self._states)
+
+    def prepare(self) -> None:
+        """Let the states mean what they do in the backward that begins: in a capture, which is played from where the forward
+        has begun, their place in that; otherwise their place in all numbers."""
+        seed, start = self.begins
+        if torch.cuda.is_current_stream_capturing():
+            seed, start = CudaState.of(self._generator.get_state()).seed, 0
+        for state, n in self._places:
+            now = CudaState.of(state)
+            now.seed, now.offset = seed, start + n
+
+    def begin(self) -> None:
+        """Put the generator to where the forward has begun."""
+        state = self._generator.get_state()
+        now = CudaState.of(state)
+        now.seed, now.offset = self.begins
+        self._generator.set_state(state)
+
+
+class States:
+    """The states that a capture has read, and that something still refers to."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+
+    def read(self, state: torch.Tensor, meaning: Any = None) -> None:
+        self._read[id(state)] = weakref.ref(state), meaning
+
+    def meaning(self, state: torch.Tensor) -> Any:
+        """What was noted of this state.
+
+        Raises:
+            Refusal: it was not read in this capture.
+        """
+        ref, meaning = self._read.get(id(state), (None, None))
+        if ref is None or ref() is not state:
+            raise Refusal("sets the state of a random generator to one from outside of the call",
+                          "set it outside, or read it (torch.get_rng_state, torch.cuda.get_rng_state) inside")  # fmt: skip
+        return meaning
+
+    def held(self) -> list[torch.Tensor]:
+        return [t for ref, _ in self._read.values() if (t := ref()) is not None]
