@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .torch_private import alias, keeps_graph
-from .tracing import Backward
+from .torch_private import alias, keeps_graph, may_run_backward
+from .tracing import Backward, Gradients
 
 __all__ = ["Joint"]
 
@@ -29,13 +29,15 @@ _WRITTEN = ("one of the variables needed for gradient computation has been modif
             "forward of a recorded function and its backward")  # fmt: skip
 
 
+_REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter "
+              "to .backward(). Set use_reentrant=False, or call .backward() without `inputs`.")  # fmt: skip
+
+
 class Joint:
     """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not; `create_graph` is called
     when a backward is itself to be differentiated, which has to run live."""
 
-    def __init__(
-        self, traced: Backward, backward: Callable[..., list[torch.Tensor | None]], create_graph: Callable[[], None]
-    ) -> None:
+    def __init__(self, traced: Backward, backward: Callable[..., Gradients], create_graph: Callable[[], None]) -> None:
         self.traced = traced
         self.backward = backward
         self.create_graph = create_graph
@@ -69,13 +71,19 @@ class Joint:
         if self.traced.rewind is not None:
             self.traced.rewind.begins = flight.begins
         with self.traced.noting() as numbers:
-            found = self.backward(*grads)
+            found, added = self.backward(*grads)
         if known is None:
             places = {self._index[n] for n in numbers if n in self._index}
             known = self._read[pattern] = _Read(frozenset(numbers), tuple(places))
             flight.check(known)
         if not keeps_graph():
             flight.landed(pattern, known)
+        if added:
+            # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
+            if not may_run_backward():
+                raise RuntimeError(_REENTRANT)
+            for i, grad in added:
+                torch.autograd.backward(self.traced.reentrant[i], grad)
         return found
 
 

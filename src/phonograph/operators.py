@@ -97,7 +97,7 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
         named,
         reads_host,
         shape_from_data,
-        torch.Tag.nondeterministic_seeded in tags,
+        torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments},
         torch.Tag.inplace_view in tags,
         reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         schema.name.startswith("aten::"),

@@ -38,9 +38,9 @@ def sets_for_torch(frame: FrameType) -> bool:
 
 def asked(frame: FrameType) -> torch.device:
     """Whose state a call of torch's functions reads or sets."""
-    device = frame.f_locals.get("device", "cpu")
+    device: Any = frame.f_locals.get("device", "cpu")
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

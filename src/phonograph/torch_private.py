@@ -19,7 +19,7 @@ import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
 
-__all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "call_through",
+__all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
            "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
@@ -125,6 +125,12 @@ def donates(node: Any) -> bool:
 
 
 _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+backward_id: Callable[[], int] = _c("_current_graph_task_id")
+"""Within a backward: its number; one that runs within another has its own."""
+may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", bool)
+"""Whether this is no backward for chosen inputs only (`torch.autograd.grad`), which cannot have one of its own."""
 
 
 def keeps_graph() -> bool:

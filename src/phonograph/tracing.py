@@ -20,25 +20,24 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, donates, use_count
+from .torch_private import alias, backward_id, donates, use_count
 from .watch import storage_id
 
-__all__ = ["UNTRACED", "Backward", "Tracing"]
+__all__ = ["UNTRACED", "Backward", "Gradients", "Tracing"]
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
-_REENTRANT = Effect("recomputes a part of it in its backward", "use checkpoint(use_reentrant=False)", ANYONE)
-
 
 _RANDOM = -1  # the number that stands for the random states that are kept
 
@@ -49,7 +48,6 @@ def _not_checkpoints(frame: FrameType) -> bool:
 
 UNTRACED: Starts = {
     "__enter__": [(os.path.join("torch", "autograd", "graph.py"), _not_checkpoints, _HOOKS)],
-    "check_backward_validity": [(_CHECKPOINT, lambda frame: True, _REENTRANT)],
 }
 """Functions that such a call may not use: what they keep for the backward would be that of the capture for ever."""
 
@@ -58,15 +56,38 @@ class _Source(torch.autograd.Function):
     """An argument as the captured function sees it: it has a history that ends here."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
+        ctx.arrived = arrived
         return alias(t)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        ctx.arrived[:] = [grad]
+        return None, None, None
 
 
-_SOURCE: Any = _Source._backward_cls  # the class of its nodes
+# The classes of the nodes of two functions.
+_SOURCE: Any = _Source._backward_cls
+_REENTRANT: Any = CheckpointFunction._backward_cls
+
+
+class _Start(NamedTuple):
+    """Where the graph of a call begins at an argument that requires a gradient, and where that arrives."""
+
+    number: int
+    edge: GradientEdge
+    arrived: list[torch.Tensor | None]
+
+
+class _Found(NamedTuple):
+    """What there is between results and the leaf tensors that gradients flow to: Python code, attention, dropout in it,
+    parts that are recomputed by a backward of their own."""
+
+    leaves: list[torch.Tensor]
+    python: bool
+    attention: bool
+    dropout: bool
+    reentrant: bool
 
 
 class Tracing:
@@ -87,9 +108,9 @@ class Tracing:
         self._inputs = {storage_id(t) for t in slots}
         # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for t in slots]
-        self._made: list[weakref.ref[torch.UntypedStorage]] = []
-        self._seen: list[weakref.ref[torch.Tensor]] = []  # the tensors that stood for slots
-        self._sources: list[tuple[int, GradientEdge]] = []
+        self._made: list[weakref.ref[Any]] = []
+        self._seen: list[weakref.ref[Any]] = []  # the tensors that stood for slots
+        self._sources: list[_Start] = []
         self._given: list[torch.Tensor] = []
         self._known: dict[Any, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -106,8 +127,9 @@ class Tracing:
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
-        t: torch.Tensor = _Source.apply(self._root, slot)  # type: ignore[no-untyped-call]
-        self._sources.append((number, get_gradient_edge(t)))
+        arrived: list[torch.Tensor | None] = [None]
+        t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
+        self._sources.append(_Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
         return t
 
@@ -176,7 +198,10 @@ class Tracing:
             Refusal: it needs something that cannot be traced back.
         """
         ends = [get_gradient_edge(results[i]) for i in attached]
-        parameters, python, seeded = _walk(ends)
+        found = _walk(ends)
+        parameters = found.leaves
+        seeded = found.dropout or (found.attention and self.recomputes)
+        reentrant = [t for tensors in outside.values() for t in tensors if t.is_leaf and t.requires_grad] * found.reentrant
         if any(storage_id(p) not in outside for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
@@ -195,12 +220,13 @@ class Tracing:
         self.saved.clear()
         self._known.clear()
         for key, state in drawn:  # Python code keeps it: from now on it is that of the last replay
-            state.set_(lease(key).template(state.dtype, state.size(), state.stride(), 0))
+            place = unowned(lease(key).template(state.dtype, state.size(), state.stride(), 0))
+            state.set_(place.untyped_storage(), 0, place.size(), place.stride())
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         return Backward(
-            function if python or has_hooks or self.recomputes else None, ends, self._sources, parameters, self._places,
+            function if found.python or has_hooks or self.recomputes else None, ends, self._sources, parameters, self._places,
             memory, constant, {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
-            frozenset(kept), seeded and results[attached[0]].is_cuda, [state for _, state in drawn], rewind,
+            frozenset(kept), seeded and results[attached[0]].is_cuda, [state for _, state in drawn], rewind, reentrant,
         )  # fmt: skip
 
     @staticmethod
@@ -250,21 +276,26 @@ class Places:
             self._read = outer
 
 
+Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
+"""What a `Backward` gives."""
+
+
 class Backward:
     """What autograd does in the backward of a recorded call: gradients of its results in, gradients of what they depend on
     out. Reads what the last replay of the forward has saved, and leaves it there."""
 
     def __init__(
-        self, function: Any, ends: list[GradientEdge], sources: list[tuple[int, GradientEdge]],
+        self, function: Any, ends: list[GradientEdge], sources: list[_Start],
         parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
         exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool, states: list[torch.Tensor],
-        rewind: Rewind | None,
+        rewind: Rewind | None, reentrant: list[torch.Tensor],
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
-        self._starts = [*(edge for _, edge in sources), *map(get_gradient_edge, parameters)]
+        self._sources = sources
+        self._starts = [*(s.edge for s in sources), *map(get_gradient_edge, parameters)]
         self._places = places
-        self.arguments = [number for number, _ in sources]
+        self.arguments = [s.number for s in sources]
         self.parameters = parameters
         self.memory = memory
         """What the forward leaves for the backward."""
@@ -278,9 +309,11 @@ class Backward:
         """The numbers of what lies on `memory`."""
         self._states = states  # random states that the forward has read, on `memory` as well
         self.rewind = rewind
+        self.reentrant = reentrant
+        """Leaf tensors that may get gradients from parts that are recomputed by a backward of their own."""
         self.only_captured = only_captured
-        """Whether it can be captured and played, and not run: attention with dropout has left its seed on the device, and
-        outside of a capture its backward would read it on the host."""
+        """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside,
+        its backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
@@ -290,26 +323,42 @@ class Backward:
         """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
         return self._places.noting()
 
-    def __call__(self, *grads: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def __call__(self, *grads: torch.Tensor | None) -> Gradients:
         """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
-        A result whose gradient is None has none."""
+        A result whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each
+        with its number there."""
         given = [(end, grad) for end, grad in zip(self._ends, grads, strict=True) if grad is not None]
         if not given:
-            return [None] * len(self._starts)
+            return [None] * len(self._starts), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("phonograph: the backward of attention with dropout could not be recorded, and cannot run live "
-                               "after a recorded forward. Set dropout to 0, or record the whole step.")  # fmt: skip
+            raise RuntimeError("phonograph: the backward of attention with dropout, or in a recomputed part, could not be "
+                               "recorded, and cannot run live after a recorded forward. Record the whole step.")  # fmt: skip
         if self.rewind is not None:
             self.rewind.prepare()
+        ends, ends_grads = [end for end, _ in given], [grad for _, grad in given]
+        if self.reentrant:
+            return self._accumulating(ends, ends_grads)
         with _hooks_set_aside(self.parameters):
-            return list(torch.autograd.grad([end for end, _ in given], self._starts, [grad for _, grad in given],
-                                            retain_graph=True, allow_unused=True))  # fmt: skip
+            return list(torch.autograd.grad(ends, self._starts, ends_grads, retain_graph=True, allow_unused=True)), []
+
+    def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
+        """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
+        leaves = self.reentrant
+        index = {id(t): i for i, t in enumerate(leaves)}
+        for s in self._sources:
+            s.arrived[:] = [None]
+        with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
+            torch.autograd.backward(ends, grads, retain_graph=True)
+        inner = {i for i, _, nested in collected if nested}
+        outer = {i: grad for i, grad, _ in collected if i not in inner}
+        own = [outer.get(index[id(p)]) for p in self.parameters]
+        return [*(s.arrived[0] for s in self._sources), *own], [(i, grad) for i, grad, _ in collected if i in inner]
 
 
 @contextmanager
 def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
     """Hooks of a parameter run where its gradient arrives, which is in the user's own backward."""
-    hooks = [(h, dict(h)) for t in tensors if (h := t._backward_hooks)]
+    hooks = [(h, dict(h)) for t in tensors for h in (t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)) if h]
     for h, _ in hooks:
         h.clear()
     try:
@@ -319,10 +368,40 @@ def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
             h.update(saved)
 
 
-def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool, bool]:
-    """The leaf tensors that gradients flow to; whether Python code runs on their way, and whether a seed is read."""
+@contextmanager
+def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterator[list[tuple[int, torch.Tensor, bool]]]:
+    """The gradients that arrive at these tensors, in order, instead of being added to `.grad`: the tensor's index, the
+    gradient, and whether it comes from a backward within the one from `ends`, which the block runs."""
+    found: list[tuple[int, torch.Tensor, bool]] = []
+    before = [t.grad for t in leaves]
+    outer: set[int] = set()
+
+    def arrived(i: int) -> Callable[..., None]:
+        def collect(*_: Any) -> None:
+            grad = leaves[i].grad
+            if grad is not None:
+                found.append((i, grad, backward_id() not in outer))
+                leaves[i].grad = None
+
+        return collect
+
+    nodes = [get_gradient_edge(t).node for t in leaves]  # a tensor does not keep its own
+    handles = [node.register_hook(arrived(i)) for i, node in enumerate(nodes)]
+    handles += [end.node.register_prehook(lambda _: outer.add(backward_id())) for end in ends]
+    for t in leaves:
+        t.grad = None
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for t, grad in zip(leaves, before, strict=True):
+            t.grad = grad
+
+
+def _walk(ends: Sequence[GradientEdge]) -> _Found:
     found: list[torch.Tensor] = []
-    python = seeded = False
+    python = attention = dropout = reentrant = False
     work = list(dict.fromkeys(end.node for end in ends))
     seen = set(work)
     while work:
@@ -330,15 +409,17 @@ def _walk(ends: Sequence[GradientEdge]) -> tuple[list[torch.Tensor], bool, bool]
         if donates(node):
             raise Refusal("calls a torch.compile'd function whose backward writes what its forward has saved",
                           "set torch._functorch.config.donated_buffer = False before it is compiled")  # fmt: skip
-        seeded = seeded or getattr(node, "_saved_dropout_p", 0.0) > 0
+        attention = attention or hasattr(node, "_saved_dropout_p")
+        dropout = dropout or getattr(node, "_saved_dropout_p", 0.0) > 0
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.append(leaf)
         if isinstance(node, _SOURCE):
             continue
         python = python or isinstance(node, BackwardCFunction)
+        reentrant = reentrant or isinstance(node, _REENTRANT)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return found, python, seeded
+    return _Found(found, python, attention, dropout, reentrant)
