@@ -16,11 +16,12 @@ of the given gradients reads: they are known once it has run live.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from .torch_private import alias, keeps_graph, may_run_backward
+from .torch_private import alias, keeps_graph, may_run_backward, when_backward_ends
 from .tracing import Backward, Gradients
 
 __all__ = ["Joint"]
@@ -84,6 +85,9 @@ class Joint:
                 raise RuntimeError(_REENTRANT)
             for i, grad in added:
                 torch.autograd.backward(self.traced.reentrant[i], grad)
+        for p, grad in zip(self.traced.parameters, found[len(self.traced.arguments) :], strict=True):
+            if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+                _keep_quiet(p)
         return found
 
 
@@ -128,6 +132,29 @@ class _Flight:
         self._unread -= read.numbers
         if not (self._waiting and self._unread) and self._memory:
             self._memory, self._saved, self._storages = None, [], []
+
+
+def _keep_quiet(p: torch.Tensor) -> None:
+    """Until the running backward ends, hooks of this parameter hear of it only if a gradient arrives: autograd comes by
+    without one, and in eager it would not."""
+    given: list[bool] = []
+    asks = p.register_hook(lambda grad: given.append(grad is not None))
+    both: tuple[Any, Any] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
+    for hooks in both:
+        own = {key: hook for key, hook in (hooks or {}).items() if key != asks.id}
+        if own:
+            hooks.update({key: partial(_if_given, given, hook, hooks is p._backward_hooks) for key, hook in own.items()})
+            when_backward_ends(partial(_put_back, hooks, own))
+    when_backward_ends(asks.remove)
+
+
+def _if_given(given: list[bool], hook: Callable[[torch.Tensor], Any], before: bool, value: Any) -> Any:
+    arrived = value is not None if before else given[-1:] == [True]
+    return hook(value) if arrived else None
+
+
+def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
+    hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
 def _version(t: torch.Tensor) -> int:

@@ -22,9 +22,11 @@ import torch.utils._device
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
            "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
+           "may_run_backward",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
            "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
+           "when_backward_ends"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -131,6 +133,10 @@ backward_id: Callable[[], int] = _c("_current_graph_task_id")
 """Within a backward: its number; one that runs within another has its own."""
 may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", bool)
 """Whether this is no backward for chosen inputs only (`torch.autograd.grad`), which cannot have one of its own."""
+
+
+when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Within a backward: call something at its end."""
 
 
 def keeps_graph() -> bool:

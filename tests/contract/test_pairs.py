@@ -1171,9 +1171,9 @@ def test_c06_parts_with_a_backward_of_their_own(device, function):
     both = Both(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device))
     recorded = pg.record(lambda x: function(both.recorded, x), warmup=1)
     pg.reset(both.recorded)
-    heard = [torch.zeros((), device=device) for _ in both]
-    for net, total in zip(both, heard, strict=True):
-        for p in net.parameters():
+    heard = [[torch.zeros((), device=device) for _ in net.parameters()] for net in both]
+    for net, totals in zip(both, heard, strict=True):
+        for p, total in zip(net.parameters(), totals, strict=True):
             p.register_hook(partial(noted, total))
             p.register_post_accumulate_grad_hook(partial(noted_grad, total))
     for n in range(9):
@@ -1191,6 +1191,30 @@ def test_c06_parts_with_a_backward_of_their_own(device, function):
     assert_same(*heard)
     assert pg.stats(recorded).replayed > 8, pg.explain(recorded)
     assert sum(pg.stats(b).replayed for b in recorded._backwards) > 4, pg.explain(recorded)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_c06_a_hook_of_a_parameter_that_gets_no_gradient(device, accumulated):
+    """A backward from one result only: eager does not call the hooks of the other's weights."""
+    torch.manual_seed(0)
+    both = Both(ActorAndCritic(True).to(device))
+    heard = [[torch.zeros((), device=device) for _ in net.parameters()] for net in both]
+    for net, totals in zip(both, heard, strict=True):
+        for p, total in zip(net.parameters(), totals, strict=True):
+            p.register_hook(partial(noted, total))
+            p.register_post_accumulate_grad_hook(partial(noted_grad, total))
+    for n in range(8):
+        for net in both:
+            if not accumulated:
+                net.zero_grad()
+            x, _ = batch(device, n)
+            actor, critic = net(x)
+            (actor if n % 2 else critic).sum().backward(retain_graph=n % 3 == 0)
+            if n % 3 == 0:
+                (net.actor.weight.sum() + actor.sum()).backward()
+        both.check()
+    assert_same(*heard)
+    assert [len(p._backward_hooks) for p in both.recorded.parameters()] == [1, 1, 1, 1]
 
 
 def test_c06_parts_with_a_backward_of_their_own_and_chosen_inputs(device):
