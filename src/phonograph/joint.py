@@ -83,8 +83,8 @@ class Joint:
             # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
             if not may_run_backward():
                 raise RuntimeError(_REENTRANT)
-            for i, grad in added:
-                torch.autograd.backward(self.traced.reentrant[i], grad)
+            for i, more in added:
+                torch.autograd.backward(self.traced.reentrant[i], more)
         for p, grad in zip(self.traced.parameters, found[len(self.traced.arguments) :], strict=True):
             if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
                 _keep_quiet(p)

@@ -62,7 +62,7 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        ctx.arrived[:] = [grad]
+        ctx.arrived.append(grad)
         return None, None, None
 
 
@@ -127,7 +127,7 @@ class Tracing:
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
-        arrived: list[torch.Tensor | None] = [None]
+        arrived: list[torch.Tensor | None] = []
         t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
         self._sources.append(_Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
@@ -345,14 +345,13 @@ class Backward:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
         leaves = self.reentrant
         index = {id(t): i for i, t in enumerate(leaves)}
-        for s in self._sources:
-            s.arrived[:] = [None]
         with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
             torch.autograd.backward(ends, grads, retain_graph=True)
         inner = {i for i, _, nested in collected if nested}
         outer = {i: grad for i, grad, _ in collected if i not in inner}
         own = [outer.get(index[id(p)]) for p in self.parameters]
-        return [*(s.arrived[0] for s in self._sources), *own], [(i, grad) for i, grad, _ in collected if i in inner]
+        arrived = [s.arrived.pop() if s.arrived else None for s in self._sources]
+        return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
 
 
 @contextmanager
