@@ -345,6 +345,8 @@ class Backward:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
         leaves = self.reentrant
         index = {id(t): i for i, t in enumerate(leaves)}
+        for s in self._sources:
+            s.arrived.clear()
         with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
             torch.autograd.backward(ends, grads, retain_graph=True)
         inner = {i for i, _, nested in collected if nested}
