@@ -213,12 +213,14 @@ class Recorded(Generic[P, R]):
     # -- the corridor
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _inside() or switched_off() or torch.compiler.is_compiling() or owned():
+        if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
+        if _inside() or switched_off() or owned():
+            return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
         if not lock.acquire(False) and not _waited():
             self._counters.calls += 1
             self._counters.live += 1
-            return self._function(*args, **kwargs)
+            return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
         try:
             fast = self._fast
             if fast is not None and not kwargs:
@@ -230,9 +232,13 @@ class Recorded(Generic[P, R]):
                     counters.replayed += 1
                     counters.bytes_copied += copied
                     return result  # type: ignore[no-any-return]
-            answered, value = self._answer(args, kwargs)
+            replica = torch_private.replica_calling(sys._getframe(1))
+            if replica is None:
+                answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
+        if replica is not None:
+            return self._replicated(replica, args, kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
 
     def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -428,6 +434,14 @@ class Recorded(Generic[P, R]):
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback == "live":
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
+
+    def _replicated(self, replica: Callable[..., Any], args: Any, kwargs: Any) -> R:
+        """`DataParallel` calls a replica of the module, which it makes anew each time: it is that which has to run."""
+        self._counters.calls += 1
+        self._count(Refusal("is called by DataParallel, which makes new replicas for each call",
+                            "use a single device, or DistributedDataParallel"))  # fmt: skip
+        self._counters.live += 1
+        return replica(*args, **kwargs)  # type: ignore[no-any-return]
 
     # -- recording
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FrameType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ import torch.overrides
 import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
-           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
-           "may_run_backward",
+           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates", "function_modes",
+           "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker", "may_run_backward",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
-           "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
+           "raw_alloc", "raw_free", "raw_stream", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
            "when_backward_ends"]  # fmt: skip
+=======
+           "raw_alloc", "raw_free", "raw_stream", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
+           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+>>>>>>> 80516bb (A replica that DataParallel makes runs itself)
 
 Handle = tuple[int, int]
 
@@ -202,6 +205,18 @@ def own_call(module: torch.nn.Module) -> Callable[..., Any]:
     """A module's own call: its hooks, and `forward`."""
     call: Callable[..., Any] = module._call_impl
     return call
+
+
+_CALL: Any = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
+
+
+def replica_calling(frame: FrameType) -> Callable[..., Any] | None:
+    """The own call of a replica made by `torch.nn.DataParallel`, if this frame is the call of one. A replica has the
+    attributes of its module, and with them what the module's calls go through, but parameters on another device."""
+    if frame.f_code is not _CALL:
+        return None
+    module = frame.f_locals["self"]
+    return own_call(module) if "_is_replica" in module.__dict__ else None
 
 
 def _global_hooks(module: Any) -> list[dict[int, Any]]:

@@ -1429,6 +1429,38 @@ def test_c11_distributed_data_parallel(device, one_process, inside):
     assert (pg.stats(nets[0] if inside else both[0]).replayed > 3) == inside, story
 
 
+@may_run_live
+@pytest.mark.parametrize("way", ["recorded", "off", "recorded inside"])
+def test_c14_a_replica_that_data_parallel_makes_runs_itself(device, monkeypatch, way):
+    """It has all attributes of its module, but other parameters: those that were copied to its device."""
+    monkeypatch.setenv("PHONOGRAPH", "off" if way == "off" else "on")
+    module, other = pg.record(nn.Linear(3, 2, device=device), warmup=1), nn.Linear(3, 2, device=device)
+    call = pg.record(lambda replica, x: replica(x), warmup=1) if way == "recorded inside" else (lambda replica, x: replica(x))
+    x, shorter = torch.ones(4, 3, device=device), torch.ones(2, 3, device=device)  # another signature, as on another device
+    for _ in range(5):
+        assert_same(module(x).detach(), F.linear(x, module.weight, module.bias).detach())
+        replica = module._replicate_for_data_parallel()
+        replica.weight, replica.bias = other.weight.detach(), other.bias.detach()
+        assert_same(call(replica, shorter), F.linear(shorter, other.weight, other.bias).detach())
+    if way == "recorded":
+        assert pg.stats(module).replayed == 4, pg.explain(module)
+        assert "is called by DataParallel, which makes new replicas for each call" in pg.stats(module).refusals
+
+
+@may_run_live
+def test_c14_data_parallel_over_two_gpus(cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("torch sees one GPU")
+    nets = [perceptron(cuda) for _ in range(2)]
+    both = [nn.DataParallel(pg.record(nets[0], warmup=1)), nn.DataParallel(nets[1])]
+    for n in range(4):
+        x, y = batch(cuda, n)
+        for module in both:
+            module.zero_grad()
+            F.mse_loss(module(x), y).backward()
+        assert_same(grads(nets[0]), grads(nets[1]))
+
+
 # ---------------------------------------------------------------------------------------------------
 # C16: the module is what it was
 
