@@ -30,6 +30,7 @@ from .watch import storage_id
 
 __all__ = ["lease", "moulds", "overlap", "plan", "skeleton"]
 
+_REMEDIES = {"transformers.cache_utils": "pass use_cache=False, or set model.config.use_cache = False"}
 _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
@@ -94,7 +95,7 @@ def _value(leaf: Any, reach: Reach) -> Output:
     if not (_is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)):
         kind = type(leaf)
         raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
-                      "return tensors, numbers, containers or dataclasses")  # fmt: skip
+                      _REMEDIES.get(kind.__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip
     return Output("value", leaf)
 
 

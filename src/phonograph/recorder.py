@@ -187,7 +187,10 @@ def _backward(
 def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
-        raise Refusal(f"uses an iterator ({reach.iterators[0]})", "take the next item outside and pass it as an argument")
+        trained = "._trainer." in reach.iterators[0]
+        raise Refusal(f"uses an iterator ({reach.iterators[0]})",
+                      "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
+                      "take the next item outside and pass it as an argument")  # fmt: skip
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
     parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())

@@ -39,6 +39,13 @@ def storage_id(t: torch.Tensor) -> int:
 
 _cdata: Any = operator.attrgetter("_cdata")
 
+# Libraries that look at values where their user need not let them.
+_REMEDIES = {
+    "torch/distributions/": "pass validate_args=False to the distribution, which looks at its arguments' values",
+    "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
+    "attention_mask, or use an attention that gets none (docs/limits.md)",
+}
+
 
 class OperatorWatch(TorchDispatchMode):
     """Sees every operator of one call on one device.
@@ -99,8 +106,7 @@ class OperatorWatch(TorchDispatchMode):
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
         refusal.where = refusal.where or users_line(sys._getframe(2))
-        if runs_through(sys._getframe(2), "distributions"):
-            refusal.remedy = "pass validate_args=False to the distribution, which looks at its arguments' values"
+        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(sys._getframe(2), at)), refusal.remedy)
         # User code may catch every exception; the first refusal counts even if it never arrives at the recorder.
         self.refusal = self.refusal or refusal
         return refusal

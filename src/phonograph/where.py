@@ -66,10 +66,11 @@ def works_for(frame: FrameType | None) -> str:
     return LIBRARY
 
 
-def runs_through(frame: FrameType | None, package: str) -> bool:
-    """Whether a frame is called, directly or not, by code of this package of torch's."""
+def runs_through(frame: FrameType | None, place: str) -> bool:
+    """Whether a frame is called, directly or not, by code of this package or file of a library: `torch/distributions/`."""
+    place = os.sep + place.replace("/", os.sep)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_TORCH + package + os.sep):
+        if place in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
