@@ -36,7 +36,7 @@ endif
 demo: $(call READY,demo)
 	$(RUN) -m phonograph demo $(ARGS)
 
-test: $(call READY,test)
+test: $(call READY,test loops)
 	$(RUN) -m pytest $(PLUGIN) $(ARGS)
 
 lint: $(call READY,test dev)
