@@ -148,10 +148,10 @@ def padded(device: torch.device) -> torch.Tensor:
 
 
 def test_c04_a_model_output_is_one_again(device: torch.device) -> None:
-    model = bert(device, output_hidden_states=True, return_dict=True)
-    expected = calls(model, device)
+    model, mask = bert(device, output_hidden_states=True, return_dict=True), padded(device)[:, None, None]
+    expected = calls(model, device, attention_mask=mask)
     pg.record(model)
-    found = calls(model, device)
+    found = calls(model, device, attention_mask=mask)
     for one, other in zip(found, expected, strict=True):
         assert type(one) is type(other)
         assert list(one.keys()) == list(other.keys()) == ["logits", "hidden_states"]
