@@ -26,10 +26,6 @@ __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autogr
            "raw_alloc", "raw_free", "raw_stream", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
            "when_backward_ends"]  # fmt: skip
-=======
-           "raw_alloc", "raw_free", "raw_stream", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
->>>>>>> 80516bb (A replica that DataParallel makes runs itself)
 
 Handle = tuple[int, int]
 

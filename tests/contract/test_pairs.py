@@ -1,11 +1,11 @@
 """C6, C16: functions and modules whose backward runs outside. Loss and optimizer are the user's; gradients are eager's."""
 
 import copy
-from functools import partial
 import gc
 import io
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -1108,7 +1108,8 @@ NESTED = {
         lambda h: checkpoint(lambda k: F.dropout(net[0](k), 0.3), h, use_reentrant=False).tanh(), x, use_reentrant=False
     ),
     "twice": lambda net, x: checkpoint(
-        lambda h: F.dropout(h.tanh(), 0.4), checkpoint(lambda h: F.dropout(net[0](h), 0.3), x, use_reentrant=False),
+        lambda h: F.dropout(h.tanh(), 0.4),
+        checkpoint(lambda h: F.dropout(net[0](h), 0.3), x, use_reentrant=False),
         use_reentrant=False,
     ),
     "without arguments": lambda net, x: x.sum() + checkpoint(lambda: F.dropout(net[0].weight, 0.5), use_reentrant=False),

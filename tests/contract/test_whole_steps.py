@@ -717,7 +717,9 @@ def test_c02_a_call_that_leaves_the_random_state_as_it_was(device):
         results = []
         for g in (recorded, f):
             torch.manual_seed(n)
-            results.append([g(torch.ones(64, device=device)), torch.rand(n + 1, device=device), g(torch.ones(64, device=device))])
+            results.append(
+                [g(torch.ones(64, device=device)), torch.rand(n + 1, device=device), g(torch.ones(64, device=device))]
+            )
         assert_same(*results)
     assert pg.stats(recorded).replayed > 8, pg.explain(recorded)
 
