@@ -61,6 +61,7 @@ class Joint:
         flight = _Flight(self, [*map(alias, self._memory)], saved)
         if traced.rewind is not None:
             flight.begins = traced.rewind.of_last()
+        flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
         for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
             results[i] = t
 
@@ -69,6 +70,7 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         flight.begin(known)
+        flight.refresh()
         if self.traced.rewind is not None:
             self.traced.rewind.begins = flight.begins
         with self.traced.noting() as numbers:
@@ -110,11 +112,18 @@ class _Flight:
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
+        self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
 
     def check(self, read: _Read) -> None:
         for i in read.places if self._saved else ():
             if _version(self._saved[i]) != self._versions[i]:
                 raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(self._saved[i].shape)}"))
+
+    def refresh(self) -> None:
+        """What code keeps of the arguments by itself, it sees as they are at the backward."""
+        for slot, t, version in self.arguments:
+            if _version(t) != version and t.data_ptr() != slot.data_ptr():
+                slot.copy_(t.detach())
 
     def begin(self, read: _Read | None) -> None:
         """A backward begins, which reads this if that is known."""
@@ -131,7 +140,7 @@ class _Flight:
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
         if not (self._waiting and self._unread) and self._memory:
-            self._memory, self._saved, self._storages = None, [], []
+            self._memory, self._saved, self._storages, self.arguments = None, [], [], []
 
 
 def _keep_quiet(p: torch.Tensor) -> None:

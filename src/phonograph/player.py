@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class Player:
             self._after()
             if self.played == 1:  # before a gradient is handed out: whoever has it then holds it
                 self.recording.reliances.grads.seal()
-        return self._hand_out(call, targets), copied
+        return self._hand_out(call, tensors, targets), copied
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
         """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
@@ -171,7 +171,7 @@ class Player:
             targets = self._run(tensors)
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             self._after()
-        return self._hand_out(None, targets), self._nbytes
+        return self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:
         self.played += 1
@@ -206,7 +206,7 @@ class Player:
                 elif not theirs.is_inference():
                     bump([theirs])
 
-    def _hand_out(self, call: Call | None, targets: list[torch.Tensor]) -> Any:
+    def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
         if self._single is not None:
             return targets[0] if targets else alias(self._single.template)
         made: list[Any] = []
@@ -219,7 +219,7 @@ class Player:
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
-            self.joint.attach(made, call.tensors if call is not None else ())
+            self.joint.attach(made, tensors)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:

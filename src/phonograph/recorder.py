@@ -38,7 +38,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
-from .tracing import UNTRACED, Backward, Tracing
+from .tracing import Backward, Tracing
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -134,7 +134,7 @@ def record(
         outputs=plan,
         leases=() if borrow else tuple(leases.values()),
         copied=copied,
-        footprint=captured.program.footprint,
+        footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(reach, snapshot, grads, dials),
         written_outside=_written_outside(captured.watch),
         like=outputs.skeleton(captured.result),
@@ -151,7 +151,7 @@ def settled(tracing: Tracing | None) -> None:
     Raises:
         Refusal: something of it is still there, and the recording must not be used.
     """
-    if tracing is not None and tracing.held():
+    if tracing is not None and tracing.lost():
         raise Refusal(*_KEEPS, final=False)
 
 
@@ -168,9 +168,15 @@ def _backward(
     results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if output.kind == "lease"}
     if any(outputs.overlap(results[i], results[j]) for i in attached for j in results if i != j):
         raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
-    kept = {storage_id(g) for g in grads.read() if g is not None}
-    if any((s := ref()) is not None and s.nbytes() and s._cdata not in kept for ref in captured.others):
+    followed = {storage_id(g) for g in grads.read() if g is not None} | tracing.held.keys()
+    if any((s := ref()) is not None and s.nbytes() and s._cdata not in followed for ref in captured.others):
         raise Refusal(*_KEEPS, final=False)
+    if any(storage_id(t) in tracing.held for t in results.values()):
+        raise Refusal("keeps a result for its backward by itself (an attribute of ctx)", "use ctx.save_for_backward")
+    for key, t in tracing.held.items():  # it has memory of its own, which each replay writes
+        storage = t.untyped_storage()
+        where = storage.data_ptr(), storage.nbytes()
+        leases[key] = Lease(*where, device.torch_device, (device.anchor(Spans([where])), storage))
     if any(t.requires_grad and storage_id(slot) in captured.watch.written
            for t, slot in zip(call.tensors, captured.used, strict=True)):  # fmt: skip
         raise Refusal("writes an argument that requires a gradient", "write a clone of it")
@@ -270,11 +276,9 @@ def _capture(
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **UNTRACED}
+        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **tracing.refused()}
         with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown, watch) as listener:
             result = function(*args, **kwargs)
-        if tracing is not None:
-            tracing.ran(listener.ran)
         backwards.extend(code for code in listener.ran if code.co_name == "_engine_run_backward")
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
@@ -285,6 +289,10 @@ def _capture(
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
         _arguments_are_as_before(call, (args, kwargs), leaves, seen, before)
+        if tracing is not None:
+            found: list[Any] = []
+            flatten(result, found)
+            tracing.ended(found, listener.ran, watch.outside)
         return result if seen is slots else _with(result, seen, slots)
 
     def leaving(result: Any) -> list[torch.Tensor]:

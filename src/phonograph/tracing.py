@@ -14,6 +14,7 @@ when the capture is over, none of its memory may be held by anything.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import weakref
@@ -23,33 +24,23 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
+from .keeping import NODE, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
 from .torch_private import alias, backward_id, donates, use_count
 from .watch import storage_id
 
-__all__ = ["UNTRACED", "Backward", "Gradients", "Tracing"]
+__all__ = ["Backward", "Gradients", "Tracing"]
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
 
-_RANDOM = -1  # the number that stands for the random states that are kept
-
-
-def _not_checkpoints(frame: FrameType) -> bool:
-    return type(frame.f_locals.get("self")).__module__ != "torch.utils.checkpoint"
-
-
-UNTRACED: Starts = {
-    "__enter__": [(os.path.join("torch", "autograd", "graph.py"), _not_checkpoints, _HOOKS)],
-}
-"""Functions that such a call may not use: what they keep for the backward would be that of the capture for ever."""
+_HELD = -1  # the number that stands for what code keeps by itself
 
 
 class _Source(torch.autograd.Function):
@@ -84,7 +75,7 @@ class _Found(NamedTuple):
     parts that are recomputed by a backward of their own."""
 
     leaves: list[torch.Tensor]
-    python: bool
+    python: list[Any]
     attention: bool
     dropout: bool
     reentrant: bool
@@ -104,12 +95,16 @@ class Tracing:
         self._states = states
         self._drawn = 0
         self.recomputes = False
-        slots = [t for t in arguments if not isinstance(t, torch.nn.Parameter)]
-        self._inputs = {storage_id(t) for t in slots}
+        self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
+        self.held: dict[int, torch.Tensor] = {}
+        """By storage: memory of the capture that code keeps by itself, slots among it."""
+        self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
+        slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
+        self._inputs = {storage_id(t): i for i, t in slots}
         # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
-        self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for t in slots]
+        self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for _, t in slots]
         self._made: list[weakref.ref[Any]] = []
-        self._seen: list[weakref.ref[Any]] = []  # the tensors that stood for slots
+        self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
         self._sources: list[_Start] = []
         self._given: list[torch.Tensor] = []
         self._known: dict[Any, torch.Tensor] = {}
@@ -118,11 +113,12 @@ class Tracing:
         """By number: the tensor of the capture. One that several nodes have saved has several numbers."""
         self._leaves: set[int] = set()  # numbers of tensors that were saved as they are, and not through a view
         self._places: Places | None = None
+        self._inputs_held: Set[int] = frozenset()
 
     def argument(self, slot: torch.Tensor) -> torch.Tensor:
         """A slot as the function sees it."""
         t = alias(slot)
-        self._seen.append(weakref.ref(t))
+        self._seen.append((storage_id(slot), weakref.ref(t)))
         return t
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
@@ -147,13 +143,31 @@ class Tracing:
         if self._device.type == "cuda" and self._states.held():
             self._drawn = CudaState.of(torch.cuda.get_rng_state(self._device)).offset
 
-    def ran(self, codes: Set[CodeType]) -> None:
-        """This code ran in the capture."""
-        self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in codes)
+    def refused(self) -> Starts:
+        """Functions that such a call may not use: what they keep for the backward cannot be followed."""
+        return {"__enter__": [(os.path.join("torch", "autograd", "graph.py"), self._are_others, _HOOKS)]}
+
+    def _are_others(self, frame: FrameType) -> bool:
+        """Whether hooks on what is saved, which are about to be set, are not those of `checkpoint`."""
+        hooks = frame.f_locals.get("self")
+        self._hooks.append(hooks)
+        return type(hooks).__module__ != checkpoint.__module__
+
+    def ended(self, result: list[Any], ran: Set[CodeType], outside: Set[int]) -> None:
+        """The function has ended with these leaves as its result, and this code ran in it."""
+        self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
+        nodes = _walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python
+        for x in kept([*self._hooks, *nodes]):
+            if isinstance(x, torch.Tensor):
+                if x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
+                    self.held[storage_id(x)] = alias(x)
+            elif type(x).__module__ == checkpoint.__module__ and hasattr(x, "storage"):
+                self._selections.append(x.storage)
+        self._hooks.clear()
 
     def kept(self) -> list[torch.Tensor]:
-        """What the backward may need of the capture."""
-        return [*self.saved, *self._states.held()]
+        """What the backward needs of the capture, besides what is `held`."""
+        return [t for t in self.saved if storage_id(t) not in self.held]
 
     def _pack(self, t: torch.Tensor) -> int:
         storage = storage_id(t)
@@ -173,17 +187,19 @@ class Tracing:
     def _unpack(self, number: int) -> torch.Tensor:
         return self.saved[number] if self._places is None else self._places.get(number)
 
-    def held(self) -> bool:
+    def lost(self) -> bool:
         """After the capture, when all that it has made is gone: whether something still holds memory of it, which would have
-        the values of the capture for ever. (An attribute of `ctx`, a variable of a hook, an argument of `checkpoint`.)"""
-        if self._some_held():
+        the values of the capture for ever, and was not found before. (A variable of a hook, say.)"""
+        if self._some_lost():
             gc.collect()
-        return self._some_held()
+        return self._some_lost()
 
-    def _some_held(self) -> bool:
-        if any(ref() is not None for ref in (*self._made, *self._seen)):
+    def _some_lost(self) -> bool:
+        seen = [ref for key, ref in self._seen if key not in self._inputs_held]
+        if any(ref() is not None for ref in (*self._made, *seen)):
             return True
-        return any(ref() is not None and use_count(key) > count for ref, key, count in self._slots)
+        slots = [slot for slot in self._slots if slot[1] not in self._inputs_held]
+        return any(ref() is not None and use_count(key) > count for ref, key, count in slots)
 
     def backward(
         self, function: Any, results: Mapping[int, torch.Tensor], attached: list[int], made: Mapping[int, Any],
@@ -192,7 +208,8 @@ class Tracing:
         """The backward of the captured call, as a function of the gradients of those of its `results` that are `attached`.
 
         `function` was called, and its code may have set hooks (`has_hooks`). `made` are the places of memory that the call
-        made, by storage; `lease` lends one. `outside` are the tensors that were there before, by storage.
+        made, by storage; `lease` lends one, or one that is `held`. `outside` are the tensors that were there before, by
+        storage.
 
         Raises:
             Refusal: it needs something that cannot be traced back.
@@ -206,35 +223,36 @@ class Tracing:
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
         numbers = {number: storage_id(t) for number, t in enumerate(self.saved)}
+        own = made.keys() | self.held.keys()
         on = {storage_id(t): i for i, t in results.items()}
         constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
         leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
-        places = {id(t): self._place(t, made, outside, lease) for t in self._known.values()}
+        places = {id(t): self._place(t, own, outside, lease) for t in self._known.values()}
         self._places = Places([places[id(t)] for t in self.saved], leaves)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
-        states = self._states.held()
-        drawn = [(storage_id(s), s) for s in states if storage_id(s) in made]
-        memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *(key for key, _ in drawn))) if key in made]
-        kept = {n for n, key in numbers.items() if key in made} | ({_RANDOM} if drawn else set())
+        memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *self.held)) if key in own]
+        unread = {n for n, key in numbers.items() if key in own} | ({_HELD} if self.held else set())
+        held = list(self.held.values())
+        slots = {self._inputs[key]: unowned(t) for key, t in self.held.items() if key in self._inputs}
+        self._inputs_held = self.held.keys() & self._inputs.keys()
         self.saved.clear()
         self._known.clear()
-        for key, state in drawn:  # Python code keeps it: from now on it is that of the last replay
-            place = unowned(lease(key).template(state.dtype, state.size(), state.stride(), 0))
-            state.set_(place.untyped_storage(), 0, place.size(), place.stride())
+        self.held = {}
+        states = self._states.held()
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         return Backward(
             function if found.python or has_hooks or self.recomputes else None, ends, self._sources, parameters, self._places,
             memory, constant, {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
-            frozenset(kept), seeded and results[attached[0]].is_cuda, [state for _, state in drawn], rewind, reentrant,
+            frozenset(unread), seeded and results[attached[0]].is_cuda, held, slots, self._selections, rewind, reentrant,
         )  # fmt: skip
 
     @staticmethod
-    def _place(t: torch.Tensor, made: Mapping[int, Any], outside: Mapping[int, list[torch.Tensor]],
+    def _place(t: torch.Tensor, own: Set[int], outside: Mapping[int, list[torch.Tensor]],
                lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
         """Where a saved tensor will be found after each replay."""
         key = storage_id(t)
-        if key in made:
+        if key in own:
             return lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
         if key in outside:  # old weights must not be kept because of a recording that read them
             place = torch.conj(unowned(t)) if t.is_conj() else unowned(t)
@@ -287,8 +305,8 @@ class Backward:
     def __init__(
         self, function: Any, ends: list[GradientEdge], sources: list[_Start],
         parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
-        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool, states: list[torch.Tensor],
-        rewind: Rewind | None, reentrant: list[torch.Tensor],
+        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool, held: list[torch.Tensor],
+        slots: dict[int, torch.Tensor], selections: list[Any], rewind: Rewind | None, reentrant: list[torch.Tensor],
     ) -> None:  # fmt: skip
         self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
         self._ends = ends
@@ -307,7 +325,10 @@ class Backward:
         """Which results have gradients."""
         self.kept = kept
         """The numbers of what lies on `memory`."""
-        self._states = states  # random states that the forward has read, on `memory` as well
+        self._held = held  # what code keeps by itself, on `memory` as well
+        self.slots = slots
+        """Those slots, by the arguments' numbers, that code keeps by itself."""
+        self._selections = [(s, {key: copy.copy(entries) for key, entries in s.items()}) for s in selections]
         self.rewind = rewind
         self.reentrant = reentrant
         """Leaf tensors that may get gradients from parts that are recomputed by a backward of their own."""
@@ -317,7 +338,7 @@ class Backward:
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
-        return self._function, *self._states, *self._places.places, *self._places.leaves.values(), *self.parameters
+        return self._function, *self._held, *self._places.places, *self._places.leaves.values(), *self.parameters
 
     def noting(self) -> Any:
         """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
@@ -335,6 +356,8 @@ class Backward:
                                "recorded, and cannot run live after a recorded forward. Record the whole step.")  # fmt: skip
         if self.rewind is not None:
             self.rewind.prepare()
+        for storage, entries in self._selections:  # a backward uses them up
+            storage.update({key: copy.copy(entry) for key, entry in entries.items()})
         ends, ends_grads = [end for end, _ in given], [grad for _, grad in given]
         if self.reentrant:
             return self._accumulating(ends, ends_grads)
@@ -402,7 +425,8 @@ def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterato
 
 def _walk(ends: Sequence[GradientEdge]) -> _Found:
     found: list[torch.Tensor] = []
-    python = attention = dropout = reentrant = False
+    python: list[Any] = []
+    attention = dropout = reentrant = False
     work = list(dict.fromkeys(end.node for end in ends))
     seen = set(work)
     while work:
@@ -417,7 +441,8 @@ def _walk(ends: Sequence[GradientEdge]) -> _Found:
             found.append(leaf)
         if isinstance(node, _SOURCE):
             continue
-        python = python or isinstance(node, BackwardCFunction)
+        if isinstance(node, NODE):
+            python.append(node)
         reentrant = reentrant or isinstance(node, _REENTRANT)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import phonograph as pg
 from phonograph.testing import assert_same
@@ -744,9 +744,66 @@ def test_c06_what_python_code_keeps_for_the_backward(device, function):
     for n in range(6):
         for f, weight in ((recorded, weights[0]), (lambda x: function(weights[1], x), weights[1])):
             weight.grad = None
-            outs = [f(torch.full((3,), 0.1 * (n + i), device=device)) for i in range(2)]
-            sum(out.sum() for out in outs).backward()
+            for out in [f(torch.full((3,), 0.1 * (n + i), device=device)) for i in range(2)]:
+                out.sum().backward()
         assert_same(weights[0].grad, weights[1].grad)
+    if function not in (HELD["ctx, a result"], HELD["a hook"]):
+        assert pg.stats(recorded).replayed == 11, pg.explain(recorded)
+
+
+def test_c06_an_argument_that_is_written_while_code_keeps_it(device):
+    """Autograd does not know of it: eager's recomputation finds it as it is at the backward."""
+    weights = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: checkpoint(lambda w: w * x, weight, use_reentrant=False).sum()
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(6):
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            x = torch.full((3,), 0.1 * n, device=device)
+            out = f(x)
+            if n % 2:
+                x.add_(1)
+            out.backward()
+        assert_same(weights[0].grad, weights[1].grad)
+    assert pg.stats(recorded).replayed == 5, pg.explain(recorded)
+
+
+def saves_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("order", ["one by one", "both forwards first"])
+def test_c06_selective_recompute(device, order):
+    """What is not recomputed is kept by torch's own code, which uses it up in the backward."""
+    contexts = partial(create_selective_checkpoint_contexts, saves_products)
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Dropout(0.4), nn.Tanh())
+    both = Both(net.to(device))
+    recorded = pg.record(lambda x: checkpoint(both.recorded, x, use_reentrant=False, context_fn=contexts) * 2, warmup=1)
+    pg.reset(both.recorded)
+    for n in range(7):
+        results = []
+        for f, net in (
+            (recorded, both.recorded),
+            (lambda x: checkpoint(both.live, x, use_reentrant=False, context_fn=contexts) * 2, both.live),
+        ):
+            net.zero_grad()
+            torch.manual_seed(n)
+            outs = []
+            for i in range(2):
+                outs.append(f(torch.full((4, 6), 0.1 * (n + i), device=device)))
+                if order == "one by one":
+                    outs[-1].sum().backward()
+            if order == "both forwards first":
+                for out in outs:
+                    out.sum().backward()
+            results.append(([out.detach().clone() for out in outs], [p.grad for p in net.parameters()]))
+            results[-1] += (torch.rand(1, device=device),)
+        assert_same(*results)
+    assert pg.stats(recorded).replayed == 13, pg.explain(recorded)
+    assert pg.stats(recorded).recorded == (2 if order == "both forwards first" else 1)
 
 
 class ActorAndCritic(nn.Module):
@@ -1048,7 +1105,7 @@ def test_c06_autograd_functions_of_the_users(device, kind):
         for out in outs:
             out.sum().backward()
         assert_same(weight.grad, sum(2 * x * x for x in xs))
-    assert (pg.stats(f).replayed > 6) == (kind is Saving), pg.explain(f)
+    assert pg.stats(f).replayed > 6, pg.explain(f)
 
 
 class Recomputed(nn.Module):
