@@ -36,6 +36,7 @@ __all__ = [
     "slots",
     "space",
     "unordered",
+    "with_inner",
 ]  # fmt: skip
 
 Values = tuple[Any, ...]
@@ -154,6 +155,33 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
         return path
 
     return Holder(path, read, restore, watched, named)
+
+
+def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:
+    """A dictionary in which the one under `name` counts by what it holds: an equal one in its place is no change."""
+
+    def read() -> Values:
+        now = {**d, name: _taken_apart(d[name])}
+        return (len(now), *now, *now.values())
+
+    def restore(values: Values) -> None:
+        inner = d[name]
+        d.clear()
+        d.update(_pairs(values, 0))
+        inner.clear()
+        inner.update(_put_together(d[name]))
+        d[name] = inner
+
+    return Holder(path, read, restore, named=keyed)
+
+
+def _taken_apart(d: dict[Any, Any]) -> Values:
+    """A dictionary of dictionaries (and of no tuples) as tuples."""
+    return tuple([(k, _taken_apart(v) if isinstance(v, dict) else v) for k, v in d.items()])
+
+
+def _put_together(items: Values) -> dict[Any, Any]:
+    return {k: _put_together(v) if type(v) is tuple else v for k, v in items}
 
 
 # -- objects

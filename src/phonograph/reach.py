@@ -80,6 +80,7 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
+_NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
@@ -367,6 +368,21 @@ class Reach:
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         self._dicts(f"{path}.state", states, watched=len(states) > FEW)
 
+    def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
+        """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new
+        dictionary: that is no change."""
+        own = scaler.__dict__
+        notes = own.get(_NOTES)
+        if notes is None:  # it is switched off
+            self._object(path, scaler)
+            return
+        self._objects.append(scaler)
+        self._hold(places.with_inner(path, own, _NOTES))
+        self._items(path, {k: v for k, v in own.items() if k != _NOTES})
+        for i, note in enumerate(notes.values()):
+            self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
+        self._class_of(type(scaler))
+
     def _group(self, path: str, group: dict[str, Any]) -> None:
         """A parameter group: its hyper-parameters, the live ones each as a place of its own."""
         self._seen.add(id(group))
@@ -589,6 +605,7 @@ _WAYS: list[tuple[type, _Enter]] = [
     (torch.Tensor, Reach._tensor),
     (torch.nn.Module, Reach._module),
     (torch.optim.Optimizer, Reach._optimizer),
+    (torch.amp.GradScaler, Reach._scaler),
     (torch.Generator, lambda reach, path, g: reach.generators.append(g)),
     (random.SystemRandom, _nothing),  # it has no state
     (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
