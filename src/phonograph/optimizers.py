@@ -25,7 +25,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "prepare", "recordable"]
+__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable"]
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
 _DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
@@ -42,6 +42,13 @@ def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
                 state["step"] = step.to(p.device)
                 moved = True
     return moved
+
+
+def never(function: Any) -> Refusal | None:
+    """Why a function that is an optimizer's own step can never be recorded."""
+    if getattr(function, "__name__", "") == "step" and isinstance(getattr(function, "__self__", None), torch.optim.LBFGS):
+        return Refusal("decides on the host how often it calls its closure", "record the model that the closure calls")
+    return None
 
 
 def _to_switch(group: dict[str, Any]) -> bool:

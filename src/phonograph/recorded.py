@@ -572,7 +572,7 @@ def _never(function: Any) -> Refusal | None:
     inner = inspect.unwrap(function) if callable(function) else function
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls")
-    return None
+    return optimizers.never(function)
 
 
 def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
