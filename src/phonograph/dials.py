@@ -1,4 +1,5 @@
-"""Hyper-parameters that stay live: a learning rate changes, and the next replay uses it, without a new recording.
+"""Hyper-parameters that stay live: a learning rate changes, and the next replay uses it, without a new recording. So do weight
+decay, and momentum and betas, which OneCycleLR and CyclicLR turn with each step.
 
 A number that an optimizer passes to an operator is baked into the recording: into the tape's arguments, or into the
 parameters of a kernel node. To find *where*, the optimizer runs its captured step with a `Dial` in place of each such
@@ -12,7 +13,7 @@ condition: once it would be decided otherwise, the recording no longer fits. If 
 program, the numbers are baked in after all, and a change makes a new recording.
 
 Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's
-value out of sight, through `math.sqrt` for instance.
+value out of sight, through `math.sqrt` for instance. And only numbers that no code of the user's reads.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ __all__ = ["Dial", "Dials", "probing"]
 Values = tuple[float, ...]
 Formula = Callable[[Values], float]
 
-_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
-          torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)  # fmt: skip
+_KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
+                "NAdam", "RAdam", "ASGD", "Muon") if hasattr(torch.optim, name)])  # fmt: skip
 _random = random.Random(0)  # our own: the user's generator is not touched
 
 
@@ -112,6 +113,23 @@ def _is_number(v: Any) -> bool:
     return isinstance(v, (float, int)) and not isinstance(v, bool)
 
 
+def _numbers(setting: Any) -> Values | None:
+    """The numbers of a hyper-parameter that is one, or a tuple of them (`betas`)."""
+    parts = setting if type(setting) is tuple else (setting,)
+    return tuple(map(float, parts)) if parts and all(map(_is_number, parts)) else None
+
+
+def _may_be_dialled(key: str, setting: Any) -> bool:
+    """Numbers; and no momentum of 0, by which operators, too, decide that there is none."""
+    numbers = _numbers(setting)
+    return numbers is not None and (key in LIVE or all(numbers))
+
+
+def _like(setting: Any, numbers: Iterator[Any]) -> Any:
+    """A hyper-parameter of this form, made of the next numbers."""
+    return tuple([next(numbers) for _ in setting]) if type(setting) is tuple else next(numbers)
+
+
 def _probe() -> float:
     """A random number of which 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
     while True:
@@ -124,19 +142,21 @@ def _probe() -> float:
 class Dials:
     """The live hyper-parameters of one recording.
 
-    `sources` are (group, key) pairs, `formulas` maps each probe to what it stands for, `used` are the probes that
-    reached an operator.
+    `sources` are (group, key) pairs and `values` the numbers in them, `formulas` maps each probe to what it stands for,
+    `used` are the probes that reached an operator.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str]) -> None:
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
-            for group in o.param_groups for key in LIVE
-            if _is_number(group.get(key))
+            for group in o.param_groups for key in keys
+            if _may_be_dialled(key, group.get(key))
         ]  # fmt: skip
         self._last: list[Any] = [group[key] for group, key in self.sources]
-        self.values: Values = tuple(map(float, self._last))
+        read = [_numbers(v) or () for v in self._last]
+        self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
+        self.values: Values = tuple([number for numbers in read for number in numbers])
         self.formulas: dict[float, Formula] = {}
         self.used: set[float] = set()
         self.lost = False
@@ -148,6 +168,8 @@ class Dials:
         return bool(self.sources)
 
     def source(self, i: int) -> Dial:
+        """The dial of the i-th value."""
+
         def formula(values: Values) -> float:
             self._touched.add(i)
             return values[i]
@@ -178,7 +200,8 @@ class Dials:
             self.formulas[probe](self.values)
         for condition, _ in self._conditions:
             condition(self.values)
-        return {(id(self.sources[i][0]), self.sources[i][1]) for i in self._touched}
+        baked = {of for i, of in enumerate(self._of) if i not in self._touched}
+        return {(id(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
 
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now."""
@@ -190,16 +213,17 @@ class Dials:
         if all(map(operator.is_, now, self._last)):
             return False
         self._last = now
-        if not all(map(_is_number, now)):
+        read = [_numbers(v) for v in now]
+        values = tuple([number for numbers in read for number in numbers or ()])
+        if None in read or len(values) != len(self._of):
             self.values = ()
             return True
-        values = tuple([float(v) for v in now if v is not None])
         changed, self.values = values != self.values, values
         return changed
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured."""
-        return len(self.values) == len(self.sources) and all(c(self.values) == outcome for c, outcome in self._conditions)
+        return len(self.values) == len(self._of) and all(c(self.values) == outcome for c, outcome in self._conditions)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -212,19 +236,22 @@ def _divides_by(rate: Dial) -> Callable[[Values], Any]:
 
 
 @contextmanager
-def probing(reach: Reach, wanted: bool) -> Iterator[Dials]:
-    """During the block, optimizers' steps see dials in place of their live hyper-parameters."""
+def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
+    """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can."""
     seen = reach.compiles_a_step or reach.mentions.reads_settings or any(map(_has_hooks, reach.optimizers))
-    dials = Dials(reach.optimizers if wanted and not seen else ())
-    probes = [dials.source(i) for i in range(len(dials.sources))]
+    keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
+    dials = Dials(() if seen else reach.optimizers, keys)
+    real = list(dials._last)
+    sources = map(dials.source, range(len(dials.values)))
+    probes = [_like(v, sources) for v in real]
     dividing = {id(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}
     for probe, (group, key) in zip(probes, dials.sources, strict=True):
         if key == "lr" and id(group) in dividing:
             dials.decide(_divides_by(probe), bool)
 
     # New objects of the same value: that the function sets a number is seen even if it sets what is there already.
-    real = list(dials._last)
-    marks = [float(v) * 1.0 for v in real]
+    values = (v * 1.0 for v in dials.values)
+    marks = [_like(v, values) for v in real]
 
     def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -13,9 +13,11 @@ from types import CodeType
 from .introspection import all_within, asks_identity, catches, looks_around, names_in
 from .where import is_torchs, is_users
 
-__all__ = ["CONSTRUCTORS", "LIVE", "Mentions"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "LIVE", "Mentions"]
 
-LIVE = ("lr", "weight_decay")  # hyper-parameters of optimizers that a replay can follow (dials.py)
+# Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
+# some schedulers cycle, which are given up first where not all can be followed.
+LIVE, CYCLED = ("lr", "weight_decay"), ("momentum", "betas")
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
@@ -117,8 +119,10 @@ class Mentions:
                 found |= unread & names_in(code)
                 if is_users(code.co_filename) and looks_around(code):
                     found.add(_ANYTHING)
-            if not self.reads_settings and is_users(code.co_filename) and _reads_settings(code):
-                found.add("param_groups")
+            if is_users(code.co_filename):
+                found |= names_in(code).intersection(CYCLED) - self.names
+                if not self.reads_settings and _reads_settings(code):
+                    found.add("param_groups")
         return frozenset(found)
 
 

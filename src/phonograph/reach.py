@@ -56,7 +56,7 @@ from .introspection import (
     parts,
     slots_of,
 )
-from .mentions import CONSTRUCTORS, LIVE, Mentions
+from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
 from .where import is_users
@@ -384,18 +384,19 @@ class Reach:
         self._class_of(type(scaler))
 
     def _group(self, path: str, group: dict[str, Any]) -> None:
-        """A parameter group: its hyper-parameters, the live ones each as a place of its own."""
+        """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
+        followed = (*LIVE, *CYCLED)
         self._seen.add(id(group))
         self._keep.append(group)
 
         def read() -> tuple[Any, ...]:
-            return tuple([v for k, v in group.items() if k not in LIVE])
+            return tuple([v for k, v in group.items() if k not in followed])
 
         def restore(values: tuple[Any, ...]) -> None:
-            group.update(zip([k for k in group if k not in LIVE], values, strict=True))
+            group.update(zip([k for k in group if k not in followed], values, strict=True))
 
         self._hold(Holder(path, read, restore))
-        for key in LIVE:
+        for key in followed:
             if key in group:
                 self._hold(_live_place(path, group, key))
         self._fixed(path, group.values())

@@ -30,6 +30,7 @@ from . import outputs
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .listening import watching_python
+from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
 from .reach import Reach
@@ -71,15 +72,15 @@ def record(
     blocked: int = 0,
     apart: bool = False,
     borrow: bool = False,
-    follow: bool = True,
+    follow: tuple[str, ...] = (*LIVE, *CYCLED),
     tracing: Tracing | None = None,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
-    `follow` learning rates and weight decays where possible, instead of baking them in. With `tracing`, results may be
-    attached to the graph of autograd, and the recording has a `backward` for them.
+    `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`, results may be attached to
+    the graph of autograd, and the recording has a `backward` for them.
 
     Raises:
         Attached: a result is attached, and there is no `tracing`.
@@ -120,8 +121,9 @@ def record(
             if dials.lost or not captured.program.set_numbers(dials.numbers()):
                 raise _Unfollowed
     except _Unfollowed:
-        # Some number could not be found in the program: then they are all baked in.
-        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False,
+        # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
+        fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
+        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=fewer,
                       tracing=tracing)  # fmt: skip
     leaves: list[Any] = []
     return Recording(
