@@ -10,6 +10,10 @@ room for the quotient. Such groups are left alone (`unfit`), and their steps run
 
 torch allows the mode on accelerators only, though its arithmetic works anywhere; for the CPU device the list of devices
 is extended for the same span of time.
+
+Adagrad has no such mode. But where its learning rate does not decay by itself, it multiplies the count that it has read
+by 0: then it is given another number for it, unread. Where it does decay, and in Adafactor, which reads norms as well, the
+step runs live.
 """
 
 from __future__ import annotations
@@ -29,19 +33,46 @@ __all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "re
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
 _DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
-_LISTED_BY = "_get_capturable_supported_devices"
+_LISTED_BY, _READ_BY = "_get_capturable_supported_devices", "_get_value"  # private functions of torch.optim's modules
 
 
 def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Move step counts that are on the host to their parameters' device; whether there were any. Values do not change."""
     moved = False
-    for optimizer in optimizers:
-        for p, state in optimizer.state.items():
+    for optimizer, group in _groups(optimizers):
+        if _reads_counts(optimizer, group):
+            continue  # there it would wait for the device in each step
+        for p in group["params"]:
+            state: Any = optimizer.state.get(p)
             step = state.get("step") if isinstance(state, dict) else None
             if isinstance(step, torch.Tensor) and step.device != p.device:
                 state["step"] = step.to(p.device)
                 moved = True
     return moved
+
+
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _reads_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the group's steps read their counts on the host, whatever the mode."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return not group.get("fused") and group.get("lr_decay") != 0
+    return isinstance(optimizer, torch.optim.Adafactor)
+
+
+_Counts = dict[int, tuple[torch.Tensor, dict[str, Any]]]  # step counts by identity, and the group of each
+
+
+def _ignored_counts(optimizers: Sequence[torch.optim.Optimizer]) -> _Counts:
+    """The counts that are read on the host only to be multiplied by 0."""
+    return {
+        id(step): (step, group)
+        for o, group in _groups(optimizers) if isinstance(o, torch.optim.Adagrad)
+        if not _reads_counts(o, group) and not group.get("fused")
+        for p in group["params"] if isinstance(step := o.state.get(p, {}).get("step"), torch.Tensor)
+    }  # fmt: skip
 
 
 def never(function: Any) -> Refusal | None:
@@ -71,7 +102,7 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
         return hook
 
-    found = [(o, refusal) for o in optimizers for g in o.param_groups if (refusal := _unfit(o, g)) is not None]
+    found = [(o, refusal) for o, g in _groups(optimizers) if (refusal := _unfit(o, g)) is not None]
     handles = [o.register_step_pre_hook(refusing(refusal)) for o, refusal in found]
     try:
         yield
@@ -82,9 +113,12 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal | None:
     """Why the optimizer cannot take a recorded step with this group."""
+    name, rate = type(optimizer).__name__, group.get("lr")
+    if _reads_counts(optimizer, group):
+        remedy = "fused=True" if "fused" in group else "another optimizer"
+        return Refusal(f"{name} reads its step count on the host", f"{remedy}, or record the model alone")
     if not _to_switch(group) or group.get("fused"):
         return None
-    name, rate = type(optimizer).__name__, group.get("lr")
     if any(p.dtype is torch.float16 for p in group["params"]):
         return Refusal(f"{name} steps on float16 parameters, which only its fused kernel can do in a recording",
                        "fused=True, or float32 parameters under autocast")  # fmt: skip
@@ -100,41 +134,58 @@ def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal |
 @contextmanager
 def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """`capturable` on in every group that knows it and can do with it, for the length of the block."""
-    groups = [g for o in optimizers for g in o.param_groups if _to_switch(g) and _unfit(o, g) is None]
-    if not groups:
+    groups = [g for o, g in _groups(optimizers) if _to_switch(g) and _unfit(o, g) is None]
+    counts = _ignored_counts(optimizers)
+    if not groups and not counts:
         yield
         return
-    lists = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim") and hasattr(m, _LISTED_BY)]
     with _guard:  # several threads may be at it, each with groups of its own
         for group in groups:
             group["capturable"] = True
             _switched[id(group)] += 1
-        if not _listed:
-            _listed.extend((m, getattr(m, _LISTED_BY)) for m in lists)
-            for m, listed in _listed:
-                setattr(m, _LISTED_BY, _with_cpu(listed))
-        _blocks.append(None)
+        _blocks.append(counts)
+        if len(_blocks) == 1:
+            _replace_functions()
     try:
         yield
     finally:
         with _guard:
-            _blocks.pop()
+            _blocks[:] = [block for block in _blocks if block is not counts]
             for group in groups:
                 _switched[id(group)] -= 1
                 if not _switched[id(group)]:
                     del _switched[id(group)]
                     group["capturable"] = False
             if not _blocks:
-                for m, listed in _listed:
-                    setattr(m, _LISTED_BY, listed)
-                _listed.clear()
+                for module, name, function in _replaced:
+                    setattr(module, name, function)
+                _replaced.clear()
 
 
 _guard = threading.Lock()
-_blocks: list[None] = []  # one for each block that somebody is in
+_blocks: list[_Counts] = []  # one for each block that somebody is in: the counts that are not read there
 _switched: Counter[int] = Counter()  # how many of them have switched a group, by its identity
-_listed: list[tuple[Any, Any]] = []  # the modules whose list is extended, and their own functions
+_replaced: list[tuple[Any, str, Any]] = []  # functions of torch.optim's modules, to be put back
+
+
+def _replace_functions() -> None:
+    adagrad = sys.modules[torch.optim.Adagrad.__module__]
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim")]
+    for module, name, instead in (*((m, _LISTED_BY, _with_cpu) for m in modules), (adagrad, _READ_BY, _unread)):
+        if hasattr(module, name):
+            _replaced.append((module, name, getattr(module, name)))
+            setattr(module, name, instead(getattr(module, name)))
 
 
 def _with_cpu(listed: Any) -> Any:
     return lambda *args, **kwargs: [*listed(*args, **kwargs), "cpu"]
+
+
+def _unread(read: Any) -> Any:
+    def value(x: Any) -> Any:
+        for counts in _blocks:
+            if id(x) in counts and counts[id(x)][1]["lr_decay"] == 0:
+                return 1.0
+        return read(x)
+
+    return value
