@@ -27,7 +27,9 @@ from .spans import Spans
 from .torch_private import address, alias, bump, use_count
 from .trees import unflatten
 
-__all__ = ["Player"]
+__all__ = ["GRAD", "Player"]
+
+GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
 
@@ -104,7 +106,7 @@ class Player:
                 return "a hyper-parameter that decides what the optimizer does"
         broken = self.recording.reliances.broken()
         if broken is None and self._grads is not None and not self._grads.fit():
-            return "a .grad attribute"
+            return GRAD
         return broken
 
     def _moved(self) -> bool:

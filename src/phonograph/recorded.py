@@ -37,7 +37,7 @@ from .joint import Joint
 from .keys import NoSignature
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
-from .player import Player
+from .player import GRAD, Player
 from .reach import Reach
 from .recorder import record, recording_here, settled
 from .recording import Entangled, Recording
@@ -56,6 +56,7 @@ R = TypeVar("R")
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
 _CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
 _FORGIVEN = 50  # ...where each is forgotten after so many replays
+_STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
@@ -341,8 +342,8 @@ class Recorded(Generic[P, R]):
 
     def _count_change(self, found: Found, history: _History) -> None:
         if history.changed(self._counters.replayed) > _CHANGES:
-            history.refusal = Refusal(f"{found.broken} changes from call to call", "pass it as an argument, or keep it out "
-                                      "of the recorded function")  # fmt: skip
+            remedy = _STEADY if found.broken == GRAD else "pass it as an argument, or keep it out of the recorded function"
+            history.refusal = Refusal(f"{found.broken} changes from call to call", remedy)
             raise history.refusal
 
     def _note_signature(self, call: Call) -> None:
