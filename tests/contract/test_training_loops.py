@@ -191,10 +191,10 @@ def settings_of(kind):
 
 def variants():
     for kind in DENSE:
-        yield pytest.param(kind, {}, id=kind)
+        yield from (pytest.param(kind, {}, way, id=f"{kind}-{way}") for way in (WHOLE, PAIR))
         for name, options in VARIANTS.items():
             if options.keys() <= settings_of(kind):
-                yield pytest.param(kind, options, id=f"{kind}, {name}")
+                yield pytest.param(kind, options, WHOLE, id=f"{kind}, {name}")
 
 
 def why_live(kind, options):
@@ -204,9 +204,8 @@ def why_live(kind, options):
 
 
 @may_run_live
-@both_ways
-@pytest.mark.parametrize(("kind", "options"), list(variants()))
-def test_c06_every_optimizer(device, way, kind, options):
+@pytest.mark.parametrize(("kind", "options", "way"), list(variants()))
+def test_c06_every_optimizer(device, kind, options, way):
     if options.get("capturable") and device.type == "cpu":
         pytest.skip("torch has no capturable optimizers on the CPU")
     twins = Twins(device, way, partial(KINDS[kind], **options))
@@ -422,11 +421,10 @@ def stepping(scheduler, loss):
         scheduler.step()
 
 
-@both_ways
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_c09_every_scheduler_beside_the_step(device, way, make):
+def test_c09_every_scheduler_beside_the_step(device, make):
     """A replay follows the rate: nothing is recorded again."""
-    twins = Twins(device, way, FUSED, schedule=make)
+    twins = Twins(device, PAIR, FUSED, schedule=make)
     for n in range(9):
         recordings = [pg.stats(one).recorded for one in twins.ours.recorded]
         loss = twins(*batch(device, n)).item()
