@@ -32,22 +32,24 @@ from .errors import Refusal
 __all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable"]
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
+_COUNTS = ("step", "mu_product")  # what is kept on the host for a parameter; the latter by NAdam
 _DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
 _LISTED_BY, _READ_BY = "_get_capturable_supported_devices", "_get_value"  # private functions of torch.optim's modules
 
 
 def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Move step counts that are on the host to their parameters' device; whether there were any. Values do not change."""
+    """Move what optimizers keep on the host to their parameters' device; whether there was anything. Values do not change."""
     moved = False
     for optimizer, group in _groups(optimizers):
         if _reads_counts(optimizer, group):
             continue  # there it would wait for the device in each step
         for p in group["params"]:
             state: Any = optimizer.state.get(p)
-            step = state.get("step") if isinstance(state, dict) else None
-            if isinstance(step, torch.Tensor) and step.device != p.device:
-                state["step"] = step.to(p.device)
-                moved = True
+            for name in _COUNTS if isinstance(state, dict) else ():
+                count = state.get(name)
+                if isinstance(count, torch.Tensor) and count.device != p.device:
+                    state[name] = count.to(p.device)
+                    moved = True
     return moved
 
 

@@ -209,7 +209,10 @@ def test_c06_every_optimizer(device, kind, options, way):
     if options.get("capturable") and device.type == "cpu":
         pytest.skip("torch has no capturable optimizers on the CPU")
     twins = Twins(device, way, partial(KINDS[kind], **options))
-    twins.train(*range(4))
+    first = twins(*batch(device, 0))
+    if isinstance(first, Raised):
+        pytest.skip(f"torch cannot: {first.error}")
+    twins.train(*range(1, 4))
     recordings = twins.step_stats.recorded
     for n, rate in enumerate([0.05, 0.03, 0.03]):
         twins.each(lambda run, rate=rate: run.optimizer.param_groups[0].update(lr=rate))
@@ -219,6 +222,26 @@ def test_c06_every_optimizer(device, kind, options, way):
     else:
         twins.assert_recorded()
         assert kind == "Rprop" or twins.step_stats.recorded == recordings, "the rate is followed"
+
+
+@may_run_live
+@pytest.mark.parametrize("way", [WHOLE, ALONE])
+@pytest.mark.parametrize("kind", DENSE)
+def test_c06_every_optimizer_that_has_stepped_before(device, way, kind):
+    """Its state is where plain steps have left it: counts on the host, for most."""
+    twins = Twins(device, way, KINDS[kind], taking_a_head)
+    twins.each(lambda run: step_plainly(run, 2))
+    for n in range(5):
+        twins(*batch(device, n), 0, False)
+    if not why_live(kind, {}):
+        twins.assert_recorded()
+
+
+def step_plainly(run, times):
+    for n in range(times):
+        x, y = batch(run.device, 50 + n)
+        F.cross_entropy(run.model(x), y).backward()
+        run.optimizer.step()
 
 
 def searching(run, model, beside):
@@ -316,6 +339,8 @@ def test_c09_every_hyper_parameter_there_and_back(device, kind, options, key):
     def make(_):
         torch.manual_seed(3)
         weights = [nn.Parameter(torch.randn(3, 2, device=device)) for _ in range(2)]
+        for p in weights:
+            p.grad = torch.zeros_like(p)
         used = {"momentum": 0.9} if key in ("dampening", "nesterov") and "momentum" in settings_of(kind) else {}
         return weights, KINDS[kind](weights, **options, **used)
 
@@ -326,11 +351,13 @@ def test_c09_every_hyper_parameter_there_and_back(device, kind, options, key):
             for one in (optimizer, twin):
                 one.param_groups[0][key] = CHANGED[key] if n == 4 else before
         for p, q in zip(weights, twins_weights, strict=True):
-            p.grad = torch.randn(3, 2, device=device)
-            q.grad = p.grad.clone()
+            p.grad.normal_()
+            q.grad.copy_(p.grad)
         prepare([twin])
         with recordable([twin]):
             wanted = attempt(twin.step)
+        if isinstance(wanted, Raised) and n == 0:
+            pytest.skip(f"torch cannot: {wanted.error}")
         assert_same(attempt(step), wanted)
         assert_same([weights, optimizer], [twins_weights, twin])
     if why_live(kind, options) is None:
@@ -807,7 +834,7 @@ def test_c11_an_averaged_model_in_what_is_recorded(device, way):
     """`update_parameters` asks on the host how many there were."""
 
     def update_of(run):
-        run.extra = swa_utils.AveragedModel(run.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+        run.extra = swa_utils.AveragedModel(run.model, run.device, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
         return lambda: (run.optimizer.step(), run.extra.update_parameters(run.model))[0]
 
     twins = Twins(device, way, SGD, updating(update_of))
