@@ -482,6 +482,28 @@ def test_c09_a_scheduler_that_cycles_momentum(device, way, optimizer):
     twins.assert_recorded(5)
 
 
+@both_ways
+def test_c09_momentum_off_and_on(device, way):
+    """Whether there is any decides which operators run."""
+    twins = Twins(device, way, SGD)
+    for n in range(14):
+        if n >= 4:
+            twins.each(lambda run, n=n: run.optimizer.param_groups[0].update(momentum=[0.9, 0.0, 0.5][n % 3]))
+        twins.train(n)
+    twins.assert_recorded(8)
+
+
+@both_ways
+def test_c09_betas_in_a_list_and_in_a_tuple(device, way):
+    twins = Twins(device, way, FUSED)
+    for n in range(10):
+        if n >= 4:
+            betas = (tuple, list)[n // 3 % 2]([0.9, 0.9 + n / 100])
+            twins.each(lambda run, betas=betas: run.optimizer.param_groups[0].update(betas=betas))
+        twins.train(n)
+    twins.assert_recorded(5)
+
+
 def by_the_group(run):
     (group,) = run.optimizer.param_groups
     return lambda: group["momentum"]
@@ -830,6 +852,18 @@ def test_c06_an_averaged_model_in_the_loop(device, way, options):
 
 @may_run_live
 @both_ways
+def test_c06_statistics_of_batch_norm_taken_anew(device, way):
+    """`update_bn` sets momentum to None meanwhile, and calls the very model that is recorded."""
+    twins = Twins(device, way, SGD, make=normed)
+    for n in range(10):
+        if n in (4, 7):
+            twins.each(lambda run: swa_utils.update_bn([batch(run.device, i)[0] for i in range(3)], run.model))
+        twins.train(n)
+    twins.assert_recorded(4, refusals=True)
+
+
+@may_run_live
+@both_ways
 def test_c11_an_averaged_model_in_what_is_recorded(device, way):
     """`update_parameters` asks on the host how many there were."""
 
@@ -893,6 +927,51 @@ def test_c06_a_gradient_scaler_without_a_look_at_the_host(device, way, optimizer
     """A fused optimizer skips on the device: the whole of it is recorded, unscaling, skipping, growing and backing off."""
     twins = Twins(device, way, optimizer, scaled(clipped))
     train_with_overflows(twins)
+    twins.assert_recorded(8)
+
+
+SCALER_CHANGES = {
+    4: lambda scaler: scaler.set_growth_interval(2),
+    8: lambda scaler: scaler.set_backoff_factor(0.25),
+    11: lambda scaler: scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0, "growth_factor": 4.0}),
+}
+
+
+@both_ways
+def test_c09_settings_of_a_gradient_scaler(device, way):
+    twins = Twins(device, way, FUSED, scaled(clipped=True))
+    for n in range(15):
+        if n in SCALER_CHANGES:
+            twins.each(lambda run, n=n: SCALER_CHANGES[n](run.scaler))
+        x, y = batch(device, n)
+        twins(x * (float("inf") if n in (5, 9) else 1.0), y)
+        assert_same(twins.ours.scaler.state_dict(), twins.live.scaler.state_dict())
+    twins.assert_recorded(8)
+
+
+@both_ways
+def test_c06_a_gradient_scaler_for_two_optimizers(device, way):
+    """The gradients of one overflow: that one skips its step, and the scale backs off."""
+
+    def loop(run, model, beside):
+        scaler = torch.amp.GradScaler(run.device.type, init_scale=8.0, growth_interval=3)
+        run.extra = [FUSED([run.model.heads[0].weight]), FUSED([run.model.body.weight])]
+        update = beside(lambda: ([scaler.step(o) for o in run.extra], scaler.update())[1])
+
+        def step(x, y, factor):
+            for optimizer in run.extra:
+                optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            run.model.body.weight.grad.mul_(factor)
+            update()
+            return loss.detach()
+
+        return step
+
+    twins = Twins(device, way, SGD, loop)
+    for n in range(12):
+        twins(*batch(device, n), torch.tensor(float("inf") if n in (4, 8, 9) else 1.0, device=device))
     twins.assert_recorded(8)
 
 
