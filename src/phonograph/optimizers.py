@@ -29,7 +29,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable"]
+__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "stepped"]
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
 _COUNTS = ("step", "mu_product")  # what is kept on the host for a parameter; the latter by NAdam
@@ -75,6 +75,14 @@ def _ignored_counts(optimizers: Sequence[torch.optim.Optimizer]) -> _Counts:
         if not _reads_counts(o, group) and not group.get("fused")
         for p in group["params"] if isinstance(step := o.state.get(p, {}).get("step"), torch.Tensor)
     }  # fmt: skip
+
+
+def stepped(function: Any) -> None:
+    """If the function that now runs is an optimizer's own step, say so as schedulers expect: they have `optimizer.step` note
+    that it was called, and one that was recorded before they were made goes around that."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
+        owner.__dict__["_opt_called"] = True
 
 
 def never(function: Any) -> Refusal | None:

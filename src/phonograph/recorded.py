@@ -367,6 +367,7 @@ class Recorded(Generic[P, R]):
 
     def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
         self._counters.live += 1
+        optimizers.stepped(self._function)
         try:
             with _Ours("looked at what the function can reach"):
                 reach = self._reach(call)
@@ -404,6 +405,7 @@ class Recorded(Generic[P, R]):
     def _live(self, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
         self._counters.live += 1
+        optimizers.stepped(self._function)
         with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]):
             return self._function(*args, **kwargs)
 

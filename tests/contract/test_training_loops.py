@@ -6,6 +6,7 @@ are the twin's, bit for bit."""
 
 import copy
 import inspect
+import warnings
 from functools import partial
 
 import pytest
@@ -458,6 +459,21 @@ def test_c09_every_scheduler_beside_the_step(device, make):
         assert n < 4 or recordings == [pg.stats(one).recorded for one in twins.ours.recorded], "recorded again"
         twins.each(lambda run: stepping(run.scheduler, loss))
     twins.assert_recorded(5)
+
+
+@pytest.mark.parametrize("optimizer", [FUSED, torch.optim.LBFGS], ids=["recorded", "live"])
+def test_c09_a_scheduler_made_after_the_step_was_recorded(device, optimizer):
+    """It has `optimizer.step` note that it was called, and warns where nothing was noted."""
+    weight = nn.Parameter(torch.ones(3, device=device))
+    made = optimizer([weight])
+    step = pg.record(made.step)
+    scheduler = lr_scheduler.StepLR(made, 2)
+    weight.grad = torch.ones(3, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for _ in range(4):
+            step(lambda: 0.0) if optimizer is torch.optim.LBFGS else step()
+            scheduler.step()
 
 
 CYCLED = {
