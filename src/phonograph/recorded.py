@@ -466,7 +466,8 @@ class Recorded(Generic[P, R]):
             if recording.backward is not None:
                 warmup = 0 if recording.backward.only_captured else self.options.warmup
                 name = f"the backward of {self.name}"
-                backward = Recorded(recording.backward, replace(self.options, name=name, warmup=warmup, verify=0))
+                options = replace(self.options, name=name, warmup=warmup, verify=0)
+                backward = self._recorded_backward(recording.backward, options)
                 player.joint = Joint(recording.backward, backward, self._create_graph)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled
@@ -477,6 +478,9 @@ class Recorded(Generic[P, R]):
         self._drop(self._shelf.add(call.key, player))
         logger.debug("%s", recording)
         return player
+
+    def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
+        return Recorded(function, options)
 
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)

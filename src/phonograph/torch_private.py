@@ -24,7 +24,8 @@ __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings"
            "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
            "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count"]  # fmt: skip
+           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
+           "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -130,6 +131,14 @@ _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_gr
 def keeps_graph() -> bool:
     """Within a backward: whether it retains the graph."""
     return bool(_keeps_graph()) if _keeps_graph is not None else True
+
+
+_will_run: Any = _c("_will_engine_execute_node")
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward: whether it runs this node."""
+    return bool(_will_run(node)) if _will_run is not None else True
 
 
 # -- modes
