@@ -203,7 +203,7 @@ class Pool:
     @property
     def takes_turns(self) -> bool:
         """Whether forwards of one function wait for their backwards at the same time."""
-        return any(r.backward is not None and r.backward.turns for r in self.recordings)
+        return any(r.backward is not None and r.backward.takes_turns for r in self.recordings)
 
     def of_forwards(self) -> Spans:
         """The addresses that recordings may overwrite whose backward runs outside."""

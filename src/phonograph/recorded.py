@@ -167,7 +167,6 @@ class Recorded(Generic[P, R]):
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._entangled = Entangled()
-        self._turns: list[bool] = []  # shared with the backwards
         self._differentiated_twice = False
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -465,8 +464,7 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                self._turns += [True] * (blocked > 0)
-                recording.backward.turns = self._turns
+                recording.backward.takes_turns = blocked > 0
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
                 warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
@@ -538,7 +536,6 @@ class Recorded(Generic[P, R]):
             for mine in (*self._bound, *self._backwards):
                 mine.reset()
             self._entangled = Entangled()
-            self._turns.clear()
             self._tidy()
         finally:
             lock.release()

@@ -242,7 +242,7 @@ def _clearance(device: Any, blocked: int, apart: bool, traced: bool, function: A
         return pool.footprints() | pool.protected(), False
     if traced and (blocked or pool.takes_turns):
         return pool.leased() | pool.of_forwards(), True
-    if isinstance(function, Backward) and function.turns:
+    if isinstance(function, Backward) and pool.takes_turns:
         return pool.leased(), True
     if not blocked:
         return pool.protected(), False

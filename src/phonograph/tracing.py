@@ -235,7 +235,7 @@ class Backward:
         """Which results have gradients."""
         self.kept = kept
         """The numbers of what lies on `memory`."""
-        self.turns: list[bool] = []  # not empty: several forwards of the function wait for their backwards at the same time
+        self.takes_turns = False  # made while another forward of the function waited for its backward
         self.only_captured = only_captured
         """Whether it can be captured and played, and not run: attention with dropout has left its seed on the device, and
         outside of a capture its backward would read it on the host."""
