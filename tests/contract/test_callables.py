@@ -1,4 +1,4 @@
-"""C1, C6, C7: `make_graphed_callables`. Code written for torch's, or for Transformer Engine's, gets eager's results, bit for bit;
+"""C1, C6, C7: `make_graphed_callables`. Code written for torch's or for Transformer Engine's gets eager's results, bit for bit;
 pipelines hold as many recordings as they have forwards in flight."""
 
 import copy
@@ -298,6 +298,7 @@ ORDERS = {
     "interleaved, first of 2": interleaved(2, 2, 0, 4),
     "interleaved, last of 2": interleaved(2, 2, 1, 4),
     "all forwards first": [1, 2, 3] * 3 + [-3, -2, -1] * 3,
+    "irregular": [2, -2, 1, 2, -2, -1, 1, 1, -1, -1, 2, -2],
 }
 IN_FLIGHT = {
     "1F1B, first of 4": [4],
@@ -307,6 +308,7 @@ IN_FLIGHT = {
     "interleaved, first of 2": [4, 2],
     "interleaved, last of 2": [3, 1],
     "all forwards first": [3, 3, 3],
+    "irregular": [2, 1],
 }
 PAIRED = [pytest.param(order, IN_FLIGHT[name], id=name) for name, order in ORDERS.items()]
 
@@ -492,6 +494,19 @@ def test_c09_hooks_with_several_forwards_in_flight(device):
         out.backward(g)
     assert [kind for kind, _, _ in seen] == ["backward_pre", "backward"] * 3
     assert_same([args[0][0] for kind, _, args in seen if kind == "backward_pre"], given)
+
+
+def test_c09_hooks_run_around_the_first_backward_of_a_call(device):
+    seen = []
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(device)
+    pg.make_graphed_callables(net, (X,), 1, capture_time_hooks=noting(seen))
+    for _ in range(2):
+        loss = net(ramp(device, 4, 8)).sum()
+        seen.clear()
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+        # The second call was captured: its backward is warmed up once, and then captured.
+        assert [kind for kind, _, _ in seen] == LIVE[2:] * pg.stats(net).calls
 
 
 def test_c09_hooks_that_prepare_the_weights(device):
