@@ -242,9 +242,9 @@ def _capture_hooks(callables: tuple[Any, ...], given: Any) -> dict[int, CaptureH
     return found
 
 
-def _recordings(callables: tuple[Any, ...], schedule: Schedule) -> dict[int, dict[str, int]]:
-    """By the id of each callable: the option for as many recordings as it has forwards in flight, and some others."""
+def _recordings(callables: tuple[Any, ...], schedule: Schedule) -> dict[int, dict[str, Any]]:
+    """By the id of each callable: options for as many recordings as it has forwards in flight, and some others."""
     needed = dict.fromkeys(map(id, callables), _OTHERS)
     for c, flying in zip(callables, schedule.needed(), strict=True):
         needed[id(c)] += flying
-    return {key: {"max_recordings": n} for key, n in needed.items()}
+    return {key: {"max_recordings": n, "takes_turns": schedule.takes_turns} for key, n in needed.items()}

@@ -19,6 +19,7 @@ class Options:
     verify: int = 0
     max_recordings: int = 16
     name: str | None = None
+    takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
 
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)

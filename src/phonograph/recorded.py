@@ -464,7 +464,7 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                recording.backward.takes_turns = blocked > 0
+                recording.backward.takes_turns = self.options.takes_turns or blocked > 0
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
                 warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
@@ -491,7 +491,7 @@ class Recorded(Generic[P, R]):
             try:
                 with _Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
-                                       borrow=borrow, tracing=tracing)  # fmt: skip
+                                       borrow=borrow, tracing=tracing, turns=self.options.takes_turns)  # fmt: skip
                 settled(tracing)
                 return recording
             except Overlooked as e:

@@ -73,6 +73,7 @@ def record(
     borrow: bool = False,
     follow: bool = True,
     tracing: Tracing | None = None,
+    turns: bool = False,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
@@ -88,7 +89,7 @@ def record(
     """
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
-    protected, copies_out = _clearance(device, blocked, apart, tracing is not None, function)
+    protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
         with _transaction(reach, grads) as snapshot:
             arguments, fixed = _arguments(call, device)
@@ -122,7 +123,7 @@ def record(
     except _Unfollowed:
         # Some number could not be found in the program: then they are all baked in.
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=False,
-                      tracing=tracing)  # fmt: skip
+                      tracing=tracing, turns=turns)  # fmt: skip
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -226,7 +227,7 @@ class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
 
-def _clearance(device: Any, blocked: int, apart: bool, traced: bool, function: Any) -> tuple[Spans, bool]:
+def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool, function: Any) -> tuple[Spans, bool]:
     """Which addresses the new recording keeps clear of, and whether it hands out copies.
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
@@ -234,15 +235,17 @@ def _clearance(device: Any, blocked: int, apart: bool, traced: bool, function: A
     to recordings in each other's way, the new one keeps clear of every output and never holds one itself. One that is made
     because another has left a tensor in the memory of its predecessor keeps `apart` from all.
 
-    Forwards that wait for their backwards at the same time take turns, in an order that is not known yet. Nothing that one of
-    them has saved may lie in what another overwrites; and gradients, which are held for long, in nothing that they overwrite.
+    Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet. Nothing that one
+    of them has saved may lie in what another overwrites; and gradients, which are held for long, in nothing that they
+    overwrite.
     """
     pool = device.pool
     if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
         return pool.footprints() | pool.protected(), False
-    if traced and (blocked or pool.takes_turns):
+    turns = turns or pool.takes_turns
+    if traced and (blocked or turns):
         return pool.leased() | pool.of_forwards(), True
-    if isinstance(function, Backward) and pool.takes_turns:
+    if turns and isinstance(function, Backward):
         return pool.leased(), True
     if not blocked:
         return pool.protected(), False

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 __all__ = ["Schedule"]
 
@@ -25,6 +26,8 @@ class Schedule:
     microbatches: int
     in_flight: tuple[int, ...]
     """For each chunk: the most forwards that wait for their backwards at the same time."""
+    takes_turns: bool
+    """Whether there are several at any time, of all chunks together."""
 
     @classmethod
     def of(cls, order: Sequence[int], layers: int | Sequence[int] | None, callables: int) -> Schedule:
@@ -43,7 +46,8 @@ class Schedule:
         if not order or counts != expected:
             raise ValueError("_order must have the same number of forwards c and of backwards -c for each chunk c = 1, 2, …; "
                              f"it has {dict(counts)}")  # fmt: skip
-        return cls(_layers(layers, chunks, callables), microbatches, tuple(_in_flight(order, chunks)))
+        return cls(_layers(layers, chunks, callables), microbatches, tuple(_in_flight(order, chunks)),
+                   max(accumulate(1 if c > 0 else -1 for c in order)) > 1)  # fmt: skip
 
     def samples(self) -> Iterator[int]:
         """For each sample, the number of its callable: chunk by chunk, in these by micro-batch, in these by layer."""

@@ -3,6 +3,7 @@ pipelines hold as many recordings as they have forwards in flight."""
 
 import copy
 import inspect
+import random
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph import callables as room
+from phonograph.devices import device_for
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -298,7 +300,6 @@ ORDERS = {
     "interleaved, first of 2": interleaved(2, 2, 0, 4),
     "interleaved, last of 2": interleaved(2, 2, 1, 4),
     "all forwards first": [1, 2, 3] * 3 + [-3, -2, -1] * 3,
-    "irregular": [2, -2, 1, 2, -2, -1, 1, 1, -1, -1, 2, -2],
 }
 IN_FLIGHT = {
     "1F1B, first of 4": [4],
@@ -308,7 +309,6 @@ IN_FLIGHT = {
     "interleaved, first of 2": [4, 2],
     "interleaved, last of 2": [3, 1],
     "all forwards first": [3, 3, 3],
-    "irregular": [2, 1],
 }
 PAIRED = [pytest.param(order, IN_FLIGHT[name], id=name) for name, order in ORDERS.items()]
 
@@ -361,15 +361,17 @@ def fan_out(made, order, layers):
     return {(c + 1, m): [next(places) for _ in range(layers)] for c in range(chunks) for m in range(microbatches)}
 
 
+def memory_is(device, monkeypatch, *, scarce):
+    monkeypatch.setattr(device_for(device), "roomy", 0 if scarce else 1 << 40, raising=False)
+
+
 @pytest.mark.parametrize("width", [8, 160], ids=["roomy", "scarce"])
 @pytest.mark.parametrize("given", ["order", "order, with reuse", "learned"])
 @pytest.mark.parametrize(("order", "in_flight"), PAIRED)
 def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width):
     """As many recordings of each chunk as it has forwards in flight, however many micro-batches, and whether memory is
     scarce or not; none is made later."""
-    from phonograph.devices import device_for
-
-    monkeypatch.setattr(device_for(device), "roomy", 0 if width == 160 else 1 << 40, raising=False)
+    memory_is(device, monkeypatch, scarce=width == 160)
     torch.manual_seed(0)
     layers, chunks, microbatches = 2, max(order), order.count(1)
     modules, live = beside([perceptron(device, width) for _ in range(layers * chunks)])
@@ -393,6 +395,29 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     backwards = [pg.stats(b) for m in modules for b in pg.api._recorded(m)._backwards]
     assert sum(b.replayed for b in backwards) > 0
     assert not any(b.refusals for b in backwards)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_c06_c15_an_irregular_order(device, monkeypatch, seed):
+    """It is known from the start what will be in flight, so that nothing is recorded where it would be in the way later."""
+    memory_is(device, monkeypatch, scarce=True)
+    torch.manual_seed(seed)
+    order, waiting, in_flight = [], {1: 0, 2: 0}, {1: 0, 2: 0}
+    while any(n < 5 for n in map(order.count, (-1, -2))):
+        c = random.Random(f"{seed} {len(order)}").choice([c for c in (1, 2, -1, -2) if order.count(c) < 5])
+        if c > 0 or waiting[-c]:
+            order.append(c)
+            waiting[abs(c)] += 1 if c > 0 else -1
+            in_flight[abs(c)] = max(in_flight[abs(c)], waiting[abs(c)])
+        else:
+            seed += 100
+    modules, live = beside([perceptron(device) for _ in range(2)])
+    pg.make_graphed_callables(modules, ((X,),) * 10, 1, _order=order)
+    stage, live = Stage(modules, order), Stage(live, order)
+    for _ in range(2):
+        check(stage, live, device, 8)
+        assert [pg.stats(m).recorded for m in modules] == [*in_flight.values()]
+    assert not any(pg.stats(m).refusals for m in modules)
 
 
 @pytest.mark.parametrize("order", [[1, 1, 1, -1, -1, -1], [1, -1, 1, -1, 1, -1]], ids=["3 in flight", "1 in flight"])
