@@ -1,5 +1,6 @@
-"""C1, C6: ordinary layers, trained. Every module in every dtype, with and without recompute, recorded as a whole step and as a
-pair of forward and backward: outputs, gradients, weights and the random generator are eager's, bit for bit."""
+"""C1, C6: ordinary layers, trained. Every module in every dtype, with and without recompute, recorded as a whole step, as a
+pair of forward and backward, and as a chunk of a pipeline: outputs, gradients, weights and the random generator are eager's,
+bit for bit."""
 
 import copy
 
@@ -80,7 +81,11 @@ class Recomputed(nn.Module):
 def training(module, way, scaled):
     """A loop's body: two micro-batches, clipping, the optimizer."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
-    called = pg.record(module, warmup=1) if way == "pair" else module
+    called = module
+    if way == "pair":
+        called = pg.record(module, warmup=1)
+    elif way == "callables":
+        called = pg.make_graphed_callables(module, (torch.empty(2, 6, 8),), 1)
     scale = 128.0 if scaled else 1.0
 
     def step(*batches):
@@ -97,6 +102,43 @@ def training(module, way, scaled):
         return outs
 
     return pg.record(step, warmup=1) if way == "whole step" else step
+
+
+class Loss(nn.Module):
+    def forward(self, out):
+        return out.float().square().mean()
+
+
+ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
+
+
+def pipeline(module, way, _):
+    """A loop's body: three micro-batches, in turn through two chunks, of which the second is the loss."""
+    optimizer, loss = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True), Loss()
+    if way == "interleaved order":
+        pg.make_graphed_callables((module, loss), ((torch.empty(2, 6, 8),),) * 6, 1, _order=ORDER)
+
+    def step(*batches):
+        optimizer.zero_grad()
+        values, following, outs, between, losses, grads = [], list(batches), [], [], [], []
+        for c in ORDER:
+            if c == 1:
+                outs.append(module(following.pop(0)))
+                between.append(outs[-1].detach().requires_grad_())
+            elif c == 2:
+                losses.append((loss(between[0]), between.pop(0)))
+                values.append(losses[-1][0].detach().clone())
+            elif c == -2:
+                value, start = losses.pop(0)
+                value.backward()
+                grads.append(start.grad)
+                value = start = None
+            else:
+                outs.pop(0).backward(grads.pop(0))
+        optimizer.step()
+        return values
+
+    return step
 
 
 @pytest.fixture
@@ -117,18 +159,37 @@ def test_c06_training(device, deterministic, make, dtype, recompute, way):
     torch.manual_seed(1)
     module = make().to(device, dtype)
     module = Recomputed(module) if recompute == "recomputed" else module
+    step = compare(module, training, way, dtype, device)
+    cudnn = device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules())
+    if not (cudnn or (way == "pair" and recompute == "recomputed")):  # which run live
+        recorded = step if way == "whole step" else module
+        assert pg.stats(recorded).replayed > 0, pg.explain(recorded)
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # of a copy, on a GPU
+@pytest.mark.parametrize("way", ["callables", "interleaved order"])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_c06_training_by_callables(device, deterministic, make, way):
+    torch.manual_seed(1)
+    module = make().to(device)
+    compare(module, pipeline if way == "interleaved order" else training, way, torch.float32, device)
+    if not (device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules())):  # which run live
+        assert pg.stats(module).replayed > 0, pg.explain(module)
+        assert way == "callables" or pg.stats(module).recorded == 2, pg.explain(module)  # as many as are in flight
+
+
+def compare(module, loop, way, dtype, device):
+    """Five steps of a loop, beside the same loop live; returns the first."""
     both = [module, copy.deepcopy(module)]
-    steps = [training(m, w, dtype is torch.float16) for m, w in zip(both, (way, "live"), strict=True)]
+    steps = [loop(m, w, dtype is torch.float16) for m, w in zip(both, (way, "live"), strict=True)]
     for n in range(5):
         torch.manual_seed(n)
-        batches = [torch.randn(2, 6, 8, device=device).to(dtype) for _ in range(2)]
+        batches = [torch.randn(2, 6, 8, device=device).to(dtype) for _ in range(3 if loop is pipeline else 2)]
         found = []
         for step, m in zip(steps, both, strict=True):
             torch.manual_seed(100 + n)
             found.append((step(*batches), [p.grad for p in m.parameters()], list(m.state_dict().values())))
             found[-1] += (torch.rand(1, device=device),)
         assert_same(*found)
-    recorded = steps[0] if way == "whole step" else both[0]
-    cudnn = device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in module.modules())
-    if not (cudnn or (way == "pair" and recompute == "recomputed")):  # which run live
-        assert pg.stats(recorded).replayed > 0, pg.explain(recorded)
+    return steps[0]
