@@ -147,7 +147,7 @@ def make_graphed_callables(
     _check_samples(called, sample_args, sample_kwargs)
     hooks = _capture_hooks(callables, capture_time_hooks)
     needed = {} if schedule is None else _recordings(callables, schedule)
-    chosen = {id(c): Options(**{"warmup": num_warmup_iters, **needed.get(id(c), {}), **options}) for c in callables}
+    chosen = {id(c): Options(warmup=num_warmup_iters, **{**needed.get(id(c), {}), **options}) for c in callables}
     kinds: dict[int, Any] = {}
     if capture_time_hooks is not None or pre_warmup_hook is not None or post_warmup_hook is not None:
         warm_ups = WarmUps(len(hooks), num_warmup_iters, pre_warmup_hook, post_warmup_hook)

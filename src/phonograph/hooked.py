@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from .options import Options
 from .recorded import Recorded
 from .signature import Call
-from .torch_private import will_run
+from .torch_private import made_when, will_run
 from .trees import flatten
 
 __all__ = ["CaptureHooks", "Hooked", "WarmUps"]
@@ -153,7 +154,7 @@ class Hooked(Recorded[..., Any]):
         finally:
             self._warm_ups.end(self._number)
         if self._hooks.backward_pre or self._hooks.backward:
-            _LiveBackward(self._hooks).follow(result, [t for t in call.tensors if _is_input(t)])
+            _LiveBackward(self._hooks, result, [t for t in call.tensors if _is_input(t)])
         return result
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Any:
@@ -181,46 +182,65 @@ def _is_input(t: torch.Tensor) -> bool:
 
 
 class _LiveBackward:
-    """The first backward of a warm-up call: tells the hooks when it begins and ends."""
+    """The first backward of a warm-up call: tells the hooks when it begins and ends.
 
-    def __init__(self, hooks: CaptureHooks) -> None:
-        self._hooks = hooks
-        self._handles: list[Any] = []
-        self._running = 0  # nodes at the edge that have still to run; 0 before the backward has begun
-        self._grads: dict[tuple[Node, int], torch.Tensor] = {}  # of the arguments, by where they come from
+    Nodes of the graph have hooks of ours, and must not be held by them: a graph that never runs backward would hold itself, out
+    of the garbage collector's sight. So a hook knows only such nodes as were made before its own, which autograd runs after it.
+    """
 
-    def follow(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, hooks: CaptureHooks, result: Any, inputs: Sequence[torch.Tensor]) -> None:
         leaves: list[Any] = []
         flatten(result, leaves)
-        attached = [t for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        ends = [get_gradient_edge(t)[:2] for t in attached]
-        starts = [get_gradient_edge(t)[:2] for t in inputs]
+        ends = [_edge(t) for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        starts = {_edge(t): i for i, t in enumerate(inputs)}
+        self._hooks = hooks
+        self._of_results: list[Any] = [None] * len(ends)
+        self._of_arguments: list[Any] = [None] * len(inputs)
+        self._due: set[int] = set()  # nodes that run in this backward
+        self._ran: set[int] = set()
         within = _between([node for node, _ in ends], {node for node, _ in starts})
-        edge = [n for n in within if any(following not in within for following, _ in n.next_functions)]
-        known: list[Any] = [None] * len(ends)
+        leaving = {n for n in within if any(following not in within for following, _ in n.next_functions)}
+        watched = sorted({*(node for node, _ in ends if node in within), *leaving}, key=made_when)
+        self._handles = []
+        for k, node in enumerate(watched):
+            results = [(i, number) for i, (end, number) in enumerate(ends) if end is node]
+            if results:
+                before = list(enumerate(watched[:k]))
+                self._handles.append(node.register_prehook(partial(self._enter, k, results, before, node not in leaving)))
+            if node in leaving:
+                arguments = [(at, starts[edge]) for at, edge in enumerate(node.next_functions) if edge in starts]
+                self._handles.append(node.register_hook(partial(self._leave, k, arguments)))
 
-        def begin(node: Node, grads: Sequence[Any]) -> None:
-            for i, (end, number) in enumerate(ends):
-                if end is node:
-                    known[i] = grads[number]
-            if not self._running:
-                self._running = sum(map(will_run, edge))
-                self._hooks.call(self._hooks.backward_pre, tuple(known))
+    def _enter(
+        self, k: int, results: list[tuple[int, int]], before: list[tuple[int, Node]], is_all: bool, grads: Sequence[Any]
+    ) -> None:
+        for i, number in results:
+            self._of_results[i] = grads[number]
+        begins = not self._due
+        self._due |= {k, *(j for j, node in before if will_run(node))}
+        if begins:
+            self._hooks.call(self._hooks.backward_pre, tuple(self._of_results))
+        if is_all:
+            self._has_run(k)
 
-        def end(node: Node, grads: Sequence[Any]) -> None:
-            for at, grad in zip(node.next_functions, grads, strict=False):
-                if at in starts and grad is not None:
-                    self._grads[at] = self._grads[at] + grad if at in self._grads else grad
-            self._running -= 1
-            if not self._running:
-                for handle in self._handles:
-                    handle.remove()
-                self._hooks.call(self._hooks.backward, tuple(map(self._grads.get, starts)), tuple(known))
+    def _leave(self, k: int, arguments: list[tuple[int, int]], grads: Sequence[Any], _: Any) -> None:
+        for at, i in arguments:
+            if grads[at] is not None:
+                before = self._of_arguments[i]
+                self._of_arguments[i] = grads[at] if before is None else before + grads[at]
+        self._has_run(k)
 
-        for node in dict.fromkeys(node for node, _ in ends if node in within):
-            self._handles.append(node.register_prehook(lambda grads, node=node: begin(node, grads)))
-        for node in edge:
-            self._handles.append(node.register_hook(lambda grads, _, node=node: end(node, grads)))
+    def _has_run(self, k: int) -> None:
+        self._ran.add(k)
+        if self._due and self._due <= self._ran:
+            for handle in self._handles:
+                handle.remove()
+            self._hooks.call(self._hooks.backward, tuple(self._of_arguments), tuple(self._of_results))
+
+
+def _edge(t: torch.Tensor) -> tuple[Node, int]:
+    node, number = get_gradient_edge(t)[:2]
+    return node, number
 
 
 def _between(ends: Iterable[Node], starts: set[Node]) -> set[Node]:

@@ -21,7 +21,7 @@ import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates",
-           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker",
+           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "made_when", "maker",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
            "raw_alloc", "raw_free", "raw_stream", "route_to_pool", "saved_tensors_hooks", "segments",
            "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
@@ -131,6 +131,11 @@ _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_gr
 def keeps_graph() -> bool:
     """Within a backward: whether it retains the graph."""
     return bool(_keeps_graph()) if _keeps_graph is not None else True
+
+
+def made_when(node: Any) -> int:
+    """Autograd's number of a node: the later it was made, the higher."""
+    return int(node._sequence_nr())
 
 
 _will_run: Any = _c("_will_engine_execute_node")

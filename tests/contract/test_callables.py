@@ -2,14 +2,17 @@
 pipelines hold as many recordings as they have forwards in flight."""
 
 import copy
+import gc
 import inspect
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import phonograph as pg
 from phonograph import callables as room
@@ -455,7 +458,7 @@ def noting(seen, returned=None):
             from phonograph.recorder import recording_here
 
             assert not recording_here()
-            seen.append((kind, owner, copy.deepcopy([a.detach() if isinstance(a, torch.Tensor) else a for a in args])))
+            seen.append((kind, owner, tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)))
             return returned
 
         return hook
@@ -532,6 +535,48 @@ def test_c09_hooks_run_around_the_first_backward_of_a_call(device):
             loss.backward(retain_graph=True)
         # The second call was captured: its backward is warmed up once, and then captured.
         assert [kind for kind, _, _ in seen] == LIVE[2:] * pg.stats(net).calls
+
+
+class Parts(nn.Module):
+    """Several results: one leads to the other, and one has parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        h = self.first(x)
+        return h, self.second(h.tanh()) + y, self.third(y) * x
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])
+def test_c09_hooks_of_a_call_with_several_results(device, used):
+    """In a live call as in a recorded one: each once, with the gradients of the results and of both arguments."""
+    seen, net = [], Parts().to(device)
+    pg.make_graphed_callables(net, (X, X), 1, capture_time_hooks=noting(seen))
+    for _ in range(2):
+        x, y = (ramp(device, 4, 8).requires_grad_() for _ in range(2))
+        out = net(x, y)
+        seen.clear()
+        given = [torch.full((4, 8), 1.0 + i, device=device) for i in range(3)]
+        torch.autograd.backward([out[i] for i in used], [given[i] for i in used])
+        assert [kind for kind, _, _ in seen] == LIVE[2:]
+        of_arguments, of_results = seen[1][2]
+        assert_same(of_arguments, (x.grad, y.grad))
+        plain = [i for i in used if i > 0 or 1 not in used]  # what leads to another result has more of a gradient in eager
+        assert_same([of_results[i] for i in plain], [given[i] for i in plain])
+
+
+def test_c17_a_warm_up_with_hooks_whose_backward_never_runs(device):
+    for make in (lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), Parts):
+        net = make().to(device)
+        pg.make_graphed_callables(net, (X, X)[: 2 if make is Parts else 1], 3, capture_time_hooks=noting([]))
+        args = [ramp(device, 4, 8).requires_grad_() for _ in range(2 if make is Parts else 1)]
+        net(*args)
+        gone = weakref.ref(net)
+        del net
+        gc.collect()
+        assert gone() is None
 
 
 def test_c09_hooks_that_prepare_the_weights(device):
@@ -652,6 +697,7 @@ WRONG = {
         ((LINEAR, LINEAR), ((X,), (X,))), {"capture_time_hooks": [None, {"forward_hooks": {0: none}}]}, ValueError, "twice",
     ),
     "a warm-up hook": (ONE, {"pre_warmup_hook": 1}, TypeError, "pre_warmup_hook"),
+    "warm-ups twice": (ONE, {"warmup": 1}, TypeError, "warmup"),
     "an unknown option": (ONE, {"num_warmups": 1}, TypeError, "num_warmups"),
     "an option of pg.record": (ONE, {"fallback": "eager"}, ValueError, "fallback"),
 }  # fmt: skip
