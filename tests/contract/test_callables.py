@@ -400,6 +400,24 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     assert not any(b.refusals for b in backwards)
 
 
+def test_c06_c15_memory_does_not_grow_with_the_number_of_micro_batches(device, monkeypatch):
+    """It is that of the forwards in flight, and of one backward at a time."""
+    memory_is(device, monkeypatch, scarce=True)
+    taken = []
+    for microbatches in (4, 12):
+        torch.manual_seed(0)
+        modules = [perceptron(device, 64) for _ in range(2)]
+        order = one_forward_one_backward(4, 0, microbatches)
+        pg.make_graphed_callables(tuple(modules), ((X,),) * (2 * microbatches), 1, _order=order, _num_layers_per_chunk=2)
+        stage = Stage(modules, order)
+        for _ in range(4):
+            stage.step(device, 64)
+        taken.append(device_for(device).pool.footprints().nbytes)
+        for module in modules:
+            pg.reset(module)
+    assert taken[0] == taken[1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_c06_c15_an_irregular_order(device, monkeypatch, seed):
     """It is known from the start what will be in flight, so that nothing is recorded where it would be in the way later."""
