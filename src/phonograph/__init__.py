@@ -6,6 +6,7 @@ See https://pypi.org/project/phonograph for the documentation; start with `recor
 from __future__ import annotations
 
 from .api import explain, live, record, reset, stats
+from .callables import make_graphed_callables
 from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
 from .observe import Stats
 from .recorded import Recorded
@@ -20,6 +21,7 @@ __all__ = [
     "Unrecordable",
     "explain",
     "live",
+    "make_graphed_callables",
     "record",
     "reset",
     "stats",

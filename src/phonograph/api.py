@@ -72,11 +72,12 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     """
     chosen = Options(**options)
     if fn is None:
-        return lambda function: _wrap(function, chosen)
-    return _wrap(fn, chosen)
+        return lambda function: wrap(function, chosen)
+    return wrap(fn, chosen)
 
 
-def _wrap(fn: Any, options: Options) -> Any:
+def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
+    """What `record` returns for a function or module; `kind` makes the recorded function."""
     if not callable(fn):
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
     if isinstance(fn, Recorded):
@@ -85,9 +86,9 @@ def _wrap(fn: Any, options: Options) -> Any:
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, Recorded(call, replace(options, name=name)))
+        torch_private.call_through(fn, kind(call, replace(options, name=name)))
         return fn
-    return Recorded(fn, options)
+    return kind(fn, options)
 
 
 def stats(f: Any) -> Stats:

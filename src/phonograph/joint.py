@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .backward import Backward, Gradients
 from .torch_private import alias, keeps_graph, may_run_backward, when_backward_ends
-from .tracing import Backward, Gradients
 
 __all__ = ["Joint"]
 
@@ -59,8 +59,8 @@ class Joint:
         saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
         flight = _Flight(self, [*map(alias, self._memory)], saved)
-        if traced.rewind is not None:
-            flight.begins = traced.rewind.of_last()
+        if traced.recompute.rewind is not None:
+            flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
         for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
             results[i] = t
@@ -71,8 +71,8 @@ class Joint:
         known = self._read.get(pattern)
         flight.begin(known)
         flight.refresh()
-        if self.traced.rewind is not None:
-            self.traced.rewind.begins = flight.begins
+        if self.traced.recompute.rewind is not None:
+            self.traced.recompute.rewind.begins = flight.begins
         with self.traced.noting() as numbers:
             found, added = self.backward(*grads)
         if known is None:

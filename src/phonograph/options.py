@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Options", "switched_off"]
+__all__ = ["Options", "at_least", "switched_off"]
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,18 @@ class Options:
     verify: int = 0
     max_recordings: int = 16
     name: str | None = None
+    takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
 
     def __post_init__(self) -> None:
-        _at_least("warmup", self.warmup, 0)
-        _at_least("verify", self.verify, 0)
-        _at_least("max_recordings", self.max_recordings, 1)
+        at_least("warmup", self.warmup, 0)
+        at_least("verify", self.verify, 0)
+        at_least("max_recordings", self.max_recordings, 1)
         _one_of("fallback", self.fallback, ("live", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def at_least(name: str, value: object, least: int) -> None:
+    """Check an option that is a number of something."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if value < least:

@@ -647,7 +647,7 @@ def _way(kind: type) -> _Enter:
     top = kind.__module__.partition(".")[0]
     if kind.__module__ == "phonograph.recorded" and kind.__name__ == "Recorded":
         return Reach._recorded
-    if kind.__module__ == "phonograph.tracing" and kind.__name__ == "Backward":
+    if kind.__module__ == "phonograph.backward" and kind.__name__ == "Backward":
         return lambda reach, path, backward: reach._fixed(path, backward.reached())
     if hasattr(kind, "__next__"):
         return _iterator

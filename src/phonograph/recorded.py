@@ -481,9 +481,12 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                warmup = 0 if recording.backward.only_captured else self.options.warmup
+                recording.backward.takes_turns = self.options.takes_turns or blocked > 0
+                # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
+                warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
-                backward = Recorded(recording.backward, replace(self.options, name=name, warmup=warmup, verify=0))
+                options = replace(self.options, name=name, warmup=warmup, verify=0)
+                backward = self._recorded_backward(recording.backward, options)
                 player.joint = Joint(recording.backward, backward, self._create_graph)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled
@@ -495,6 +498,9 @@ class Recorded(Generic[P, R]):
         logger.debug("%s", recording)
         return player
 
+    def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
+        return Recorded(function, options)
+
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
@@ -502,7 +508,7 @@ class Recorded(Generic[P, R]):
             try:
                 with _Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
-                                       borrow=borrow, tracing=tracing)  # fmt: skip
+                                       borrow=borrow, tracing=tracing, turns=self.options.takes_turns)  # fmt: skip
                 settled(tracing)
                 return recording
             except Overlooked as e:

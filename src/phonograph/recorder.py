@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from . import outputs
+from .backward import Backward
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .listening import watching_python
@@ -39,7 +40,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .signature import Call, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
-from .tracing import Backward, Tracing
+from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -74,6 +75,7 @@ def record(
     borrow: bool = False,
     follow: tuple[str, ...] = (*LIVE, *CYCLED),
     tracing: Tracing | None = None,
+    turns: bool = False,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
@@ -89,7 +91,7 @@ def record(
     """
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
-    protected, copies_out = _clearance(device, blocked, apart)
+    protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
         with _transaction(reach, grads) as snapshot:
             arguments, fixed = _arguments(call, device)
@@ -124,7 +126,7 @@ def record(
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=fewer,
-                      tracing=tracing)  # fmt: skip
+                      tracing=tracing, turns=turns)  # fmt: skip
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -237,17 +239,26 @@ class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
 
-def _clearance(device: Any, blocked: int, apart: bool) -> tuple[Spans, bool]:
+def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool, function: Any) -> tuple[Spans, bool]:
     """Which addresses the new recording keeps clear of, and whether it hands out copies.
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
     room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
     to recordings in each other's way, the new one keeps clear of every output and never holds one itself. One that is made
     because another has left a tensor in the memory of its predecessor keeps `apart` from all.
+
+    Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet. Nothing that one
+    of them has saved may lie in what another overwrites; and gradients, which are held for long, in nothing that they
+    overwrite.
     """
     pool = device.pool
     if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
         return pool.footprints() | pool.protected(), False
+    turns = turns or pool.takes_turns
+    if traced and (blocked or turns):
+        return pool.leased() | pool.of_forwards(), True
+    if turns and isinstance(function, Backward):
+        return pool.leased(), True
     if not blocked:
         return pool.protected(), False
     return pool.leased(), True
@@ -306,7 +317,7 @@ def _capture(
     _recording.append(threading.get_ident())
     try:
         kept = tracing.kept if tracing is not None else list
-        rewind = function.rewind if isinstance(function, Backward) else None
+        rewind = function.recompute.rewind if isinstance(function, Backward) else None
         captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
         return captured._replace(containers=frozenset(given), ran_backward=bool(backwards))
     except (Refusal, Overlooked, KeyboardInterrupt):

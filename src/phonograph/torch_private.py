@@ -6,6 +6,7 @@ to record and names it.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,12 @@ import torch.overrides
 import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates", "function_modes",
-           "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "maker", "may_run_backward",
-           "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached",
-           "raw_alloc", "raw_free", "raw_stream", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
-           "when_backward_ends"]  # fmt: skip
+           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates", "forget_recomputed",
+           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "made_when",
+           "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
+           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
+           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
+           "storage_at", "tensor_check", "transformed", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -138,9 +139,51 @@ when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Within a backward: call something at its end."""
 
 
+def recomputed_part(x: object) -> bool:
+    """Whether this is what `checkpoint` knows of a part that it recomputes."""
+    return type(x).__name__ == "_CheckpointFrame" and hasattr(x, "recomputed") and hasattr(x, "weak_holders")
+
+
+def forget_recomputed(part: Any) -> None:
+    """Let go of what was recomputed for a backward that is over. `checkpoint` does so where it is read, or with the graph."""
+    part.recomputed.clear()
+    part.is_recomputed.clear()
+    part.recomp_counter.clear()
+    for ref in part.weak_holders:
+        if (holder := ref()) is not None:
+            holder.handles.clear()
+
+
+def selected_anew(entries: Any) -> Any:
+    """What selective recompute keeps of the calls of one operator, in tensors that have no history yet: the ones that it hands
+    out get one."""
+    if isinstance(entries, (dict, list, tuple)):
+        items = entries.items() if isinstance(entries, dict) else enumerate(entries)
+        fresh = {key: selected_anew(entry) for key, entry in items}
+        return fresh if isinstance(entries, dict) else type(entries)(fresh.values())
+    if not isinstance(getattr(entries, "val", None), torch.Tensor):
+        return entries
+    kept = copy.copy(entries)
+    kept.val = entries.val.detach()
+    return kept
+
+
 def keeps_graph() -> bool:
     """Within a backward: whether it retains the graph."""
     return bool(_keeps_graph()) if _keeps_graph is not None else True
+
+
+def made_when(node: Any) -> int:
+    """Autograd's number of a node: the later it was made, the higher."""
+    return int(node._sequence_nr())
+
+
+_will_run: Any = _c("_will_engine_execute_node")
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward: whether it runs this node."""
+    return bool(_will_run(node)) if _will_run is not None else True
 
 
 # -- modes

@@ -14,7 +14,6 @@ when the capture is over, none of its memory may be held by anything.
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import weakref
@@ -27,15 +26,16 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from .backward import Backward, Places, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .keeping import NODE, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, backward_id, donates, use_count
+from .torch_private import alias, donates, recomputed_part, use_count
 from .watch import storage_id
 
-__all__ = ["Backward", "Gradients", "Tracing"]
+__all__ = ["Tracing"]
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
@@ -60,14 +60,6 @@ class _Source(torch.autograd.Function):
 # The classes of the nodes of two functions.
 _SOURCE: Any = _Source._backward_cls
 _REENTRANT: Any = CheckpointFunction._backward_cls
-
-
-class _Start(NamedTuple):
-    """Where the graph of a call begins at an argument that requires a gradient, and where that arrives."""
-
-    number: int
-    edge: GradientEdge
-    arrived: list[torch.Tensor | None]
 
 
 class _Found(NamedTuple):
@@ -98,6 +90,7 @@ class Tracing:
         self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
         self.held: dict[int, torch.Tensor] = {}
         """By storage: memory of the capture that code keeps by itself, slots among it."""
+        self._parts: list[Any] = []  # what `checkpoint` knows of each part that is recomputed
         self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
         slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
         self._inputs = {storage_id(t): i for i, t in slots}
@@ -105,7 +98,7 @@ class Tracing:
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for _, t in slots]
         self._made: list[weakref.ref[Any]] = []
         self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
-        self._sources: list[_Start] = []
+        self._sources: list[Start] = []
         self._given: list[torch.Tensor] = []
         self._known: dict[Any, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -125,7 +118,7 @@ class Tracing:
         """What the function gets as argument `number`, which requires a gradient."""
         arrived: list[torch.Tensor | None] = []
         t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
-        self._sources.append(_Start(number, get_gradient_edge(t), arrived))
+        self._sources.append(Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
         return t
 
@@ -163,6 +156,8 @@ class Tracing:
                     self.held[storage_id(x)] = alias(x)
             elif type(x).__module__ == checkpoint.__module__ and hasattr(x, "storage"):
                 self._selections.append(x.storage)
+            elif recomputed_part(x):
+                self._parts.append(x)
         self._hooks.clear()
 
     def kept(self) -> list[torch.Tensor]:
@@ -242,10 +237,22 @@ class Tracing:
         states = self._states.held()
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         return Backward(
-            function if found.python or has_hooks or self.recomputes else None, ends, self._sources, parameters, self._places,
-            memory, constant, {n: on[key] for n, key in numbers.items() if key in on and key in made}, attached,
-            frozenset(unread), seeded and results[attached[0]].is_cuda, held, slots, self._selections, rewind, reentrant,
-        )  # fmt: skip
+            function=function if found.python or has_hooks or self.recomputes else None,
+            ends=ends,
+            sources=self._sources,
+            parameters=parameters,
+            reentrant=reentrant,
+            places=self._places,
+            memory=memory,
+            kept=frozenset(unread),
+            constant=constant,
+            exposed={n: on[key] for n, key in numbers.items() if key in on and key in made},
+            attached=attached,
+            held=held,
+            slots=slots,
+            recompute=Recompute(self._parts, self._selections, rewind),
+            only_captured=seeded and results[attached[0]].is_cuda,
+        )
 
     @staticmethod
     def _place(t: torch.Tensor, own: Set[int], outside: Mapping[int, list[torch.Tensor]],
@@ -267,160 +274,6 @@ def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
     at, nbytes = t.data_ptr(), extent(t) * t.element_size()
     around = [c for c in candidates if c.data_ptr() <= at and at + nbytes <= c.data_ptr() + extent(c) * c.element_size()]
     return min(around or candidates, key=lambda c: c.numel())
-
-
-class Places:
-    """What the numbers of saved tensors stand for, once the capture is over."""
-
-    def __init__(self, places: list[torch.Tensor], leaves: dict[int, torch.Tensor]) -> None:
-        self.places = places
-        self.leaves = leaves
-        """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
-        self._read: set[int] | None = None
-
-    def get(self, number: int) -> torch.Tensor:
-        if self._read is not None:
-            self._read.add(number)
-        leaf = self.leaves.get(number)
-        return self.places[number] if leaf is None else alias(leaf)
-
-    @contextmanager
-    def noting(self) -> Iterator[set[int]]:
-        """The numbers that are asked for inside the block."""
-        outer, self._read = self._read, set()
-        try:
-            yield self._read
-        finally:
-            self._read = outer
-
-
-Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
-"""What a `Backward` gives."""
-
-
-class Backward:
-    """What autograd does in the backward of a recorded call: gradients of its results in, gradients of what they depend on
-    out. Reads what the last replay of the forward has saved, and leaves it there."""
-
-    def __init__(
-        self, function: Any, ends: list[GradientEdge], sources: list[_Start],
-        parameters: list[torch.Tensor], places: Places, memory: list[Lease], constant: dict[int, torch.Tensor],
-        exposed: dict[int, int], attached: list[int], kept: frozenset[int], only_captured: bool, held: list[torch.Tensor],
-        slots: dict[int, torch.Tensor], selections: list[Any], rewind: Rewind | None, reentrant: list[torch.Tensor],
-    ) -> None:  # fmt: skip
-        self._function = function  # the forward's, if some of its code runs in the backward: what it reads, that may read
-        self._ends = ends
-        self._sources = sources
-        self._starts = [*(s.edge for s in sources), *map(get_gradient_edge, parameters)]
-        self._places = places
-        self.arguments = [s.number for s in sources]
-        self.parameters = parameters
-        self.memory = memory
-        """What the forward leaves for the backward."""
-        self.constant = constant
-        """By the numbers of what is saved: tensors outside."""
-        self.exposed = exposed
-        """By the numbers of what is saved: results, which their owner may write."""
-        self.attached = attached
-        """Which results have gradients."""
-        self.kept = kept
-        """The numbers of what lies on `memory`."""
-        self._held = held  # what code keeps by itself, on `memory` as well
-        self.slots = slots
-        """Those slots, by the arguments' numbers, that code keeps by itself."""
-        self._selections = [(s, {key: copy.copy(entries) for key, entries in s.items()}) for s in selections]
-        self.rewind = rewind
-        self.reentrant = reentrant
-        """Leaf tensors that may get gradients from parts that are recomputed by a backward of their own."""
-        self.only_captured = only_captured
-        """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside,
-        its backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
-
-    def reached(self) -> tuple[Any, ...]:
-        """What it can reach. It never changes."""
-        return self._function, *self._held, *self._places.places, *self._places.leaves.values(), *self.parameters
-
-    def noting(self) -> Any:
-        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
-        return self._places.noting()
-
-    def __call__(self, *grads: torch.Tensor | None) -> Gradients:
-        """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
-        A result whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each
-        with its number there."""
-        given = [(end, grad) for end, grad in zip(self._ends, grads, strict=True) if grad is not None]
-        if not given:
-            return [None] * len(self._starts), []
-        if self.only_captured and not torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("phonograph: the backward of attention with dropout, or in a recomputed part, could not be "
-                               "recorded, and cannot run live after a recorded forward. Record the whole step.")  # fmt: skip
-        if self.rewind is not None:
-            self.rewind.prepare()
-        for storage, entries in self._selections:  # a backward uses them up
-            storage.update({key: copy.copy(entry) for key, entry in entries.items()})
-        ends, ends_grads = [end for end, _ in given], [grad for _, grad in given]
-        if self.reentrant:
-            return self._accumulating(ends, ends_grads)
-        with _hooks_set_aside(self.parameters):
-            return list(torch.autograd.grad(ends, self._starts, ends_grads, retain_graph=True, allow_unused=True)), []
-
-    def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
-        """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
-        leaves = self.reentrant
-        index = {id(t): i for i, t in enumerate(leaves)}
-        for s in self._sources:
-            s.arrived.clear()
-        with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
-            torch.autograd.backward(ends, grads, retain_graph=True)
-        inner = {i for i, _, nested in collected if nested}
-        outer = {i: grad for i, grad, _ in collected if i not in inner}
-        own = [outer.get(index[id(p)]) for p in self.parameters]
-        arrived = [s.arrived.pop() if s.arrived else None for s in self._sources]
-        return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
-
-
-@contextmanager
-def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Hooks of a parameter run where its gradient arrives, which is in the user's own backward."""
-    hooks = [(h, dict(h)) for t in tensors for h in (t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)) if h]
-    for h, _ in hooks:
-        h.clear()
-    try:
-        yield
-    finally:
-        for h, saved in hooks:
-            h.update(saved)
-
-
-@contextmanager
-def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterator[list[tuple[int, torch.Tensor, bool]]]:
-    """The gradients that arrive at these tensors, in order, instead of being added to `.grad`: the tensor's index, the
-    gradient, and whether it comes from a backward within the one from `ends`, which the block runs."""
-    found: list[tuple[int, torch.Tensor, bool]] = []
-    before = [t.grad for t in leaves]
-    outer: set[int] = set()
-
-    def arrived(i: int) -> Callable[..., None]:
-        def collect(*_: Any) -> None:
-            grad = leaves[i].grad
-            if grad is not None:
-                found.append((i, grad, backward_id() not in outer))
-                leaves[i].grad = None
-
-        return collect
-
-    nodes = [get_gradient_edge(t).node for t in leaves]  # a tensor does not keep its own
-    handles = [node.register_hook(arrived(i)) for i, node in enumerate(nodes)]
-    handles += [end.node.register_prehook(lambda _: outer.add(backward_id())) for end in ends]
-    for t in leaves:
-        t.grad = None
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-        for t, grad in zip(leaves, before, strict=True):
-            t.grad = grad
 
 
 def _walk(ends: Sequence[GradientEdge]) -> _Found:

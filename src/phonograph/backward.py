@@ -1,0 +1,207 @@
+"""The backward of a recorded call, as a function that can be run, or recorded, again and again.
+
+It is the graph of autograd that the capture of the forward has left behind. What is saved in it are numbers (`tracing`), which
+stand for places that each replay of the forward fills anew.
+
+Two ways lead through it. `torch.autograd.grad` gives the gradients of all that the call depends on. But where a part is
+recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `torch.autograd.backward` is allowed, which adds to
+`.grad`: each gradient is taken away there as it arrives, so that it can be added later, outside, in eager's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .pool import Lease
+from .randomness import Rewind
+from .torch_private import alias, backward_id, forget_recomputed, selected_anew
+
+__all__ = ["Backward", "Gradients", "Places", "Recompute", "Start"]
+
+Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
+"""What a `Backward` gives."""
+
+
+class Start(NamedTuple):
+    """Where the graph of a call begins at an argument that requires a gradient, and where that arrives."""
+
+    number: int
+    edge: GradientEdge
+    arrived: list[torch.Tensor | None]
+
+
+class Places:
+    """What the numbers of saved tensors stand for, once the capture is over."""
+
+    def __init__(self, places: list[torch.Tensor], leaves: dict[int, torch.Tensor]) -> None:
+        self.places = places
+        self.leaves = leaves
+        """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
+        self._read: set[int] | None = None
+
+    def get(self, number: int) -> torch.Tensor:
+        if self._read is not None:
+            self._read.add(number)
+        leaf = self.leaves.get(number)
+        return self.places[number] if leaf is None else alias(leaf)
+
+    @contextmanager
+    def noting(self) -> Iterator[set[int]]:
+        """The numbers that are asked for inside the block."""
+        outer, self._read = self._read, set()
+        try:
+            yield self._read
+        finally:
+            self._read = outer
+
+
+class Recompute:
+    """What has to be done around each run of a backward that recomputes parts of its forward."""
+
+    def __init__(self, parts: list[Any], selections: list[Any], rewind: Rewind | None) -> None:
+        self._parts = parts  # what `checkpoint` knows of each
+        # What selective recompute keeps instead, which a backward uses up.
+        self._selections = [(kept, {key: selected_anew(entries) for key, entries in kept.items()}) for kept in selections]
+        self.rewind = rewind
+
+    def __enter__(self) -> None:
+        if self.rewind is not None:
+            self.rewind.prepare()
+        for kept, first in self._selections:
+            kept.update({key: selected_anew(entries) for key, entries in first.items()})
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            forget_recomputed(part)
+
+
+@dataclass(eq=False)
+class Backward:
+    """What autograd does in the backward of a recorded call: gradients of its results in, gradients of what they depend on
+    out. Reads what the last replay of the forward has saved, and leaves it there."""
+
+    function: Any
+    """The forward's, if some of its code runs in the backward: what it reads, that may read."""
+    ends: list[GradientEdge]
+    sources: list[Start]
+    """Arguments that get a gradient."""
+    parameters: list[torch.Tensor]
+    """Leaf tensors outside that get one."""
+    reentrant: list[torch.Tensor]
+    """Leaf tensors that may get some from parts that are recomputed by a backward of their own."""
+    places: Places
+    memory: list[Lease]
+    """What the forward leaves for the backward."""
+    kept: frozenset[int]
+    """The numbers of what lies on `memory`."""
+    constant: dict[int, torch.Tensor]
+    """By the numbers of what is saved: tensors outside."""
+    exposed: dict[int, int]
+    """By the numbers of what is saved: results, which their owner may write."""
+    attached: list[int]
+    """Which results have gradients."""
+    held: list[torch.Tensor]
+    """What code keeps by itself, on `memory` as well..."""
+    slots: dict[int, torch.Tensor]
+    """...and those slots, by the arguments' numbers."""
+    recompute: Recompute
+    only_captured: bool
+    """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside, its
+    backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
+    takes_turns: bool = False
+    """Made while another forward of the function waited for its backward."""
+
+    def __post_init__(self) -> None:
+        self.arguments = [s.number for s in self.sources]
+        self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]
+
+    def reached(self) -> tuple[Any, ...]:
+        """What it can reach. It never changes."""
+        return self.function, *self.held, *self.places.places, *self.places.leaves.values(), *self.parameters
+
+    def noting(self) -> Any:
+        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
+        return self.places.noting()
+
+    def __call__(self, *grads: torch.Tensor | None) -> Gradients:
+        """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
+        A result whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each
+        with its number there."""
+        given = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if grad is not None]
+        if not given:
+            return [None] * len(self._starts), []
+        if self.only_captured and not torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("phonograph: the backward of attention with dropout, or in a recomputed part, could not be "
+                               "recorded, and cannot run live after a recorded forward. Record the whole step.")  # fmt: skip
+        with self.recompute:
+            return self._run([end for end, _ in given], [grad for _, grad in given])
+
+    def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
+        if self.reentrant:
+            return self._accumulating(ends, grads)
+        with _hooks_set_aside(self.parameters):
+            return list(torch.autograd.grad(ends, self._starts, grads, retain_graph=True, allow_unused=True)), []
+
+    def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
+        """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
+        leaves = self.reentrant
+        index = {id(t): i for i, t in enumerate(leaves)}
+        for s in self.sources:
+            s.arrived.clear()
+        with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
+            torch.autograd.backward(ends, grads, retain_graph=True)
+        inner = {i for i, _, nested in collected if nested}
+        outer = {i: grad for i, grad, _ in collected if i not in inner}
+        own = [outer.get(index[id(p)]) for p in self.parameters]
+        arrived = [s.arrived.pop() if s.arrived else None for s in self.sources]
+        return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
+
+
+@contextmanager
+def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks of a parameter run where its gradient arrives, which is in the user's own backward."""
+    hooks = [(h, dict(h)) for t in tensors for h in (t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)) if h]
+    for h, _ in hooks:
+        h.clear()
+    try:
+        yield
+    finally:
+        for h, saved in hooks:
+            h.update(saved)
+
+
+@contextmanager
+def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterator[list[tuple[int, torch.Tensor, bool]]]:
+    """The gradients that arrive at these tensors, in order, instead of being added to `.grad`: the tensor's index, the
+    gradient, and whether it comes from a backward within the one from `ends`, which the block runs."""
+    found: list[tuple[int, torch.Tensor, bool]] = []
+    before = [t.grad for t in leaves]
+    outer: set[int] = set()
+
+    def arrived(i: int) -> Callable[..., None]:
+        def collect(*_: Any) -> None:
+            grad = leaves[i].grad
+            if grad is not None:
+                found.append((i, grad, backward_id() not in outer))
+                leaves[i].grad = None
+
+        return collect
+
+    nodes = [get_gradient_edge(t).node for t in leaves]  # a tensor does not keep its own
+    handles = [node.register_hook(arrived(i)) for i, node in enumerate(nodes)]
+    handles += [end.node.register_prehook(lambda _: outer.add(backward_id())) for end in ends]
+    for t in leaves:
+        t.grad = None
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for t, grad in zip(leaves, before, strict=True):
+            t.grad = grad
