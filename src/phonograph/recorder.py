@@ -17,6 +17,7 @@ import math
 import random
 import sys
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -258,7 +259,7 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
     if traced and (blocked or turns):
         return pool.leased() | pool.of_forwards(), True
     if turns and isinstance(function, Backward):
-        return pool.leased(), True
+        return pool.leased() | pool.of_forwards(), function.takes_turns
     if not blocked:
         return pool.protected(), False
     return pool.leased(), True
@@ -291,7 +292,12 @@ def _capture(
         saving = nullcontext() if tracing is None else tracing.saving()
         refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **tracing.refused()}
         with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown, watch) as listener:
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as e:
+                # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
+                traceback.clear_frames(e.__traceback__)
+                raise
         backwards.extend(code for code in listener.ran if code.co_name == "_engine_run_backward")
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
