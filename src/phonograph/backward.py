@@ -114,6 +114,8 @@ class Backward:
     only_captured: bool
     """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside, its
     backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
+    once: Callable[[Callable[[], Gradients], Rewind | None], Gradients] | None = None
+    """For one that is `only_captured`: captures a call, plays it, and forgets it."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
 
@@ -137,8 +139,8 @@ class Backward:
         if not given:
             return [None] * len(self._starts), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("phonograph: the backward of attention with dropout, or in a recomputed part, could not be "
-                               "recorded, and cannot run live after a recorded forward. Record the whole step.")  # fmt: skip
+            assert self.once is not None
+            return self.once(lambda: self(*grads), self.recompute.rewind)
         with self.recompute:
             return self._run([end for end, _ in given], [grad for _, grad in given])
 

@@ -30,6 +30,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import optimizers, torch_private
+from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
@@ -323,7 +324,7 @@ class Recorded(Generic[P, R]):
             self._count_change(found, history)
         if history.attached and found.blocked >= self.options.max_recordings:
             raise Refusal("more calls than max_recordings wait for their backward", "raise it, or record the whole sequence")
-        if not history.attached and found.blocked > _BLOCKED:
+        if not (history.attached or isinstance(self._function, Backward)) and found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
         spoiled = self._shelf.discard_spoiled(call.key)
         self._drop(spoiled)
@@ -481,7 +482,12 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                recording.backward.takes_turns = self.options.takes_turns or blocked > 0
+                turns = self.options.takes_turns or blocked > 0
+                recording.backward.takes_turns = turns
+                for other in self._shelf.touch(call.key) if turns and call.key in self._shelf else ():
+                    if other.recording.backward is not None:
+                        other.recording.backward.takes_turns = True
+                recording.backward.once = device.once
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
                 warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"

@@ -36,6 +36,9 @@ class Shelf:
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
 
+    def __contains__(self, key: Any) -> bool:
+        return key in self._by_key
+
     def __iter__(self) -> Any:
         return (p for players in self._by_key.values() for p in players)
 

@@ -1588,3 +1588,32 @@ def test_c17_a_recorded_module_goes_when_it_is_dropped(device):
     del net
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_c06_attention_whose_backward_runs_live(device, monkeypatch, recompute):
+    """On a GPU it can only run in a capture, so that it runs in one that is made for it alone."""
+    torch.manual_seed(0)
+    both = [nn.Linear(6, 6).to(device) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+
+    def make(net):
+        def attend(x):
+            return F.scaled_dot_product_attention(*(3 * [net(x).view(4, 1, 3, 2)]), dropout_p=0.4)
+
+        return lambda x: checkpoint(attend, x, use_reentrant=False) if recompute else attend(x)
+
+    recorded = pg.record(make(both[0]), warmup=1)
+    for n in range(6):
+        results = []
+        for f, net in ((recorded, both[0]), (make(both[1]), both[1])):
+            net.zero_grad()
+            torch.manual_seed(n)
+            out = f(torch.full((4, 6), 0.1 * n, device=device))
+            torch.rand(n, device=device)
+            with monkeypatch.context() as m:
+                m.setenv("PHONOGRAPH", "off" if n != 3 else "")
+                out.square().sum().backward()
+            results.append(([p.grad for p in net.parameters()], torch.rand(1, device=device)))
+        assert_same(*results)
+    assert pg.stats(recorded).replayed == 5

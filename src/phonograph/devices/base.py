@@ -62,6 +62,9 @@ class Device(Protocol):
     def beside(self) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""
 
+    def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
+        """Capture a call, play it, and forget it; returns its result."""
+
     def settle(self, recording: Recording) -> None:
         """A recording has been made, and all of its capture but it is gone."""
 

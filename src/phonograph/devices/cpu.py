@@ -461,6 +461,10 @@ class CpuDevice:
         out = tuple(free) if sum(free.values()) <= copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)
 
+    def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
+        """Nothing can only run captured."""
+        return call()
+
     def settle(self, recording: Recording) -> None:
         """Nothing: what a tape leaves behind lies outside of the arena."""
 

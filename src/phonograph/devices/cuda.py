@@ -39,6 +39,7 @@ from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import address, current_device, maker, raw_stream
+from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
 from . import cuda_memory, driver
@@ -484,6 +485,30 @@ class CudaDevice:
         program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index, rewind, surplus)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
+
+    def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
+        """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in
+        memory of its own."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for g in self._generators:
+            graph.register_generator_state(g)
+        generator = torch.cuda.default_generators[self.index]
+        now = generator.get_state()
+        with self._on_stream():
+            with self._capturing(graph, torch.cuda.graph_pool_handle()):
+                result = call()
+                if rewind is not None:
+                    self._surplus()
+            graph.instantiate()
+            if rewind is not None:
+                rewind.begin()
+            graph.replay()
+            if rewind is not None:
+                generator.set_state(now)
+            leaves: list[Any] = []
+            shape = flatten(result, leaves)
+            copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+            return unflatten(shape, copies, result)
 
     def _surplus(self) -> int:
         """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may
