@@ -15,6 +15,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class OperatorWatch(TorchDispatchMode):
         key = storage._cdata
         if key not in self.known:
             self.known[key] = name
-            self._births[key] = weakref.ref(storage, lambda _: self.died(key))
+            self._births[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key))
 
     def _born(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
@@ -135,7 +136,7 @@ class OperatorWatch(TorchDispatchMode):
         if key not in self.known:
             self.known[key] = ""
             # An identity is given out again once its storage is gone: forget it then.
-            self._births[key] = weakref.ref(storage, lambda _: self.died(key))
+            self._births[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key))
 
     def died(self, key: int) -> None:
         """A storage that the call created, or a gradient from before, is gone."""
@@ -204,6 +205,13 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: to one that a replay would not have.
         """
         self.states.meaning(state)
+
+
+def _gone(watch: weakref.ref[OperatorWatch], key: int, _: object) -> None:
+    """A storage is gone. (The watch is not held: in a cycle it would keep the tensors that it has noted until garbage is
+    collected.)"""
+    if (mine := watch()) is not None:
+        mine.died(key)
 
 
 def _reaches_beside(args: Any, kwargs: Any) -> bool:
