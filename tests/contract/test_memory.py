@@ -1054,3 +1054,30 @@ def test_c09_a_rate_that_code_of_a_package_sets_for_a_moment(device):
             for optimizer in (both.state[1], both.live_state[1]):
                 optimizer.param_groups[0]["lr"] = 0.25
         both(ramp(device, 3))
+
+
+@pytest.mark.parametrize("kind", ["fused", "clipped"])
+def test_c17_gradients_do_not_wait_for_the_garbage_collector(device, kind):
+    """What a capture has noted goes with it."""
+    net = nn.Linear(4, 4).to(device)
+    fused, plain = functools.partial(torch.optim.AdamW, fused=True), functools.partial(torch.optim.SGD, lr=0.1)
+    optimizer = (fused if kind == "fused" else plain)(net.parameters())
+    pg.record(net, warmup=1)
+
+    def clip():
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+    update = pg.record(optimizer.step if kind == "fused" else clip, warmup=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            net(torch.ones(2, 4, device=device)).sum().backward()
+            gradients = [weakref.ref(p.grad) for p in net.parameters()]
+            update()
+            optimizer.zero_grad()
+            assert [g() for g in gradients] == [None, None]
+    finally:
+        gc.enable()
+    assert pg.stats(net).recorded == 1, pg.explain(net)
