@@ -1,0 +1,26 @@
+"""What watches the operators of a capture."""
+
+import gc
+import weakref
+
+import torch
+
+from phonograph.reach import Reach
+from phonograph.watch import OperatorWatch
+
+
+def test_it_goes_with_its_capture():
+    """Not only when garbage is collected: it has noted tensors, gradients among them, which would seem to be held until then."""
+    x = torch.ones(3)
+    gc.disable()
+    try:
+        watch = OperatorWatch(torch.device("cpu"), Reach([("x", x)], frozenset()), [])
+        with watch:
+            made = x.mul_(2) + 1
+        assert list(watch.written.values())
+        ref = weakref.ref(watch)
+        del watch
+        assert ref() is None
+    finally:
+        gc.enable()
+    assert made[0] == 3
