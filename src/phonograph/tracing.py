@@ -8,8 +8,9 @@ recorded like any other function.
 Arguments that require a gradient enter the graph through `_Source`, a node that holds nothing, and not as leaves: a leaf
 would keep its memory, and have hooks.
 
-What Python code keeps by itself (an attribute of `ctx`, a variable of a hook) would be a tensor of the capture for ever. So
-when the capture is over, none of its memory may be held by anything.
+What code keeps by itself (an attribute of `ctx`, a variable of a part that is recomputed) is looked for where the function ends
+(`keeping`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture for ever;
+so when the capture is over, nothing may hold any of its memory besides.
 """
 
 from __future__ import annotations
