@@ -9,8 +9,8 @@ Arguments that require a gradient enter the graph through `_Source`, a node that
 would keep its memory, and have hooks.
 
 What code keeps by itself (an attribute of `ctx`, a variable of a part that is recomputed) is looked for where the function ends
-(`keeping`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture for ever;
-so when the capture is over, nothing may hold any of its memory besides.
+(`keeping`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture for
+ever; so when the capture is over, nothing may hold any of its memory besides.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from phonograph.watch import OperatorWatch
 
 
 def test_it_goes_with_its_capture():
-    """Not only when garbage is collected: it has noted tensors, gradients among them, which would seem to be held until then."""
+    """Not only when garbage is collected: it has noted tensors, gradients among them, which would seem to be held so long."""
     x = torch.ones(3)
     gc.disable()
     try:
