@@ -64,8 +64,9 @@ class Places:
 class Recompute:
     """What has to be done around each run of a backward that recomputes parts of its forward."""
 
-    def __init__(self, parts: list[Any], selections: list[Any], rewind: Rewind | None) -> None:
+    def __init__(self, parts: list[Any], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
         self._parts = parts  # what `checkpoint` knows of each
+        self._code = code  # held for them
         # What selective recompute keeps instead, which a backward uses up.
         self._selections = [(kept, {key: selected_anew(entries) for key, entries in kept.items()}) for kept in selections]
         self.rewind = rewind

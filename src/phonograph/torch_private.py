@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,11 +23,12 @@ import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates", "forget_recomputed",
-           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "made_when",
-           "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
-           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
-           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "tensor_check", "transformed", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
+           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "lend_code",
+           "made_when", "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks",
+           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
+           "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
+           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
+           "when_backward_ends", "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -142,6 +144,29 @@ when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 def recomputed_part(x: object) -> bool:
     """Whether this is what `checkpoint` knows of a part that it recomputes."""
     return type(x).__name__ == "_CheckpointFrame" and hasattr(x, "recomputed") and hasattr(x, "weak_holders")
+
+
+class _Code:
+    """Holds the function that recomputes a part."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+
+def lend_code(part: Any) -> object:
+    """Let a part (or the node of a reentrant one) know its function only for as long as what is returned lives. The graph of
+    autograd has the part, and the function often the module; a cycle through the graph no garbage collector could see."""
+    name = "recompute_fn" if hasattr(part, "recompute_fn") else "run_function"
+    code = _Code(getattr(part, name))
+    known = weakref.ref(code)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = known()
+        assert own is not None
+        return own.function(*args, **kwargs)
+
+    setattr(part, name, run)
+    return code
 
 
 def forget_recomputed(part: Any) -> None:

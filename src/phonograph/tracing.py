@@ -33,7 +33,7 @@ from .errors import Refusal
 from .keeping import NODE, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, donates, recomputed_part, use_count
+from .torch_private import alias, donates, lend_code, recomputed_part, use_count
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -236,6 +236,7 @@ class Tracing:
         self._known.clear()
         self.held = {}
         states = self._states.held()
+        code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         return Backward(
             function=function if found.python or has_hooks or self.recomputes else None,
@@ -251,7 +252,7 @@ class Tracing:
             attached=attached,
             held=held,
             slots=slots,
-            recompute=Recompute(self._parts, self._selections, rewind),
+            recompute=Recompute(self._parts, code, self._selections, rewind),
             only_captured=seeded and results[attached[0]].is_cuda,
         )
 

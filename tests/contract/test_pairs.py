@@ -1289,6 +1289,36 @@ def test_c06_parts_with_a_backward_of_their_own_and_chosen_inputs(device):
                 torch.autograd.grad(out, [x])
 
 
+class Parts(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.linear, self.options = nn.Linear(4, 4), options
+
+    def part(self, x, scale=None):
+        return self.linear(x).tanh() if scale is None else self.linear(x) * scale
+
+    def forward(self, x):
+        if self.options["use_reentrant"]:
+            return checkpoint(self.part, x, **self.options)
+        return checkpoint(self.part, x, scale=x.detach().sigmoid(), **self.options)
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_c17_a_module_that_recomputes_goes_when_it_is_dropped(device, reentrant, backwards):
+    net = Parts(use_reentrant=reentrant).to(device)
+    pg.record(net, warmup=1)
+    for _ in range(5):
+        out = net(torch.ones(2, 4, device=device, requires_grad=True))
+        if backwards:
+            out.sum().backward()
+    assert pg.stats(net).replayed > 1
+    ref = weakref.ref(net)
+    del net, out
+    gc.collect()
+    assert ref() is None
+
+
 def test_c06_recompute_after_another_seed(device):
     """The seed at the forward counts, not that at the backward, nor that at the capture."""
     both = Both(Recomputed(use_reentrant=False, p=0.5).to(device))
