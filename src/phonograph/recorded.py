@@ -524,6 +524,9 @@ class Recorded(Generic[P, R]):
                 if history.attached or borrow:
                     raise
                 history.attached = True
+            finally:
+                if tracing is not None:
+                    tracing.end()
         raise Refusal("runs other code each time it is looked at", final=False)
 
     def _drop(self, players: list[Player]) -> None:

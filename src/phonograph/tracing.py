@@ -183,6 +183,12 @@ class Tracing:
     def _unpack(self, number: int) -> torch.Tensor:
         return self.saved[number] if self._places is None else self._places.get(number)
 
+    def end(self) -> None:
+        """The capture is over, with or without success: let go of all of it. The graph has this, and parts that are recomputed
+        have the graph: a cycle that no garbage collector could see."""
+        self.held, self.saved, self._known = {}, [], {}
+        self._hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], []
+
     def lost(self) -> bool:
         """After the capture, when all that it has made is gone: whether something still holds memory of it, which would have
         the values of the capture for ever, and was not found before. (A variable of a hook, say.)"""
