@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .keeping import Contents
 from .pool import Lease
 from .randomness import Rewind
 from .torch_private import alias, backward_id, forget_recomputed, selected_anew
@@ -96,6 +97,10 @@ class Backward:
     """Leaf tensors outside that get one."""
     reentrant: list[torch.Tensor]
     """Leaf tensors that may get some from parts that are recomputed by a backward of their own."""
+    nested: bool
+    """Whether there are such parts."""
+    contents: Contents
+    """Of what code keeps: the backward must leave it, as each forward makes it anew in eager."""
     places: Places
     memory: list[Lease]
     """What the forward leaves for the backward."""
@@ -117,6 +122,8 @@ class Backward:
     backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
     once: Callable[[Callable[[], Gradients], Rewind | None], Gradients] | None = None
     """For one that is `only_captured`: captures a call, plays it, and forgets it."""
+    changed: Callable[[], object] = int
+    """To be called when a run has changed the `contents`."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
 
@@ -143,17 +150,20 @@ class Backward:
             assert self.once is not None
             return self.once(lambda: self(*grads), self.recompute.rewind)
         with self.recompute:
-            return self._run([end for end, _ in given], [grad for _, grad in given])
+            found = self._run([end for end, _ in given], [grad for _, grad in given])
+        if self.contents.changed():
+            self.changed()
+        return found
 
     def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
-        if self.reentrant:
+        if self.nested:
             return self._accumulating(ends, grads)
         with _hooks_set_aside(self.parameters):
             return list(torch.autograd.grad(ends, self._starts, grads, retain_graph=True, allow_unused=True)), []
 
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
-        leaves = self.reentrant
+        leaves = self.reentrant  # of which some may not require gradients any more
         index = {id(t): i for i, t in enumerate(leaves)}
         for s in self.sources:
             s.arrived.clear()
@@ -196,8 +206,8 @@ def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterato
 
         return collect
 
-    nodes = [get_gradient_edge(t).node for t in leaves]  # a tensor does not keep its own
-    handles = [node.register_hook(arrived(i)) for i, node in enumerate(nodes)]
+    nodes = [(i, get_gradient_edge(t).node) for i, t in enumerate(leaves) if t.requires_grad]  # a tensor does not keep its own
+    handles = [node.register_hook(arrived(i)) for i, node in nodes]
     handles += [end.node.register_prehook(lambda _: outer.add(backward_id())) for end in ends]
     for t in leaves:
         t.grad = None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .backward import Backward, Gradients
-from .torch_private import alias, keeps_graph, may_run_backward, when_backward_ends
+from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends
 
 __all__ = ["Joint"]
 
@@ -143,9 +143,17 @@ class _Flight:
             self._memory, self._saved, self._storages, self.arguments = None, [], [], []
 
 
+_quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them
+
+
 def _keep_quiet(p: torch.Tensor) -> None:
     """Until the running backward ends, hooks of this parameter hear of it only if a gradient arrives: autograd comes by
     without one, and in eager it would not."""
+    key = backward_id(), id(p)
+    if key in _quiet:
+        return
+    _quiet.add(key)
+    when_backward_ends(partial(_quiet.discard, key))
     given: list[bool] = []
     asks = p.register_hook(lambda grad: given.append(grad is not None))
     both: tuple[Any, Any] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,23 +16,43 @@ from torch.autograd.function import BackwardCFunction
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
 
-__all__ = ["NODE", "kept"]
+__all__ = ["NODE", "Contents", "kept"]
 
 _MANY = 100_000
 _ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float)
 
 
-def kept(roots: Iterable[object]) -> list[Any]:
+def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: False) -> list[Any]:
     """The objects that these refer to, directly or not. Modules, optimizers and globals are not looked into: what they have
-    outlives the call."""
+    outlives the call; and what is `left_out` is not met."""
     found: dict[int, Any] = {}
     work = deque(roots)
     while work and len(found) < _MANY:
         x = work.popleft()
-        if id(x) not in found:
+        if id(x) not in found and not left_out(x):
             found[id(x)] = x
             work.extend(_within(x))
     return list(found.values())
+
+
+class Contents:
+    """What is in the containers and objects that code keeps, to see later whether it has changed. torch's own are left out."""
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        found = kept(roots, lambda x: type(x).__module__.startswith("torch.") and not isinstance(x, NODE))
+        self._found = [(x, _inside(x)) for x in found if not isinstance(x, (torch.Tensor, FunctionType, MethodType, partial))]
+
+    def changed(self) -> bool:
+        return any(len(now := _inside(x)) != len(was) or not all(map(is_, now, was)) for x, was in self._found)
+
+
+def _inside(x: Any) -> list[Any]:
+    """What an object holds, in order."""
+    inside = list(_contents(x)) if isinstance(x, CellType) else list(getattr(x, "__dict__", {}).items())
+    inside = [part for pair in inside for part in pair] if not isinstance(x, CellType) else inside
+    if isinstance(x, dict):
+        inside += [part for pair in x.items() for part in pair]
+    return inside + (list(x) if isinstance(x, (list, tuple, set, deque)) else [])
 
 
 def _within(x: Any) -> Iterable[Any]:

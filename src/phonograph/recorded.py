@@ -170,6 +170,7 @@ class Recorded(Generic[P, R]):
         self._fast: FastPath | None = None
         self._entangled = Entangled()
         self._differentiated_twice = False
+        self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
@@ -254,6 +255,8 @@ class Recorded(Generic[P, R]):
                     self.reset()
                 if self._differentiated_twice and torch.is_grad_enabled():
                     raise Refusal("has a backward with create_graph=True", "record what contains that backward as well")
+                if self._stopped is not None and torch.is_grad_enabled():
+                    raise self._stopped
                 self._eligible()
                 with _Ours("described the call"):
                     call = describe(args, kwargs)
@@ -399,6 +402,11 @@ class Recorded(Generic[P, R]):
         for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(notice)
 
+    def _changed_in_backward(self) -> None:
+        self._fast = None
+        self._stopped = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
+                                "leave it as it is, or record the whole step")  # fmt: skip
+
     def _create_graph(self) -> None:
         self._differentiated_twice = True
         self._fast = None
@@ -488,6 +496,7 @@ class Recorded(Generic[P, R]):
                     if other.recording.backward is not None:
                         other.recording.backward.takes_turns = True
                 recording.backward.once = device.once
+                recording.backward.changed = self._changed_in_backward
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
                 warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"

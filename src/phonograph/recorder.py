@@ -311,7 +311,7 @@ def _capture(
         if tracing is not None:
             found: list[Any] = []
             flatten(result, found)
-            tracing.ended(found, listener.ran, watch.outside)
+            tracing.ended(found, listener.ran, watch.outside, reach.mentions.names)
         return result if seen is slots else _with(result, seen, slots)
 
     def leaving(result: Any) -> list[torch.Tensor]:

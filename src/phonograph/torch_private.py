@@ -22,13 +22,13 @@ import torch.overrides
 import torch.utils._device
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "current_device", "default_device", "dispatch_modes", "donates", "forget_recomputed",
-           "function_modes", "goes_through", "has_memory", "is_batched", "is_composite", "keeps_graph", "lend_code",
-           "made_when", "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks",
-           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed", "use_count",
-           "when_backward_ends", "will_run"]  # fmt: skip
+           "clear_cublas_workspaces", "code_of", "current_device", "default_device", "dispatch_modes", "donates",
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
+           "keeps_graph", "lend_code", "made_when", "maker", "may_run_backward", "missing", "module_hooks",
+           "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
+           "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
+           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed",
+           "use_count", "when_backward_ends", "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -153,11 +153,16 @@ class _Code:
         self.function = function
 
 
+def code_of(part: Any) -> Any:
+    """The function that recomputes a part."""
+    return part.recompute_fn if hasattr(part, "recompute_fn") else part.run_function
+
+
 def lend_code(part: Any) -> object:
     """Let a part (or the node of a reentrant one) know its function only for as long as what is returned lives. The graph of
     autograd has the part, and the function often the module; a cycle through the graph no garbage collector could see."""
     name = "recompute_fn" if hasattr(part, "recompute_fn") else "run_function"
-    code = _Code(getattr(part, name))
+    code = _Code(code_of(part))
     known = weakref.ref(code)
 
     def run(*args: Any, **kwargs: Any) -> Any:

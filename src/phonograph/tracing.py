@@ -30,10 +30,10 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from .backward import Backward, Places, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
-from .keeping import NODE, kept
+from .keeping import NODE, Contents, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, donates, lend_code, recomputed_part, use_count
+from .torch_private import alias, code_of, donates, lend_code, recomputed_part, use_count
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -91,6 +91,7 @@ class Tracing:
         self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
         self.held: dict[int, torch.Tensor] = {}
         """By storage: memory of the capture that code keeps by itself, slots among it."""
+        self._contents = Contents([])
         self._parts: list[Any] = []  # what `checkpoint` knows of each part that is recomputed
         self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
         slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
@@ -147,10 +148,14 @@ class Tracing:
         self._hooks.append(hooks)
         return type(hooks).__module__ != checkpoint.__module__
 
-    def ended(self, result: list[Any], ran: Set[CodeType], outside: Set[int]) -> None:
-        """The function has ended with these leaves as its result, and this code ran in it."""
+    def ended(self, result: list[Any], ran: Set[CodeType], outside: Set[int], names: Set[str]) -> None:
+        """The function has ended with these leaves as its result. This code ran in it; it names these."""
         self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
         nodes = _walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python
+        inner = nodes if "autograd" in names else [node for node in nodes if isinstance(node, _REENTRANT)]
+        if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in kept(inner)):
+            raise Refusal("has a part with a backward of its own that reaches a tensor outside of it, which has a history",
+                          "pass it as an argument of the part, or use checkpoint(use_reentrant=False)")  # fmt: skip
         for x in kept([*self._hooks, *nodes]):
             if isinstance(x, torch.Tensor):
                 if x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
@@ -159,6 +164,8 @@ class Tracing:
                 self._selections.append(x.storage)
             elif recomputed_part(x):
                 self._parts.append(x)
+        own = [node for node in nodes if not isinstance(node, (_SOURCE, _REENTRANT))]
+        self._contents = Contents([*own, *map(code_of, self._parts), *(code_of(n) for n in nodes if isinstance(n, _REENTRANT))])
         self._hooks.clear()
 
     def kept(self) -> list[torch.Tensor]:
@@ -188,6 +195,7 @@ class Tracing:
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], []
+        self._contents = Contents([])
 
     def lost(self) -> bool:
         """After the capture, when all that it has made is gone: whether something still holds memory of it, which would have
@@ -221,6 +229,9 @@ class Tracing:
         parameters = found.leaves
         seeded = found.dropout or (found.attention and self.recomputes)
         reentrant = [t for tensors in outside.values() for t in tensors if t.is_leaf and t.requires_grad] * found.reentrant
+        if any(getattr(t, "_post_accumulate_grad_hooks", None) for t in reentrant):
+            raise Refusal("has a part with a backward of its own, and hooks that run once a gradient is added",
+                          "use checkpoint(use_reentrant=False)")  # fmt: skip
         if any(storage_id(p) not in outside for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
@@ -250,6 +261,8 @@ class Tracing:
             sources=self._sources,
             parameters=parameters,
             reentrant=reentrant,
+            nested=found.reentrant,
+            contents=self._contents,
             places=self._places,
             memory=memory,
             kept=frozenset(unread),

@@ -1233,7 +1233,6 @@ def test_c06_parts_with_a_backward_of_their_own(device, function):
     for net, totals in zip(both, heard, strict=True):
         for p, total in zip(net.parameters(), totals, strict=True):
             p.register_hook(partial(noted, total))
-            p.register_post_accumulate_grad_hook(partial(noted_grad, total))
     for n in range(9):
         results = []
         for f, net in ((recorded, both.recorded), (lambda x: function(both.live, x), both.live)):
@@ -1647,3 +1646,162 @@ def test_c06_attention_whose_backward_runs_live(device, monkeypatch, recompute):
             results.append(([p.grad for p in net.parameters()], torch.rand(1, device=device)))
         assert_same(*results)
     assert pg.stats(recorded).replayed == 5
+
+
+class OwnBackward(torch.autograd.Function):
+    """Runs a part without a history, and recomputes it with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, part, x):
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.part(x), grad)
+        return None, x.grad
+
+
+def around(part, x):
+    return checkpoint(part, x, use_reentrant=True)
+
+
+REACHING_OUT = {
+    "an argument": lambda w, x: around(lambda a: a * w * x, (x * w).sin()),
+    "an argument alone": lambda w, x: around(lambda a: a * x, x.sin()) * w,
+    "something between": lambda w, x: (lambda h: around(lambda a: (a * h).cos(), x * w) + h)((x * w).sin()),
+    "in a list": lambda w, x: checkpoint(lambda a, more: a * more[0], x * w, [x * 1.0], use_reentrant=True),
+    "a function of one's own": lambda w, x: OwnBackward.apply(lambda a: a * x * w, (x * w).sin()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", REACHING_OUT.values(), ids=REACHING_OUT)
+def test_c06_a_part_with_a_backward_of_its_own_that_reaches_out(device, function):
+    """Its backward goes on into the graph around it."""
+    weights = [nn.Parameter(torch.full((4,), 0.5, device=device)) for _ in range(2)]
+    recorded = pg.record(lambda x: function(weights[0], x), warmup=1)
+    for n in range(7):
+        found = []
+        for f, w in ((recorded, weights[0]), (lambda x: function(weights[1], x), weights[1])):
+            w.grad = None
+            x = torch.full((4,), 0.1 * (n + 1), device=device, requires_grad=True)
+            try:
+                f(x).sum().backward()
+                found.append((x.grad, w.grad))
+            except RuntimeError as e:
+                found.append(str(e)[:40])
+        assert_same(*found)
+
+
+class Changing(torch.autograd.Function):
+    """Changes in its backward what its forward has made."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.t, ctx.n, ctx.stack, ctx.how = x.clone(), 1, [x.exp()], how
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.how == "pops":
+            return grad * ctx.stack.pop(), None
+        if ctx.how == "counts":
+            ctx.n += 1
+            return grad * ctx.n, None
+        t = ctx.t
+        ctx.t = None
+        return grad * t.cos(), None
+
+
+@may_run_live
+@pytest.mark.parametrize("how", ["frees", "pops", "counts"])
+def test_c06_a_backward_that_changes_what_its_forward_has_made(device, how):
+    """In eager each forward makes it anew."""
+    weights = [nn.Parameter(torch.full((4,), 0.5, device=device)) for _ in range(2)]
+    recorded = pg.record(lambda x: Changing.apply(x * weights[0], how) * 2, warmup=1)
+    for n in range(7):
+        for f, w in ((recorded, weights[0]), (lambda x: Changing.apply(x * weights[1], how) * 2, weights[1])):
+            w.grad = None
+            f(torch.full((4,), 0.1 * (n + 1), device=device)).sum().backward()
+        assert_same(weights[0].grad, weights[1].grad)
+    assert "changes in its backward" in pg.explain(recorded)
+
+
+def test_c06_steps_in_hooks_with_two_calls_in_one_backward(device):
+    """Where a parameter gets a gradient in some backwards only."""
+
+    def step(p):
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    pairs = [[nn.Parameter(torch.full((4,), 0.5, device=device)) for _ in range(2)] for _ in range(2)]
+    functions = [lambda x, w=w, v=v: ((x * w).sin(), (x * v).cos()) for w, v in pairs]
+    for p in (p for pair in pairs for p in pair):
+        p.register_post_accumulate_grad_hook(step)
+    functions[0] = pg.record(functions[0], warmup=1)
+    for n in range(12):
+        for f in functions:
+            a, b = (f(torch.full((4,), 0.1 * (n + i), device=device)) for i in range(2))
+            ((a[0] if n % 3 < 2 else a[1]).sum() + b[0].sum()).backward()
+        assert_same(*pairs)
+    assert pg.stats(functions[0]).replayed > 12
+
+
+@may_run_live
+def test_c06_steps_in_hooks_with_reentrant_parts(device):
+    """Eager takes the step before an earlier part is recomputed."""
+
+    def step(p):
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    torch.manual_seed(0)
+    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
+    pg.reset(both.recorded)
+
+    def make(net):
+        def f(x):
+            h = checkpoint(lambda h: net[0](h).tanh(), x, use_reentrant=True)
+            return checkpoint(lambda h: net[0](net[1](h)).tanh(), h, use_reentrant=True) * 1.0
+
+        return f
+
+    for net in both:
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    recorded, live = pg.record(make(both.recorded), warmup=1), make(both.live)
+    for n in range(6):
+        xs = [torch.full((2, 4), 0.1 * (n + 1), device=device, requires_grad=True) for _ in range(2)]
+        for f, x in zip((recorded, live), xs, strict=True):
+            f(x).sum().backward()
+        assert_same(xs[0].grad, xs[1].grad)
+        assert_same(list(both.recorded.parameters()), list(both.live.parameters()))
+
+
+@may_run_live
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_c06_a_weight_frozen_between_forward_and_backward(device, reentrant):
+    torch.manual_seed(0)
+    both = Both(nn.Linear(4, 4).to(device))
+    pg.reset(both.recorded)
+
+    def make(net):
+        return lambda x: checkpoint(lambda h: net(h).tanh(), x, use_reentrant=reentrant) * 1.0
+
+    recorded, live = pg.record(make(both.recorded), warmup=1), make(both.live)
+    for n in range(6):
+        xs = [torch.full((2, 4), 0.1 * (n + 1), device=device, requires_grad=True) for _ in range(2)]
+        for f, net, x in zip((recorded, live), both, xs, strict=True):
+            net.requires_grad_(True)
+            net.zero_grad()
+            out = f(x)
+            if reentrant:
+                net.weight.requires_grad_(n % 2 == 0)
+            out.sum().backward()
+        assert_same(xs[0].grad, xs[1].grad)
+        both.check()
