@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = ("tiny_kernels", "ppo_update", "digits_cpu", "bitwise", "loss_curves", "llama_decode", "pairs", "gpt2_step")
+SCRIPTS = (
+    "tiny_kernels",
+    "ppo_update",
+    "digits_cpu",
+    "bitwise",
+    "loss_curves",
+    "activation_memory",
+    "llama_decode",
+    "pairs",
+    "gpt2_step",
+)
 LEAST_SECONDS = 20  # not worth starting with less
 
 

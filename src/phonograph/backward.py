@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .errors import Refusal
 from .keeping import Contents
 from .pool import Lease
 from .randomness import Rewind
@@ -27,6 +28,10 @@ __all__ = ["Backward", "Gradients", "Places", "Recompute", "Start"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 """What a `Backward` gives."""
+
+
+_CHANGES = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
+                   "leave it as it is, or record the whole step")  # fmt: skip
 
 
 class Start(NamedTuple):
@@ -122,8 +127,8 @@ class Backward:
     backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
     once: Callable[[Callable[[], Gradients], Rewind | None], Gradients] | None = None
     """For one that is `only_captured`: captures a call, plays it, and forgets it."""
-    changed: Callable[[], object] = int
-    """To be called when a run has changed the `contents`."""
+    stop: Callable[[Refusal], object] = str
+    """To be called when a run has shown that the forward should not be played any more."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
 
@@ -149,10 +154,11 @@ class Backward:
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.once is not None
             return self.once(lambda: self(*grads), self.recompute.rewind)
+        before = self.contents.now()
         with self.recompute:
             found = self._run([end for end, _ in given], [grad for _, grad in given])
-        if self.contents.changed():
-            self.changed()
+        if self.contents.changed(before):
+            self.stop(_CHANGES)
         return found
 
     def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:

@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .backward import Backward, Gradients
+from .errors import Refusal
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends
 
-__all__ = ["Joint"]
+__all__ = ["TWICE", "Joint"]
+
+TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
+"""A backward that is itself to be differentiated has to run live."""
 
 _WRITTEN = ("one of the variables needed for gradient computation has been modified by an inplace operation: a {}, between the "
             "forward of a recorded function and its backward")  # fmt: skip
@@ -35,13 +39,11 @@ _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible w
 
 
 class Joint:
-    """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not; `create_graph` is called
-    when a backward is itself to be differentiated, which has to run live."""
+    """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
 
-    def __init__(self, traced: Backward, backward: Callable[..., Gradients], create_graph: Callable[[], None]) -> None:
+    def __init__(self, traced: Backward, backward: Callable[..., Gradients]) -> None:
         self.traced = traced
         self.backward = backward
-        self.create_graph = create_graph
         self._memory = [lease.bytes() for lease in traced.memory]
         self._constant = list({id(t): t for t in traced.constant.values()}.values())
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
@@ -189,7 +191,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
         if torch.is_grad_enabled():
-            flight.joint.create_graph()
+            flight.joint.traced.stop(TWICE)
             raise RuntimeError(
                 "phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, the "
                 "function or module runs live."

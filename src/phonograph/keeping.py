@@ -36,23 +36,18 @@ def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: Fa
 
 
 class Contents:
-    """What is in the containers and objects that code keeps, to see later whether it has changed. torch's own are left out."""
+    """The containers and objects that code keeps, to see whether a run changes what is in them. torch's own are left out."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         found = kept(roots, lambda x: type(x).__module__.startswith("torch.") and not isinstance(x, NODE))
-        self._found = [(x, _inside(x)) for x in found if not isinstance(x, (torch.Tensor, FunctionType, MethodType, partial))]
+        self._found = [x for x in found if not isinstance(x, (*_ENDS, torch.Tensor, FunctionType, MethodType, partial))]
 
-    def changed(self) -> bool:
-        return any(len(now := _inside(x)) != len(was) or not all(map(is_, now, was)) for x, was in self._found)
+    def now(self) -> list[list[Any]]:
+        return [list(_within(x)) for x in self._found]
 
-
-def _inside(x: Any) -> list[Any]:
-    """What an object holds, in order."""
-    inside = list(_contents(x)) if isinstance(x, CellType) else list(getattr(x, "__dict__", {}).items())
-    inside = [part for pair in inside for part in pair] if not isinstance(x, CellType) else inside
-    if isinstance(x, dict):
-        inside += [part for pair in x.items() for part in pair]
-    return inside + (list(x) if isinstance(x, (list, tuple, set, deque)) else [])
+    def changed(self, before: list[list[Any]]) -> bool:
+        """Since `now` was this."""
+        return any(len(was) != len(now) or not all(map(is_, was, now)) for was, now in zip(before, self.now(), strict=True))
 
 
 def _within(x: Any) -> Iterable[Any]:
@@ -68,8 +63,9 @@ def _within(x: Any) -> Iterable[Any]:
         return x.__func__, x.__self__
     if isinstance(x, partial):
         return x.func, *x.args, *x.keywords.values()
-    inside = list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
-    return inside + list(getattr(x, "__dict__", {}).values())
+    inside = [*x, *x.values()] if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
+    own = getattr(x, "__dict__", {})
+    return [*inside, *own, *own.values()]
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
-from .joint import Joint
+from .joint import TWICE, Joint
 from .keys import NoSignature
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
@@ -169,7 +169,6 @@ class Recorded(Generic[P, R]):
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._entangled = Entangled()
-        self._differentiated_twice = False
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -253,8 +252,6 @@ class Recorded(Generic[P, R]):
                     raise self._never
                 if self._reset_wanted:
                     self.reset()
-                if self._differentiated_twice and torch.is_grad_enabled():
-                    raise Refusal("has a backward with create_graph=True", "record what contains that backward as well")
                 if self._stopped is not None and torch.is_grad_enabled():
                     raise self._stopped
                 self._eligible()
@@ -397,19 +394,14 @@ class Recorded(Generic[P, R]):
 
         def notice(_: Any) -> None:
             if torch.is_grad_enabled() and (me := recorded()) is not None:
-                me._create_graph()
+                me._stop(TWICE)
 
         for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(notice)
 
-    def _changed_in_backward(self) -> None:
-        self._fast = None
-        self._stopped = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
-                                "leave it as it is, or record the whole step")  # fmt: skip
-
-    def _create_graph(self) -> None:
-        self._differentiated_twice = True
-        self._fast = None
+    def _stop(self, refusal: Refusal) -> None:
+        """A backward has shown that calls have to run live where gradients are wanted."""
+        self._fast, self._stopped = None, refusal
 
     def _live(self, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
@@ -492,17 +484,17 @@ class Recorded(Generic[P, R]):
             if recording.backward is not None:
                 turns = self.options.takes_turns or blocked > 0
                 recording.backward.takes_turns = turns
-                for other in self._shelf.touch(call.key) if turns and call.key in self._shelf else ():
+                for other in self._shelf.of(call.key) if turns else ():
                     if other.recording.backward is not None:
                         other.recording.backward.takes_turns = True
                 recording.backward.once = device.once
-                recording.backward.changed = self._changed_in_backward
+                recording.backward.stop = self._stop
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
                 warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0)
                 backward = self._recorded_backward(recording.backward, options)
-                player.joint = Joint(recording.backward, backward, self._create_graph)
+                player.joint = Joint(recording.backward, backward)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled
         self._devices.add(device)
@@ -567,6 +559,7 @@ class Recorded(Generic[P, R]):
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._reasons.clear()
+            self._stopped = None
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()

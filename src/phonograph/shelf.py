@@ -36,9 +36,6 @@ class Shelf:
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
 
-    def __contains__(self, key: Any) -> bool:
-        return key in self._by_key
-
     def __iter__(self) -> Any:
         return (p for players in self._by_key.values() for p in players)
 
@@ -55,6 +52,10 @@ class Shelf:
             else:
                 return Found(player, blocked, None)
         return Found(None, blocked, None if blocked else broken)
+
+    def of(self, key: Any) -> list[Player]:
+        """The recordings of a signature."""
+        return self._by_key.get(key, [])
 
     def touch(self, key: Any) -> list[Player]:
         """The signature was played: the others are older now. Returns its recordings."""

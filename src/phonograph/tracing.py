@@ -152,7 +152,11 @@ class Tracing:
         """The function has ended with these leaves as its result. This code ran in it; it names these."""
         self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
         nodes = _walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python
-        inner = nodes if "autograd" in names else [node for node in nodes if isinstance(node, _REENTRANT)]
+        inner = (
+            nodes
+            if not names.isdisjoint({"autograd", "backward", "grad"})
+            else [node for node in nodes if isinstance(node, _REENTRANT)]
+        )
         if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in kept(inner)):
             raise Refusal("has a part with a backward of its own that reaches a tensor outside of it, which has a history",
                           "pass it as an argument of the part, or use checkpoint(use_reentrant=False)")  # fmt: skip
@@ -249,13 +253,10 @@ class Tracing:
         held = list(self.held.values())
         slots = {self._inputs[key]: unowned(t) for key, t in self.held.items() if key in self._inputs}
         self._inputs_held = self.held.keys() & self._inputs.keys()
-        self.saved.clear()
-        self._known.clear()
-        self.held = {}
         states = self._states.held()
         code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
-        return Backward(
+        traced = Backward(
             function=function if found.python or has_hooks or self.recomputes else None,
             ends=ends,
             sources=self._sources,
@@ -274,6 +275,8 @@ class Tracing:
             recompute=Recompute(self._parts, code, self._selections, rewind),
             only_captured=seeded and results[attached[0]].is_cuda,
         )
+        self.end()
+        return traced
 
     @staticmethod
     def _place(t: torch.Tensor, own: Set[int], outside: Mapping[int, list[torch.Tensor]],
