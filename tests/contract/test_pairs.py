@@ -1805,3 +1805,26 @@ def test_c06_a_weight_frozen_between_forward_and_backward(device, reentrant):
             out.sum().backward()
         assert_same(xs[0].grad, xs[1].grad)
         both.check()
+
+
+def test_c06_a_result_whose_backward_comes_after_the_next_call(device):
+    """It needs nothing of what autograd has saved, all of which another result's backward has read; but what code keeps."""
+
+    def make(w):
+        return lambda x: ((w * x).relu().sum(), checkpoint(lambda: F.dropout(w, 0.5), use_reentrant=False).sum())
+
+    weights = [nn.Parameter(torch.full((64,), 0.5, device=device)) for _ in range(2)]
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(7):
+        for f, w in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            w.grad = None
+            torch.manual_seed(n)
+            first = f(torch.full((64,), 0.1 * n, device=device))
+            first[0].backward()
+            second = f(torch.full((64,), 0.2 * n, device=device))
+            first[1].backward()
+            w.grad.mul_(2)  # so that the order shows
+            second[0].backward()
+            second[1].backward()
+        assert_same(*(w.grad for w in weights))
+    assert pg.stats(recorded).replayed == 13, pg.explain(recorded)
