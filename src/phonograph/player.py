@@ -132,6 +132,10 @@ class Player:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
 
+    def obstructed(self) -> bool:
+        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for."""
+        return self.held() and not any(lease.alive for lease in self.recording.backward.memory)
+
     def blocked(self, call: Call) -> bool:
         """Whether this call cannot be played because of tensors that are held."""
         if self.held():

@@ -326,8 +326,10 @@ class Recorded(Generic[P, R]):
             raise Refusal("more calls than max_recordings wait for their backward", "raise it, or record the whole sequence")
         if not (history.attached or isinstance(self._function, Backward)) and found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")
-        spoiled = self._shelf.discard_spoiled(call.key)
+        spoiled = self._shelf.discard(call.key, lambda player: player.recording.spoiled)
         self._drop(spoiled)
+        if history.attached:  # the new one will not be, and two have room for the activations of one
+            self._drop(self._shelf.discard(call.key, Player.obstructed))
         try:
             return self._record(call, found.blocked, apart=bool(spoiled))
         except Refusal as refusal:
@@ -482,11 +484,7 @@ class Recorded(Generic[P, R]):
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                turns = self.options.takes_turns or blocked > 0
-                recording.backward.takes_turns = turns
-                for other in self._shelf.of(call.key) if turns else ():
-                    if other.recording.backward is not None:
-                        other.recording.backward.takes_turns = True
+                recording.backward.takes_turns = self.options.takes_turns or blocked > 0
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.

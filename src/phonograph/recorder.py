@@ -95,7 +95,8 @@ def record(
     protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
         with _transaction(reach, grads) as snapshot:
-            arguments, fixed = _arguments(call, device)
+            in_place = tracing is None and not isinstance(function, Backward)
+            arguments, fixed = _arguments(call, device, in_place)
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
             small = 0 if isinstance(function, Backward) else SMALL
             most = 0 if borrow else math.inf if copies_out else small
@@ -220,12 +221,13 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
 
 
-def _arguments(call: Call, device: Any) -> tuple[list[torch.Tensor], list[bool]]:
-    """What the call's tensors are captured with, and which of them stay where they are: outputs of earlier recordings, which
-    are read in place, and parameters, which are state and no input."""
+def _arguments(call: Call, device: Any, in_place: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    """What the call's tensors are captured with, and which of them stay where they are: parameters, which are state and no
+    input, and outputs of earlier recordings, which are read `in_place`. But where forwards wait for their backwards at the same
+    time, arguments come from other recordings each time, and one recording that takes copies serves them all."""
     arguments, fixed = [], []
     for t in call.tensors:
-        parameter, borrowed = isinstance(t, torch.nn.Parameter), device.pool.lease_of(t) is not None
+        parameter, borrowed = isinstance(t, torch.nn.Parameter), in_place and device.pool.lease_of(t) is not None
         arguments.append(unowned(t) if borrowed and not parameter else t)
         fixed.append(borrowed or parameter)
     return arguments, fixed
@@ -248,21 +250,19 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
     to recordings in each other's way, the new one keeps clear of every output and never holds one itself. One that is made
     because another has left a tensor in the memory of its predecessor keeps `apart` from all.
 
-    Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet. Nothing that one
-    of them has saved may lie in what another overwrites; and gradients, which are held for long, in nothing that they
-    overwrite.
+    Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
+    all others. Their backwards share one place, and hand out copies, because gradients are held for long.
     """
     pool = device.pool
+    everything, turns = pool.footprints() | pool.protected(), turns or pool.takes_turns
+    one_of_many = turns and isinstance(function, Backward)
     if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
-        return pool.footprints() | pool.protected(), False
-    turns = turns or pool.takes_turns
+        return everything, one_of_many
     if traced and (blocked or turns):
+        return everything, True
+    if one_of_many:
         return pool.leased() | pool.of_forwards(), True
-    if turns and isinstance(function, Backward):
-        return pool.leased() | pool.of_forwards(), function.takes_turns
-    if not blocked:
-        return pool.protected(), False
-    return pool.leased(), True
+    return (pool.leased(), True) if blocked else (pool.protected(), False)
 
 
 def _capture(

@@ -27,7 +27,7 @@ class Schedule:
     in_flight: tuple[int, ...]
     """For each chunk: the most forwards that wait for their backwards at the same time."""
     takes_turns: bool
-    """Whether there are several at any time, of all chunks together."""
+    """Whether there are several at any time, of all chunks together; or gradients, while other forwards run."""
 
     @classmethod
     def of(cls, order: Sequence[int], layers: int | Sequence[int] | None, callables: int) -> Schedule:
@@ -46,8 +46,9 @@ class Schedule:
         if not order or counts != expected:
             raise ValueError("_order must have the same number of forwards c and of backwards -c for each chunk c = 1, 2, …; "
                              f"it has {dict(counts)}")  # fmt: skip
+        together = max(accumulate(1 if c > 0 else -1 for c in order))
         return cls(_layers(layers, chunks, callables), microbatches, tuple(_in_flight(order, chunks)),
-                   max(accumulate(1 if c > 0 else -1 for c in order)) > 1)  # fmt: skip
+                   together > 1 or microbatches > 1)  # fmt: skip
 
     def samples(self) -> Iterator[int]:
         """For each sample, the number of its callable: chunk by chunk, in these by micro-batch, in these by layer."""

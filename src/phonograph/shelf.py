@@ -7,6 +7,7 @@ memory that they overwrite (two that take turns serve a loop which keeps its las
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from .player import Player
@@ -53,10 +54,6 @@ class Shelf:
                 return Found(player, blocked, None)
         return Found(None, blocked, None if blocked else broken)
 
-    def of(self, key: Any) -> list[Player]:
-        """The recordings of a signature."""
-        return self._by_key.get(key, [])
-
     def touch(self, key: Any) -> list[Player]:
         """The signature was played: the others are older now. Returns its recordings."""
         self._by_key.move_to_end(key)
@@ -79,11 +76,11 @@ class Shelf:
                 del self._by_key[oldest]
         return gone
 
-    def discard_spoiled(self, key: Any) -> list[Player]:
-        """Take out the recordings of a signature whose memory was given away; returns them."""
+    def discard(self, key: Any, unwanted: Callable[[Player], Any]) -> list[Player]:
+        """Take out those recordings of a signature; returns them."""
         players = self._by_key.get(key, [])
-        gone = [p for p in players if p.recording.spoiled]
-        players[:] = [p for p in players if not p.recording.spoiled]
+        gone = [p for p in players if unwanted(p)]
+        players[:] = [p for p in players if p not in gone]
         return gone
 
     def clear(self) -> list[Player]:

@@ -52,6 +52,12 @@ class Spans:
         i = bisect_right(self._starts, start) - 1
         return length == 0 or (i >= 0 and self._ends[i] >= start + length)
 
+    def without(self, start: int, length: int) -> Spans:
+        """The same, less the bytes of ``[start, start + length)``."""
+        end, pieces = start + length, list(zip(self._starts, self._ends, strict=True))
+        before = [(s, min(e, start) - s) for s, e in pieces]
+        return Spans([*before, *[(max(s, end), e - max(s, end)) for s, e in pieces]])
+
     def __or__(self, other: Spans) -> Spans:
         return Spans([*self, *other])
 

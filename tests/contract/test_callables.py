@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 import phonograph as pg
 from phonograph import callables as room
 from phonograph.devices import device_for
+from phonograph.spans import Spans
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -391,14 +392,96 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     live = Stage(live, order)
     check(stage, live, device, width)
     expected = [n for n in in_flight for _ in range(layers)]
-    assert [pg.stats(m).recorded for m in modules] == expected
+    made = [pg.stats(m).recorded for m in modules]
+    assert [len(pg.api._recorded(m)._shelf) for m in modules] == expected
+    assert made == expected if given != "learned" else all(0 <= m - n <= 1 for m, n in zip(made, expected, strict=True))
     check(stage, live, device, width, steps=2)
-    assert [pg.stats(m).recorded for m in modules] == expected
+    assert [pg.stats(m).recorded for m in modules] == made
     assert [pg.stats(m).live for m in modules] == [1] * len(modules)
     assert not any(pg.stats(m).refusals for m in modules)
     backwards = [pg.stats(b) for m in modules for b in pg.api._recorded(m)._backwards]
     assert sum(b.replayed for b in backwards) > 0
     assert not any(b.refusals for b in backwards)
+
+
+class Chunk(nn.Module):
+    """A part of a model whose last part gives the loss."""
+
+    def __init__(self, width, last):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4 * width, width))
+        self.last = last
+
+    def forward(self, x):
+        x = x + self.layers(x)
+        return x.square().mean() if self.last else x
+
+
+def all_stages(stages, microbatches):
+    """(stage, micro-batch, whether it is a forward): 1F1B of all stages, in an order in which one process can run them."""
+    waiting = []
+    for stage in range(stages):
+        forwards, backwards = iter(range(microbatches)), iter(range(microbatches))
+        steps = one_forward_one_backward(stages, stage, microbatches)
+        waiting.append([(stage, next(forwards if step > 0 else backwards), step > 0) for step in steps])
+    done = set()
+    while any(waiting):
+        for steps in waiting:
+            stage, m, forward = steps[0] if steps else (0, 0, True)
+            before = stage + (-1 if forward else 1)
+            if steps and (before in (-1, stages) or (before, m, forward) in done):
+                done.add(steps.pop(0))
+                yield stage, m, forward
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("scarce", [True, False])
+def test_c06_c15_all_stages_of_a_pipeline_in_one_process(device, monkeypatch, scarce, set_to_none):
+    """Each takes what another gives, as it is; nothing is known of the order before. There is memory for the forwards that
+    are in flight, and for one backward, and it is found in two steps."""
+    memory_is(device, monkeypatch, scarce=scarce)
+    torch.manual_seed(0)
+    width, rows = 64, 1024
+    ours, theirs = beside([Chunk(width, stage == 3).to(device) for stage in range(4)])
+    optimizers = [torch.optim.AdamW(nn.ModuleList(chunks).parameters(), 0.01, fused=True) for chunks in (ours, theirs)]
+    for chunk in ours:
+        pg.record(chunk, warmup=1)
+
+    def step(chunks, optimizer, n):
+        torch.manual_seed(n)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        made, given, losses = {(-1, m): torch.randn(rows, width, device=device) for m in range(8)}, {}, []
+        for stage, m, forward in all_stages(4, 8):
+            if forward:
+                given[stage, m] = made[stage - 1, m].detach().requires_grad_(stage > 0)
+                made[stage, m] = chunks[stage](given[stage, m])
+            elif stage == 3:
+                losses.append(made.pop((stage, m)))
+                losses[-1].backward()
+            else:
+                made.pop((stage, m)).backward(given.pop((stage + 1, m)).grad)
+        optimizer.step()
+        return losses, grads(chunks), state(chunks), generator_states(device)
+
+    def recordings():
+        functions = [f for chunk in ours for f in (chunk, *pg.api._recorded(chunk)._backwards)]
+        return [pg.stats(f).recorded for f in functions]
+
+    for n in range(5):
+        if n == 3:
+            settled = recordings()
+        assert_same(step(ours, optimizers[0], n), step(theirs, optimizers[1], n))
+    assert recordings() == settled
+    assert [pg.stats(chunk).live for chunk in ours] == [1] * 4
+    forwards = [player.recording for chunk in ours for player in pg.api._recorded(chunk)._shelf]
+    assert len(forwards) == 4 + 3 + 2 + 1
+    backwards = [p.recording for chunk in ours for b in pg.api._recorded(chunk)._backwards for p in b._shelf]
+    assert len(backwards) == len(forwards)
+    if scarce:
+        kept = Spans((lease.address, lease.nbytes) for r in forwards for lease in r.backward.memory).nbytes
+        of_cublas_lt = len(forwards) << 20 if device.type == "cuda" else 0
+        taken = Spans(piece for r in (*forwards, *backwards) for piece in r.footprint).nbytes
+        assert taken < 1.2 * kept + of_cublas_lt + 2 * max(r.footprint.nbytes for r in backwards)
 
 
 def test_c06_c15_memory_does_not_grow_with_the_number_of_micro_batches(device, monkeypatch):

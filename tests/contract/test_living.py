@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import phonograph as pg
 from phonograph.devices import device_for
 from phonograph.testing import Pair, assert_no_new_recordings, assert_same
+from phonograph.torch_private import clear_cublas_workspaces
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 
 # ---------------------------------------------------------------------------------------------------
@@ -408,6 +409,46 @@ def test_c15_memory_is_that_of_the_worst_path_not_the_sum(device, monkeypatch):
             f(x)
     assert alone > 0
     assert pg.stats(first).pool_bytes <= 2 * alone
+
+
+def test_c15_recordings_of_all_sizes_lie_in_one_pool(device, monkeypatch):
+    """Whatever is held of their results: large ones and small ones, with gaps between."""
+    monkeypatch.setattr(device_for(device), "roomy", 0)
+    sizes = [40, 300, 700, 1000, 3000, 9000, 40_000, 150_000, 200_000, 260_000, 300_000, 700_000, 1_500_000, 6_000_000]
+    draw = random.Random(1)
+
+    def make(k, sizes):
+        return pg.record(lambda x: [x[:n] + k for n in sizes], warmup=1)
+
+    x = torch.ones(max(sizes), device=device)
+    held = []
+    for k in range(6):
+        f = make(k, draw.sample(sizes, 9))
+        for _ in range(3):
+            results = f(x)
+        held.append((k, results[::2]))
+        held += [(k, results[3:4])]
+        assert device_for(device).pool.footprints().nbytes <= device_for(device).pool_bytes
+    for k, results in held:
+        assert all(bool((t == 1 + k).all()) for t in results)
+
+
+def test_c15_matrix_products_share_the_workspace_of_cublas(cuda, monkeypatch):
+    """It is as large as many small recordings; and stays theirs, whoever clears torch's workspaces."""
+    monkeypatch.setattr(device_for(cuda), "roomy", 0)
+    functions = [plain(lambda x, k=k: (x * k) @ (x + k).T, hold=True) for k in range(1, 5)]
+    for n in range(6):
+        for both in functions:
+            both(ramp(cuda, 16, 16384, start=n))
+            clear_cublas_workspaces()
+            junk = torch.full((1 << 26,), float("nan"), device=cuda)
+            live = junk[: 1 << 20].view(16, -1) @ junk[: 1 << 20].view(16, -1).T
+            del junk, live
+        for both in functions:
+            both.check()
+    mine = [r for r in device_for(cuda).pool.recordings if "test_c15_matrix_products" in r.name]
+    assert len(mine) >= 4
+    assert all(r.footprint.nbytes < 8 << 20 for r in mine)
 
 
 @pytest.mark.parametrize("keep", [lambda loss: loss, lambda loss: loss.detach(), lambda loss: loss[None]],

@@ -6,8 +6,11 @@ allocator is deterministic, so one can get there by taking everything:
 
 1. hold every free block of the pool, whole (ascending sizes: best fit then hands out exactly that block);
 2. open up only the blocks in which protected bytes lie, and take them again piece by piece, which splits them from the
-   front: gap, protected, gap, ...;
+   front: gap, protected, gap, ...; a gap left open would be the best fit for a piece of the next block;
 3. free all but the protected pieces.
+
+In the same way something else can be led to a place: between the second step and the third, everything is held, so that
+whoever takes memory gets what has just been dropped.
 
 Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
 told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
@@ -22,9 +25,10 @@ from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["Hold", "hold", "pool_bytes"]
+__all__ = ["SMALL", "Hold", "blocks", "hold", "pool_bytes", "taken"]
 
-_SMALL = 1 << 20
+SMALL = 1 << 20
+"""Bytes: what is not larger comes from segments of its own kind."""
 _ROUND = 512
 
 
@@ -49,11 +53,19 @@ def blocks(pool: Handle) -> list[Block]:
     return sorted(found)
 
 
+def taken(pool: Handle) -> dict[int, int]:
+    """The blocks that are not free: bytes by address."""
+    return {b.address: b.nbytes for b in blocks(pool) if not b.free}
+
+
 class Hold:
     """Blocks that are held, until `release()`."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
+
+    def __contains__(self, address: int) -> bool:
+        return address in self._held
 
     def take(self, nbytes: int, stream: int) -> int:
         address = torch_private.raw_alloc(nbytes, stream)
@@ -77,13 +89,16 @@ class Hold:
             self.drop(address)
 
 
-def hold(pool: Handle, wanted: Spans, stream: int) -> Hold | None:
-    """Hold all `wanted` bytes of the pool that are free now. The current stream must be routed to the pool.
+def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | None = None) -> Hold | None:
+    """Hold all `wanted` bytes of the pool that are free now, and have cuBLAS take this free place (address, bytes) as its
+    `workspace`. The current stream must be routed to the pool.
 
     Returns None if that did not succeed; nothing is then held.
     """
     held = Hold()
     wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
+    if workspace is not None:
+        wanted = wanted.without(*workspace)
     for _ in range(4):
         free = sorted((b for b in blocks(pool) if b.free), key=lambda b: b.nbytes)
         if not free:
@@ -91,12 +106,16 @@ def hold(pool: Handle, wanted: Spans, stream: int) -> Hold | None:
         for b in free:
             for piece in _pieces(b.nbytes, b.small):
                 held.take(piece, stream)
-    at_stake = [b for b in blocks(pool) if b.address in held._held and wanted.meets(b.address, b.nbytes)]
-    for b in at_stake:
-        _carve(held, b, wanted, stream)
+    places = sorted([*wanted, *([workspace] if workspace is not None else [])])
+    everything = Spans(places)
+    for b in [b for b in blocks(pool) if b.address in held and everything.meets(b.address, b.nbytes)]:
+        _carve(held, b, places, stream)
+    if workspace is not None and workspace[0] in held:
+        held.drop(workspace[0])
+        torch_private.take_cublas_workspace()
     held.keep_only(wanted)
     taken = held.spans() | Spans((b.address, b.nbytes) for b in blocks(pool) if not b.free)
-    if all(taken.covers(a, n) for a, n in _inside(wanted, pool)):
+    if all(taken.covers(a, n) for a, n in _inside(everything, pool)):
         return held
     held.release()
     return None
@@ -112,23 +131,28 @@ def _pieces(nbytes: int, small: bool) -> list[int]:
     """How to ask for a free block so that the request goes to its kind of segment."""
     if not small:
         return [nbytes]
-    return [_SMALL] * (nbytes // _SMALL) + [nbytes % _SMALL] * (nbytes % _SMALL > 0)
+    return [SMALL] * (nbytes // SMALL) + [nbytes % SMALL] * (nbytes % SMALL > 0)
 
 
-def _carve(held: Hold, block: Block, wanted: Spans, stream: int) -> None:
-    """Hold the block again in pieces, so that what lies between the wanted bytes can be given back."""
-    end = block.address + block.nbytes
+def _carve(held: Hold, block: Block, places: list[tuple[int, int]], stream: int) -> None:
+    """Hold the block again in pieces, so that each of the places in it can be told from what lies between."""
+    end, least = block.address + block.nbytes, 0 if block.small else SMALL
     cuts: list[tuple[int, int]] = []
     at = block.address
-    for start, length in wanted:
+    for start, length in places:
         if start >= end or start + length <= at:
             continue
         start, stop = max(start, at), min(start + length, end)
-        if start - at > (0 if block.small else _SMALL):
+        if start - at > least:
             cuts.append((at, start))
-            at = start
-        cuts.append((at, stop))
+        elif cuts:  # too little for a block of its own: the end of the one before
+            cuts[-1] = (cuts[-1][0], start)
+        else:
+            start = at
+        cuts.append((start, stop))
         at = stop
+    if end - at > least:
+        cuts.append((at, end))
     held.drop(block.address)
     for start, stop in cuts:
         for piece in _pieces(stop - start, block.small):
