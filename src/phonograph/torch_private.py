@@ -20,15 +20,16 @@ import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
+from torch.utils.hooks import BackwardHook
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
            "clear_cublas_workspaces", "code_of", "current_device", "default_device", "dispatch_modes", "donates",
            "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
-           "keeps_graph", "lend_code", "made_when", "maker", "may_run_backward", "missing", "module_hooks",
+           "keeps_graph", "lend_code", "lend_module", "made_when", "maker", "may_run_backward", "missing", "module_hooks",
            "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
            "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
-           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "tensor_check", "transformed",
-           "use_count", "when_backward_ends", "will_run"]  # fmt: skip
+           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace",
+           "tensor_check", "transformed", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -147,10 +148,10 @@ def recomputed_part(x: object) -> bool:
 
 
 class _Code:
-    """Holds the function that recomputes a part."""
+    """Holds what a backward calls."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, *called: Any) -> None:
+        self.called = called
 
 
 def code_of(part: Any) -> Any:
@@ -168,9 +169,28 @@ def lend_code(part: Any) -> object:
     def run(*args: Any, **kwargs: Any) -> Any:
         own = known()
         assert own is not None
-        return own.function(*args, **kwargs)
+        return own.called[0](*args, **kwargs)
 
     setattr(part, name, run)
+    return code
+
+
+class _LentHook(BackwardHook):
+    """Stands between autograd and the backward hooks of a module, and knows all of these weakly."""
+
+    known: weakref.ref[_Code]
+    module = property(lambda self: self.known().called[0])
+    user_hooks = property(lambda self: self.known().called[1])
+    user_pre_hooks = property(lambda self: self.known().called[2])
+
+
+def lend_module(hook: BackwardHook) -> object:
+    """Let what calls the backward hooks of a module know them, and the module, only for as long as what is returned lives: see
+    `lend_code`."""
+    known = vars(hook)
+    code = _Code(known.pop("module"), known.pop("user_hooks"), known.pop("user_pre_hooks"))
+    known["known"] = weakref.ref(code)
+    hook.__class__ = _LentHook
     return code
 
 
@@ -354,9 +374,14 @@ def raw_free(address: int) -> None:
 
 
 def clear_cublas_workspaces() -> None:
-    """cuBLAS keeps one workspace a stream for ever. Cleared before and after a capture, so that a recording's workspace
-    is its own intermediate memory, and not memory that somebody else frees one day."""
+    """torch keeps a workspace for cuBLAS for each stream, until somebody clears them. Cleared before and after a capture, so
+    that a recording's workspace is not memory that somebody else frees one day."""
     _c("_cuda_clearCublasWorkspaces")()
+
+
+def take_cublas_workspace() -> None:
+    """Have torch take a workspace for cuBLAS on the current stream, now."""
+    torch.cuda.current_blas_handle()
 
 
 def silence_stream_mismatch() -> None:

@@ -33,7 +33,7 @@ from .errors import Refusal
 from .keeping import NODE, Contents, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, code_of, donates, lend_code, recomputed_part, use_count
+from .torch_private import alias, code_of, donates, lend_code, lend_module, recomputed_part, use_count
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -89,6 +89,7 @@ class Tracing:
         self._drawn = 0
         self.recomputes = False
         self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
+        self._module_hooks: list[Any] = []  # what calls backward hooks of modules
         self.held: dict[int, torch.Tensor] = {}
         """By storage: memory of the capture that code keeps by itself, slots among it."""
         self._contents = Contents([])
@@ -140,13 +141,19 @@ class Tracing:
 
     def refused(self) -> Starts:
         """Functions that such a call may not use: what they keep for the backward cannot be followed."""
-        return {"__enter__": [(os.path.join("torch", "autograd", "graph.py"), self._are_others, _HOOKS)]}
+        return {"__enter__": [(os.path.join("torch", "autograd", "graph.py"), self._are_others, _HOOKS)],
+                "setup_input_hook": [(os.path.join("torch", "utils", "hooks.py"), self._of_module, _HOOKS)]}  # fmt: skip
 
     def _are_others(self, frame: FrameType) -> bool:
         """Whether hooks on what is saved, which are about to be set, are not those of `checkpoint`."""
         hooks = frame.f_locals.get("self")
         self._hooks.append(hooks)
         return type(hooks).__module__ != checkpoint.__module__
+
+    def _of_module(self, frame: FrameType) -> bool:
+        """Never: these are backward hooks of a module."""
+        self._module_hooks.append(frame.f_locals["self"])
+        return False
 
     def ended(self, result: list[Any], ran: Set[CodeType], outside: Set[int], names: Set[str]) -> None:
         """The function has ended with these leaves as its result. This code ran in it; it names these."""
@@ -198,7 +205,7 @@ class Tracing:
         """The capture is over, with or without success: let go of all of it. The graph has this, and parts that are recomputed
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
-        self._hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], []
+        self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
         self._contents = Contents([])
 
     def lost(self) -> bool:
@@ -255,6 +262,7 @@ class Tracing:
         self._inputs_held = self.held.keys() & self._inputs.keys()
         states = self._states.held()
         code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
+        code += map(lend_module, self._module_hooks)
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         traced = Backward(
             function=function if found.python or has_hooks or self.recomputes else None,

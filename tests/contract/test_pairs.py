@@ -1784,6 +1784,32 @@ def test_c06_steps_in_hooks_with_reentrant_parts(device):
 
 
 @may_run_live
+@pytest.mark.parametrize("pre", [True, False])
+def test_c17_a_module_with_backward_hooks_goes_when_it_is_dropped(device, pre):
+    class Net(nn.Linear):
+        def hook(self, module, *grads):
+            assert module is self
+            self.heard += 1
+
+    net = Net(4, 4).to(device)
+    net.heard = 0
+    (net.register_full_backward_pre_hook if pre else net.register_full_backward_hook)(net.hook)
+    pg.record(net, warmup=1)
+    for _ in range(5):
+        net(torch.ones(2, 4, device=device, requires_grad=True)).sum().backward()
+    out = net(torch.ones(2, 4, device=device, requires_grad=True))
+    assert net.heard == 5
+    ref = weakref.ref(net)
+    del net
+    gc.collect()
+    assert ref() is not None  # its backward is still to come
+    out.sum().backward()
+    assert ref().heard == 6
+    del out
+    gc.collect()
+    assert ref() is None
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_c06_a_weight_frozen_between_forward_and_backward(device, reentrant):
     torch.manual_seed(0)
@@ -1828,3 +1854,33 @@ def test_c06_a_result_whose_backward_comes_after_the_next_call(device):
             second[1].backward()
         assert_same(*(w.grad for w in weights))
     assert pg.stats(recorded).replayed == 13, pg.explain(recorded)
+
+
+def test_c17_what_a_backward_has_recomputed_goes_with_it(device):
+    """Also what it did not read, of a part of which only one result has a gradient."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 37), nn.Linear(37, 4)
+
+        def part(self, x):
+            h = self.first(x)
+            return self.second(h.relu()), h.exp().sin().sum()
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    def hidden():
+        gc.collect()
+        return sum(type(t) is torch.Tensor and t.shape == (2, 37) for t in gc.get_objects())
+
+    net = pg.record(Net().to(device), warmup=1)
+    for n in range(4):
+        out, _ = net(torch.ones(2, 4, device=device, requires_grad=True))
+        before = hidden()
+        out.sum().backward()
+        del out, _
+        if n == 1:  # this backward ran live; the next is recorded
+            assert hidden() <= before
+    assert pg.stats(net).replayed == 3
