@@ -96,15 +96,24 @@ def _a(*kinds: type) -> Callable[[Any], bool]:
     return lambda owner: isinstance(owner, kinds)
 
 
+def _not_here(owner: Any) -> bool:
+    """Whether this is a generator, and not of the current GPU, which follows whole states by itself."""
+    return isinstance(owner, torch.Generator) and (
+        owner.device.type != "cuda" or owner.device.index != torch.cuda.current_device()
+    )
+
+
 def _methods(names: str, owners: Callable[[Any], bool], effect: Callable[[str], Effect]) -> list[tuple[str, Any]]:
     return [(n, (owners, effect(n))) for n in names.split()]
 
 
 _BY_NAME: dict[str, list[tuple[Callable[[Any], bool], Effect]]] = {}
 for _name, _rule in (
-    *_methods("manual_seed seed set_state set_offset graphsafe_set_state", _a(torch.Generator),
+    *_methods("manual_seed seed set_state set_offset", _a(torch.Generator),
               lambda n: Effect(f"sets the state of a random generator ({n})", by=ANYONE)),
-    *_methods("get_state initial_seed clone_state graphsafe_get_state", _a(torch.Generator),
+    *_methods("graphsafe_set_state graphsafe_get_state", _not_here,
+              lambda n: Effect(f"uses the state of a random generator of another device ({n})", by=ANYONE)),
+    *_methods("get_state initial_seed clone_state", _a(torch.Generator),
               lambda n: Effect(f"reads the state of a random generator ({n})", _PASS, by=DIRECTLY)),
     *_methods("now utcnow today", _is_date, lambda n: Effect("reads the clock", _PASS, by=DIRECTLY)),
     *_methods("write writelines", _a(object), lambda n: Effect(f"writes output ({n})")),

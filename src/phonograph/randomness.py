@@ -4,6 +4,10 @@ So `torch.random.fork_rng` works, and so does recompute: it puts back the state 
 draw the same numbers again. On the CPU such a state is a tensor like any other, and setting it is a step of the tape. On
 CUDA a capture does not know where the generator will stand at a replay. It counts from its own beginning, and a state is a
 place in that count: it means something to the capture that has read it, and nothing to any other.
+
+A generator on CUDA can also be given the whole state of another (`graphsafe_set_state`), which both of them then move on:
+trackers of named generators work so. A graph knows states, and not generators; so what it needs is that each generator has
+the state with which it was captured, or one with the same numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +24,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["READS", "SETS", "CudaState", "Rewind", "States", "asked", "sets_for_torch"]
+__all__ = ["READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "sets_for_torch", "share_state"]
 
 
 def _code(function: Any) -> CodeType:
@@ -59,6 +65,54 @@ class CudaState(ctypes.Structure):
         found = cls.from_address(state.data_ptr())
         found._state = state  # whose memory it is
         return found
+
+
+def share_state(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether two generators have one state: what one draws, the other does not draw again. Not during a capture."""
+    if a is b or a.device != b.device or a.device.type != "cuda":
+        return a is b
+    stood = a.get_offset()
+    if b.get_offset() != stood:
+        return False
+    a.set_offset(stood + 4)
+    together = b.get_offset() != stood
+    a.set_offset(stood)
+    return together
+
+
+class Known:
+    """The states that some generators have when this is made, which a graph knows."""
+
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self.generators = generators
+        self._states = [(g, g.graphsafe_get_state()) for g in generators]
+
+    def put_back(self) -> bool:
+        """Give each generator its state again. Returns whether all of them still had it."""
+        had = all(share_state(g, own) for g, own in self._states)
+        for g, own in self._states:
+            g.graphsafe_set_state(own)
+        return had
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """For a launch inside the block: the states begin with the numbers of what the generators have now, and these are
+        where the launch has left them afterwards."""
+        others = []
+        for g, own in self._states:
+            if g.get_offset() != own.get_offset() or g.initial_seed() != own.initial_seed():
+                others.append((own, own.get_state()))
+                own.set_state(g.get_state())
+        try:
+            yield
+        finally:
+            for g, own in self._states:
+                stood, stands = g.get_offset(), own.get_offset()
+                if stands != stood:  # it has another state, perhaps with the same numbers
+                    g.set_offset(stands)
+                    own.set_offset(stood)
+            for own, state in others:
+                own.set_state(state)
 
 
 class Rewind:

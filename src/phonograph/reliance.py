@@ -31,6 +31,7 @@ from .dials import Dials
 from .keys import NoSignature, plain_key
 from .places import Holder
 from .pool import place_of
+from .randomness import share_state
 from .reach import FEW, Reach
 from .torch_private import address, bump, tensor_check, use_count
 
@@ -47,6 +48,8 @@ def same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if type(a) is torch.Generator:
+        return share_state(a, b)
     if type(a) in (list, tuple):
         return _all_same(a, b)
     if type(a) is dict:

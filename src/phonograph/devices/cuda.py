@@ -33,7 +33,7 @@ from ..effects import Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Fill, Pool, dense, extent, place_of, unowned
-from ..randomness import CudaState, Rewind
+from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
 from ..signature import ALIGNMENT
@@ -64,10 +64,14 @@ class _Anchor:
     """Keeps a graph pool's memory: an empty graph captured in it.
 
     The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
+
+    `workspace` is where cuBLAS works in all graphs of the pool, once that is known: 32 MiB (H100, H200), which no graph
+    expects to be left as they were. It is no part of any footprint, and never free.
     """
 
     def __init__(self, device: int, stream: torch.cuda.Stream) -> None:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self.workspace: tuple[int, int] | None = None
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
@@ -261,7 +265,7 @@ class GraphProgram:
     """An instantiated CUDA graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: CudaWatch, edges: _Edges, steps: Set[int],
-                 keep: Any, device: int, rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
+                 states: Known, keep: Any, device: int, rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -271,7 +275,7 @@ class GraphProgram:
         graph.instantiate()
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
-        self._generators = [torch.cuda.default_generators[device], *(g for g in watch.generators if g.device.type == "cuda")]
+        self._states = states
         self._numbers: driver.KernelNumbers | None = None
         self._steps = steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         # Known after the first launch.
@@ -329,19 +333,21 @@ class GraphProgram:
         """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
         there is anything to move."""
         assert self._graph is not None
-        generator, before, now = self._generators[0], [], None
+        generators = self._states.generators
+        generator, before, now = generators[0], [], None
         if self._random is None:
-            before = [g.get_offset() for g in self._generators]
+            before = [g.get_offset() for g in generators]
         if self._rewind is not None:
             now = generator.get_state()
             self._rewind.begin()
-        self._graph.replay()
+        with self._states.lent():
+            self._graph.replay()
         if now is not None:
             generator.set_state(now)
         elif self._surplus:
             generator.set_offset(generator.get_offset() - self._surplus)
         if self._random is None:
-            self._random = before != [g.get_offset() for g in self._generators]
+            self._random = before != [g.get_offset() for g in generators]
 
     def set_numbers(self, numbers: Mapping[float, float]) -> bool:
         if not numbers:
@@ -390,6 +396,7 @@ class CudaDevice:
         with self._on_stream(), self._undisturbed(clear_of):
             with torch_private.route_to_pool(self.index, self._anchor.handle):
                 yield
+            self._end_workspace()
             segments = torch_private.segments(self._anchor.handle)
             self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
 
@@ -408,13 +415,17 @@ class CudaDevice:
 
     @contextmanager
     def _undisturbed(self, protected: Spans) -> Iterator[None]:
-        """These addresses, live leases at least, are out of the allocator's reach inside the block."""
-        if not len(protected):
+        """These addresses, live leases at least, are out of the allocator's reach inside the block, and cuBLAS has its
+        workspace where it always is."""
+        torch_private.clear_cublas_workspaces()
+        anchor = self._anchor
+        if not len(protected) and anchor.workspace is None:
             yield
             return
-        with torch_private.route_to_pool(self.index, self._anchor.handle):
-            held = cuda_memory.hold(self._anchor.handle, protected, self._stream.cuda_stream)
+        with torch_private.route_to_pool(self.index, anchor.handle):
+            held = cuda_memory.hold(anchor.handle, protected, self._stream.cuda_stream, anchor.workspace)
         if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
+            torch_private.clear_cublas_workspaces()
             self._anchor = _Anchor(self.index, self._stream)
             yield
             return
@@ -442,18 +453,18 @@ class CudaDevice:
             if (
                 g.device.type == "cuda"
                 and g.device.index in (None, self.index)
-                and all(not _same(g, known) for known in self._generators)
+                and not any(share_state(g, known) for known in self._generators)
             ):
                 self._generators.append(g)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for g in self._generators:
             graph.register_generator_state(g)
+        states = Known([torch.cuda.default_generators[self.index], *self._generators])
         with self._on_stream(), self._undisturbed(protected):
             handle = self._anchor.handle
             before = cuda_memory.blocks(handle)
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with torch_private.allocations_since(self.index) as allocated:
-                torch_private.clear_cublas_workspaces()
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
@@ -462,14 +473,14 @@ class CudaDevice:
                 steps: set[int] = set()
                 dials.stepping = self._collecting(steps)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                with self._capturing(graph, handle):
+                with self._capturing(graph, handle, states):
                     edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
                     with watch:
                         result = call(slots, watch)
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
-                torch_private.clear_cublas_workspaces()
+                self._end_workspace()
             if watch.refusal is not None:
                 raise watch.refusal
             footprint = self._footprint(handle, allocated, owned)
@@ -482,7 +493,9 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
-        program: Program = GraphProgram(graph, footprint, watch, edges, steps, self._anchor, self.index, rewind, surplus)
+        drawn_from = [states.generators[0], *(g for g in watch.generators if g.device == states.generators[0].device)]
+        program: Program = GraphProgram(graph, footprint, watch, edges, steps, Known(drawn_from), self._anchor, self.index,
+                                        rewind, surplus)  # fmt: skip
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 
@@ -495,7 +508,7 @@ class CudaDevice:
         generator = torch.cuda.default_generators[self.index]
         now = generator.get_state()
         with self._on_stream():
-            with self._capturing(graph, torch.cuda.graph_pool_handle()):
+            with self._capturing(graph, torch.cuda.graph_pool_handle(), Known([generator, *self._generators])):
                 result = call()
                 if rewind is not None:
                     self._surplus()
@@ -509,6 +522,22 @@ class CudaDevice:
             shape = flatten(result, leaves)
             copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
             return unflatten(shape, copies, result)
+
+    def _end_workspace(self) -> None:
+        """Take cuBLAS's workspace from it, as long as it is known whose it was: it would keep it for ever, and others of torch
+        free it."""
+        anchor = self._anchor
+        taken = cuda_memory.taken(anchor.handle) if anchor.workspace is None else {}
+        torch_private.clear_cublas_workspaces()
+        if taken:
+            still = cuda_memory.taken(anchor.handle)
+            gone = {address: nbytes for address, nbytes in taken.items() if address not in still}
+            if any(nbytes > cuda_memory.SMALL for nbytes in gone.values()):  # others' too: cuBLASLt has one
+                with torch_private.route_to_pool(self.index, anchor.handle):
+                    torch_private.take_cublas_workspace()
+                sizes = {n for address, n in cuda_memory.taken(anchor.handle).items() if address not in still}
+                torch_private.clear_cublas_workspaces()
+                anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
 
     def _surplus(self) -> int:
         """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may
@@ -542,7 +571,7 @@ class CudaDevice:
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, handle: tuple[int, int]) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, handle: tuple[int, int], states: Known) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -553,19 +582,26 @@ class CudaDevice:
                 driver.end_broken_capture(self._stream.cuda_stream)
                 _quietly(graph.capture_end)
                 graph.reset()
+                states.put_back()
                 raise
             driver.end_broken_capture(self._stream.cuda_stream)
             _quietly(graph.capture_end)
+            if not states.put_back():
+                raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
+                              "give it its own again")  # fmt: skip
         finally:
             if collecting:
                 gc.enable()
 
     def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]] | None, owned: Spans) -> Spans:
-        """The bytes of the pool that a launch may write: whatever was allocated in it since the capture began."""
+        """The bytes of the pool that a launch may write, but for the workspace that all share: whatever was allocated in it
+        since the capture began."""
         inside = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
         if allocated is not None:
-            return Spans((a, n) for a, n in allocated if inside.meets(a, n))
-        return Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
+            found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
+        else:
+            found = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
+        return found if self._anchor.workspace is None else found.without(*self._anchor.workspace)
 
     def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:
         for (start, nbytes), (operator, line) in watch.strangers.items():
@@ -610,7 +646,8 @@ class CudaDevice:
         recording and its last held output."""
         if self.pool.untidy:
             self.pool.untidy = False
-            if 2 * self.pool.footprints().nbytes < self.pool_bytes:
+            footprints, (_, workspace) = self.pool.footprints().nbytes, self._anchor.workspace or (0, 0)
+            if not footprints or 2 * (footprints + workspace) < self.pool_bytes:
                 self._anchor = _Anchor(self.index, self._stream)
             torch.cuda.empty_cache()
 
