@@ -647,8 +647,8 @@ def _way(kind: type) -> _Enter:
     top = kind.__module__.partition(".")[0]
     if kind.__module__ == "phonograph.recorded" and kind.__name__ == "Recorded":
         return Reach._recorded
-    if kind.__module__ == "phonograph.backward" and kind.__name__ == "Backward":
-        return lambda reach, path, backward: reach._fixed(path, backward.reached())
+    if kind.__module__.startswith("phonograph.") and hasattr(kind, "reached"):  # a function of our own
+        return lambda reach, path, function: reach._fixed(path, function.reached())
     if hasattr(kind, "__next__"):
         return _iterator
     numpy = sys.modules.get("numpy")

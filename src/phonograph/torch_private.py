@@ -10,7 +10,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
 from typing import Any
@@ -23,7 +23,7 @@ import torch.utils._device
 from torch.utils.hooks import BackwardHook
 
 __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "code_of", "current_device", "default_device", "dispatch_modes", "donates",
+           "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device", "dispatch_modes", "donates",
            "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
            "keeps_graph", "lend_code", "lend_module", "made_when", "maker", "may_run_backward", "missing", "module_hooks",
            "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
@@ -126,6 +126,8 @@ below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 def donates(node: Any) -> bool:
     """Whether a node of autograd's is a compiled function whose backward may write what its forward has saved."""
     metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", ()) is None:
+        metadata.bw_donated_idxs = []  # compiled with donated_buffer=False: a backward that retains the graph asks for this
     return bool(getattr(metadata, "bw_donated_idxs", None))
 
 
@@ -271,6 +273,24 @@ def transformed() -> bool:
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
+
+
+# -- compilers
+
+
+def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+    """A graph of Dynamo's, compiled by a backend of that name, so that its backward can be run again: one that writes into what
+    its forward has saved could not. Inductor makes no CUDA graphs of its own."""
+    import torch._dynamo
+    import torch._functorch.config as functorch
+
+    patch = functorch.patch(donated_buffer=False) if hasattr(functorch, "donated_buffer") else nullcontext()
+    given: dict[str, Any] = {"options": options} if options else {}
+    if backend == "inductor":
+        given = {"config_patches": {**(options or {}), "triton.cudagraphs": False}}
+    with patch:
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
+    return compiled
 
 
 # -- modules and optimizers

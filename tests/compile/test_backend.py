@@ -1,0 +1,343 @@
+"""`torch.compile(f, backend="phonograph")`: Dynamo's graphs, recorded."""
+
+import copy
+import gc
+import importlib.metadata
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phonograph as pg
+from phonograph.compile import backend, graphs
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+def inner(request, device):
+    if request.param == "inductor" and device.type == "cpu":
+        pytest.skip("what Inductor compiles for the CPU runs live")
+    return request.param
+
+
+def compiled(f, inner="eager", **options):
+    return torch.compile(f, backend=backend, options={"inner": inner, **options})
+
+
+def network(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)).to(device)
+
+
+def close(actual, expected, inner):
+    """Bit for bit where nothing was compiled."""
+    if inner == "eager":
+        assert_same(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected)
+
+
+def totals():
+    found = [pg.stats(g) for g in graphs()]
+    return sum(s.live for s in found), sum(s.recorded for s in found), sum(s.replayed for s in found)
+
+
+def test_c01_inference(device, inner):
+    net = network(device).eval()
+    f = compiled(net, inner)
+    with torch.no_grad():
+        for n in range(5):
+            x = torch.full((4, 8), 0.1 * n, device=device)
+            close(f(x), net(x), inner)
+    (graph,) = graphs()
+    assert totals() == (1, 1, 4)
+    assert pg.stats(graph).bytes_copied == 4 * 4 * 8 * 4  # the argument, and no parameter or buffer
+
+
+def test_c06_training(device, inner):
+    net = network(device)
+    live = copy.deepcopy(net)
+    pairs = [(compiled(net, inner), net), (live, live)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for _, m in pairs]
+    for n in range(6):
+        torch.manual_seed(n)
+        x = torch.randn(4, 8, device=device)
+        found = []
+        for (f, m), optimizer in zip(pairs, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = f(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            found.append((loss.detach(), [p.grad for p in m.parameters()], [*m.state_dict().values()]))
+        close(*found, inner)
+    assert totals() == (1, 1, 5)
+
+
+def test_c06_two_micro_batches_and_inference_in_the_middle(device, inner):
+    net = network(device)
+    live = copy.deepcopy(net)
+    f = compiled(net, inner)
+    for n in range(6):
+        torch.manual_seed(n)
+        xs = torch.randn(2, 4, 8, device=device)
+        for g, m in ((f, net), (live, live)):
+            m.train()
+            m.zero_grad()
+            outs = [g(x) for x in xs]
+            m.eval()
+            with torch.no_grad():
+                seen = g(xs[0])
+            m.train()
+            for out in reversed(outs):
+                out.square().sum().backward()
+            m.seen = seen, outs[0].detach()
+        close(net.seen, live.seen, inner)
+        close([p.grad for p in net.parameters()], [p.grad for p in live.parameters()], inner)
+
+
+def test_c08_one_block_compiled_for_each_layer(device, inner):
+    """One graph, with the parameters of each layer."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.inside(x).tanh()
+
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*[Block() for _ in range(3)]).to(device)
+    live = copy.deepcopy(blocks)
+    for block in blocks:
+        block.compile(backend=backend, options={"inner": inner})
+    for n in range(6):
+        torch.manual_seed(n)
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        for m in (blocks, live):
+            m.zero_grad()
+            m(x).square().sum().backward()
+        close([p.grad for p in blocks.parameters()], [p.grad for p in live.parameters()], inner)
+    assert len({id(g) for g in graphs()}) >= 3
+    assert totals()[2] == 3 * 5
+
+
+def test_c08_weights_that_are_replaced(device):
+    net = network(device).eval()
+    f = compiled(net)
+    with torch.no_grad():
+        for n in range(9):
+            if n % 3 == 0:
+                net[0].weight = nn.Parameter(torch.full((16, 8), float(n), device=device))
+            x = torch.full((4, 8), 0.1 * n, device=device)
+            assert_same(f(x), net(x))
+
+
+def test_c08_parameters_that_are_no_modules(device):
+    """They are read in place as well; others each time are no leak."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    f = compiled(lambda x, w: x * w, max_recordings=3)
+    for n in range(5):
+        x = torch.full((4,), 0.1 * n, device=device)
+        weight.grad = None
+        f(x, weight).sum().backward()
+        assert_same(weight.grad, x)
+    assert totals() == (1, 1, 4)
+    refs = []
+    for n in range(8):
+        w = nn.Parameter(torch.full((4,), float(n), device=device))
+        refs.append(weakref.ref(w))
+        assert_same(f(x, w).detach(), (x * w).detach())
+    del w
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) <= 3
+
+
+@may_run_live
+def test_c01_graph_breaks(device, inner):
+    def function(x):
+        y = x.sin() * 2
+        torch._dynamo.graph_break()
+        z = y.cos() + x
+        if z.sum() > 0:
+            return z * y
+        return z - y
+
+    f = compiled(function, inner)
+    for n in range(8):
+        x = torch.full((5,), (-1.0) ** n * 0.3 * n, device=device)
+        close(f(x), function(x), inner)
+    assert totals()[2] > 8
+
+
+def test_c15_a_chain_of_compiled_functions(device, inner):
+    f, g = (lambda x: x.sin() * 2), (lambda x: x.cos() + x)
+    cf, cg = compiled(f, inner), compiled(g, inner)
+    kept = []
+    for n in range(6):
+        x = torch.full((5,), 0.3 * n, device=device)
+        kept.append((cg(cf(x)), g(f(x))))
+    for ours, theirs in kept:
+        close(ours, theirs, inner)
+
+
+def test_c07_dynamic_shapes(device, inner):
+    f = torch.compile(lambda x: (x * x.shape[0]).cumsum(0), backend=backend, options={"inner": inner}, dynamic=True)
+    for n in (3, 3, 4, 4, 5, 5, 3, 4, 5, 3, 4):
+        x = torch.full((n, 2), 0.3, device=device)
+        close(f(x), (x * n).cumsum(0), inner)
+    assert totals()[1:] == (3, 8)
+
+
+def test_c03_an_input_that_is_written(device, inner):
+    def function(x, y):
+        x.add_(y)
+        return x * 2
+
+    f = compiled(function, inner)
+    xs = [torch.zeros(4, device=device) for _ in range(2)]
+    for n in range(6):
+        y = torch.full((4,), 0.5 * n, device=device)
+        close(f(xs[0], y), function(xs[1], y), inner)
+        close(xs[0], xs[1], inner)
+
+
+def test_c02_dropout(device):
+    function = lambda x: F.dropout(x, 0.5)  # noqa: E731
+    f = compiled(function)
+    for n in range(6):
+        found = []
+        for g in (f, function):
+            torch.manual_seed(n)
+            found.append((g(torch.ones(16, device=device)), torch.rand(2, device=device)))
+        assert_same(*found)
+
+
+@may_run_live
+def test_c06_compiled_under_recompute(device, inner):
+    net = network(device)
+    live = copy.deepcopy(net)
+    f = compiled(net, inner)
+    for n in range(5):
+        torch.manual_seed(n)
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        for g, m in ((f, net), (live, live)):
+            m.zero_grad()
+            checkpoint(g, x, use_reentrant=False).square().sum().backward()
+        close([p.grad for p in net.parameters()], [p.grad for p in live.parameters()], inner)
+
+
+@may_run_live  # on the CPU no recording sees into compiled code
+def test_a_recorded_step_with_the_backend_inside(device):
+    def make():
+        net = network(device)
+        f = compiled(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = f(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), [p.detach().clone() for p in net.parameters()]
+
+        return step
+
+    recorded, live = pg.record(make()), make()
+    for n in range(5):
+        torch.manual_seed(n)
+        x = torch.randn(4, 8, device=device)
+        assert_same(recorded(x), live(x))
+
+
+def test_c17_a_model_goes_when_it_is_dropped(device, inner):
+    net = network(device)
+    f = compiled(net, inner)
+    for n in range(4):
+        f(torch.full((4, 8), 0.1 * n, device=device)).sum().backward()
+    assert totals()[2] == 3
+    refs = weakref.ref(net), weakref.ref(net[0].weight)
+    del net, f
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    assert graphs() == []
+
+
+def test_c16_a_compiled_model_is_copied_and_pickled(device):
+    net = network(device).eval()
+    f = compiled(net)
+    with torch.no_grad():
+        x = torch.full((4, 8), 0.1, device=device)
+        for _ in range(3):
+            expected = f(x)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert_same(other(x), expected)
+            assert_same(compiled(other)(x), expected)
+
+
+def test_dynamo_reset_drops_all_recordings(device):
+    f = compiled(lambda x: x.sin())
+    for _ in range(3):
+        f(torch.ones(4, device=device))
+    assert totals() == (1, 1, 2)
+    torch._dynamo.reset()
+    assert graphs() == []
+    for _ in range(3):
+        f(torch.ones(4, device=device))
+    assert totals() == (1, 1, 2)
+
+
+def test_graphs_say_where_they_begin(device):
+    f = compiled(lambda x: x.sin())
+    f(torch.ones(4, device=device))
+    (graph,) = graphs()
+    assert "test_backend.py:" in pg.explain(graph)
+
+
+def test_what_inductor_compiles_for_the_cpu_runs_live():
+    f = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    with pytest.warns(pg.RunsLive, match="Inductor's code for the CPU calls no operators"):
+        y = f(torch.ones(4))
+    torch.testing.assert_close(y, torch.ones(4).sin() + 1)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"options": {"iner": "eager"}}, "unknown option 'iner'"),
+    ({"options": {"inner": 3}}, "inner must be the name of a backend"),
+    ({"options": {"inner": "eager", "warmup": -1}}, "warmup must be at least 0"),
+    ({"mode": "max-autotune"}, "mode='max-autotune' is Inductor's"),
+])  # fmt: skip
+def test_bad_options(given, message):
+    with pytest.raises(Exception, match=message):
+        torch.compile(lambda x: x + 1, backend=backend, **given)(torch.ones(2))
+
+
+def test_by_name_without_an_import(device):
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="phonograph"):
+        pytest.skip("phonograph is not installed, only imported")
+    code = f"""
+import sys, torch
+assert "phonograph" not in sys.modules
+f = torch.compile(lambda x: x.sin() + 1, backend="phonograph", options={{"inner": "eager"}})
+x = torch.ones(4, device={str(device)!r})
+for _ in range(4):
+    assert torch.equal(f(x), x.sin() + 1)
+import phonograph as pg
+from phonograph.compile import graphs
+assert pg.stats(graphs()[0]).replayed == 3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
