@@ -16,8 +16,9 @@ import itertools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_, itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter, is_, itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class _Bound:
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
-        return self._inner, *self.state
+        return *_reached_by(self._inner), *self.state
 
     def __call__(self, *others: Any) -> Any:
         given = (*self.state, *others)
@@ -197,6 +198,19 @@ def _owns(t: torch.Tensor) -> torch.nn.Module | None:
     module = known() if known is not None else None
     found = module is not None and any(t is own for own in (*module._parameters.values(), *module._buffers.values()))
     return module if found else None
+
+
+def _reached_by(inner: Callable[..., Any]) -> Iterator[Any]:
+    """What a graph can reach of the world: not the settings of the module that it is, of which its code asks for nothing."""
+    if not isinstance(inner, torch.fx.GraphModule):
+        yield inner
+        return
+    yield type(inner).forward
+    for node in inner.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            yield attrgetter(node.target)(inner)
+        elif isinstance(node.target, FunctionType):
+            yield node.target
 
 
 def _none() -> None:
