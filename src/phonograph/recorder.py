@@ -290,8 +290,8 @@ def _capture(
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        refused = device.frames_refused() if tracing is None else {**device.frames_refused(), **tracing.refused()}
-        with saving, watching_python(outer, refused, reach.caching, reach.mentions.unknown, watch) as listener:
+        heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
+        with saving, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
             try:
                 result = function(*args, **kwargs)
             except BaseException as e:

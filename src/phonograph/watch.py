@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
 from .dials import Dials
+from .effects import Starts
 from .errors import Refusal
 from .listening import unheard
 from .pool import dense
@@ -169,10 +170,7 @@ class OperatorWatch(TorchDispatchMode):
             raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
         if m.writes or m.writes_named:
             for t in operators.written_by(m, args, kwargs):
-                key = storage_id(t)
-                if (key in self.outside or key in self.slot_ids) and key not in self.written:
-                    self.written[key] = t
-                    self._versions[key] = 0 if t.is_inference() else t._version
+                self.writes(t)
         if self.dials:
             _numbers_in(args, self.dials)
             _numbers_in(list(kwargs.values()), self.dials)
@@ -180,6 +178,17 @@ class OperatorWatch(TorchDispatchMode):
             generator = kwargs.get("generator")
             if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
                 self.meet(generator)
+
+    def writes(self, t: torch.Tensor, version: int | None = None) -> None:
+        """This tensor is going to be written; it had that version before, if not the one that it has now."""
+        key = storage_id(t)
+        if (key in self.outside or key in self.slot_ids) and key not in self.written:
+            self.written[key] = t
+            self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
+
+    def frames(self) -> Starts:
+        """The Python functions whose start it has to hear of, or refuse."""
+        return {}
 
     def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:
         """An operator reads a tensor that is neither an argument, nor in reach, nor made by a watched operator."""

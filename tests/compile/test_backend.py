@@ -19,6 +19,8 @@ from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
 
 @pytest.fixture(autouse=True)
 def forgotten():

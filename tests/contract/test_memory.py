@@ -354,6 +354,47 @@ def test_c03_an_argument_that_shares_numpys_memory_with_state():
         assert f(torch.from_numpy(array)).tolist() == [2.0 * (n + 2)] * 3
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_c03_an_argument_that_compiled_code_writes(cuda, grad):
+    """Its kernels are no operators."""
+
+    def make():
+        torch._dynamo.reset()
+        return torch.compile(lambda x, y: (x.add_(y), x * 2)[1])
+
+    both = side_by_side(make)
+    xs = [filled(cuda, 0) for _ in range(2)]
+    with torch.set_grad_enabled(grad):
+        for n in range(6):
+            versions = [x._version for x in xs]
+            results = [f(x, filled(cuda, n)) for f, x in zip((both.recorded, both.live), xs, strict=True)]
+            assert_same(*results)
+            assert_same(*xs)
+            assert xs[0]._version > versions[0] or not n
+    assert counts(both) == (1, 1, 5)
+
+
+def test_c03_an_argument_that_a_triton_kernel_writes(cuda):
+    pytest.importorskip("triton")
+    from tests.contract.kernels import add_one
+
+    state = filled(cuda, 0)
+
+    def f(x):
+        made = x * 2
+        for t in (x, made, state):
+            add_one[(1,)](t, t.numel(), block=16)
+        return made + x + state
+
+    recorded = pg.record(f, warmup=1)
+    x = filled(cuda, 0)
+    for n in range(6):
+        before = x[0].item()
+        assert_same(recorded(x), filled(cuda, 2 * before + 1 + before + 1 + n + 1))
+        assert_same(x, filled(cuda, before + 1))
+    assert counts(recorded) == (1, 1, 5)
+
+
 @may_run_live
 def test_c03_an_array_of_the_closure_that_is_written_through_a_tensor():
     numpy = pytest.importorskip("numpy")

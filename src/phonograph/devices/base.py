@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..dials import Dials
-from ..effects import Starts
 from ..pool import Pool
 from ..randomness import Rewind
 from ..reach import Reach
@@ -106,6 +105,3 @@ class Device(Protocol):
     @property
     def pool_bytes(self) -> int:
         """Bytes of device memory that the pool holds."""
-
-    def frames_refused(self) -> Starts:
-        """Python functions that this device cannot capture: their start is refused."""

@@ -103,6 +103,9 @@ class Tape(OperatorWatch):
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
+    def frames(self) -> Starts:
+        return _COMPILED
+
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
         self._generator_states.append((generator, generator.get_state()))
@@ -485,9 +488,6 @@ class CpuDevice:
     @property
     def pool_bytes(self) -> int:
         return self._arena.nbytes
-
-    def frames_refused(self) -> Starts:
-        return _COMPILED
 
 
 # Compiled code calls its own kernels: a tape of operators would not see them.

@@ -17,19 +17,21 @@ due to a previous error during capture", and leaves the thread on the capture st
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 from .. import torch_private
 from ..dials import Dials
-from ..effects import Starts
+from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Fill, Pool, dense, extent, place_of, unowned
@@ -48,6 +50,8 @@ from .base import Captured, Made
 __all__ = ["CudaDevice"]
 
 _thread = threading.local()
+
+_HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 
 _STEP = 4  # numbers that a thread draws at once
 
@@ -97,6 +101,7 @@ class CudaWatch(OperatorWatch):
         self._draws: set[bool] = set()  # the values that this had when something was drawn
         self.sets_states = False
         self._registered = generators
+        self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
 
     def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
@@ -121,6 +126,29 @@ class CudaWatch(OperatorWatch):
                 raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
                               "move it to the device; a replay could not see it change")  # fmt: skip
 
+    def frames(self) -> Starts:
+        return {
+            "__call__": [(os.path.join("torch", "_inductor", "output_code.py"), self._compiled, _HEARD)],
+            "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
+        }
+
+    def _compiled(self, frame: FrameType) -> bool:
+        """Never: Inductor's code for a graph is called, whose kernels write what it says that it changes."""
+        inputs = frame.f_locals.get("inputs", ())
+        for i in getattr(frame.f_locals["self"], "mutated_input_idxs", ()):
+            if isinstance(inputs[i], torch.Tensor):
+                self.writes(inputs[i], version=-1)  # it has been counted on already
+        return False
+
+    def _launched(self, frame: FrameType) -> bool:
+        """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
+        if not self._performing:
+            given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
+            for t in given:
+                if isinstance(t, torch.Tensor):
+                    self.writes(t)
+        return False
+
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
@@ -129,7 +157,11 @@ class CudaWatch(OperatorWatch):
             if len(self._draws) > 1:
                 raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
                                            "draw them in the forward"))  # fmt: skip
-        return super().perform(func, m, args, kwargs)
+        self._performing += 1
+        try:
+            return super().perform(func, m, args, kwargs)
+        finally:
+            self._performing -= 1
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         self.states.read(state, self._rewound)
@@ -654,6 +686,3 @@ class CudaDevice:
     @property
     def pool_bytes(self) -> int:
         return cuda_memory.pool_bytes(self._anchor.handle)
-
-    def frames_refused(self) -> Starts:
-        return {}
