@@ -66,6 +66,7 @@ class Player:
         self._written = [i for i, s in slots if s.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
+        self._mixed = recording.program.mixed
         self._copies = {id(lease): i for i, lease in enumerate(recording.copied)}
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
@@ -99,6 +100,8 @@ class Player:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
         if self.recording.spoiled or (self._templates and self._moved()):
             return "the memory that it used"
+        if self._mixed is not None and self._mixed():
+            return "which random generators have one state"
         dials = self._dials
         if dials is not None:
             self._turned = dials.turned() or self._turned
@@ -134,7 +137,8 @@ class Player:
 
     def obstructed(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for."""
-        return self.held() and not any(lease.alive for lease in self.recording.backward.memory)
+        backward = self.recording.backward
+        return backward is not None and self.held() and not any(lease.alive for lease in backward.memory)
 
     def blocked(self, call: Call) -> bool:
         """Whether this call cannot be played because of tensors that are held."""

@@ -17,6 +17,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from types import CodeType, FrameType
 from typing import Any
 
@@ -86,6 +87,14 @@ class Known:
     def __init__(self, generators: list[torch.Generator]) -> None:
         self.generators = generators
         self._states = [(g, g.graphsafe_get_state()) for g in generators]
+        self._together = self._which_share()
+
+    def mixed(self) -> bool:
+        """Whether some of them have one state that had two, or the other way round: a graph cannot follow that."""
+        return self._which_share() != self._together
+
+    def _which_share(self) -> list[bool]:
+        return [share_state(a, b) for a, b in combinations(self.generators, 2)]
 
     def put_back(self) -> bool:
         """Give each generator its state again. Returns whether all of them still had it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class Program(Protocol):
     owned: Spans
     """Pool memory in the footprint that tensors outside own (gradients that the call created)."""
     operators: int
+    mixed: Callable[[], bool] | None
+    """Whether it may not be run now: random generators have one state that had two when it was made, or the other way round.
+    None if that cannot be."""
 
     outs: tuple[torch.Tensor, ...]
 

@@ -238,6 +238,32 @@ def test_c02_a_call_while_the_default_generator_is_another(cuda):
     assert counts(recorded) == (1, 1, 30)
 
 
+def test_c02_a_fork_around_a_call_that_forks_the_same(cuda):
+    """Then what the call draws from two generators comes from one state."""
+
+    def make(tracker):
+        def f(x):
+            y = F.dropout(x, 0.5)
+            with tracker.fork("a"):
+                return F.dropout(y, 0.5) + torch.rand_like(y)
+
+        return f
+
+    recorded, trackers, _ = two_trackers(cuda, make)
+    live = make(trackers[1])
+    x = torch.ones(64, device=cuda)
+    for n in range(12):
+        found = []
+        for f, tracker in zip((recorded, live), trackers, strict=True):
+            torch.manual_seed(n)
+            tracker.seed(n)
+            with tracker.fork("a") if n % 4 == 3 else contextlib.nullcontext():
+                found.append(f(x))
+            found.append(tracker.stands())
+        assert_same(found[:2], found[2:])
+    assert pg.stats(recorded).replayed > 6
+
+
 def test_c02_a_function_recorded_while_the_default_generator_is_another(cuda):
     recorded, trackers, _ = two_trackers(cuda, lambda tracker: lambda x: F.dropout(x, 0.5))
     x = torch.ones(64, device=cuda)

@@ -87,7 +87,7 @@ def backend(
 def graphs() -> list[Recorded[Any, Any]]:
     """The recorded functions of all graphs that are there, for `phonograph.stats` and `phonograph.explain`. A graph that was
     called with several sets of parameters has one for each."""
-    return [bound.recorded for graph in list(_graphs) for bound in list(graph.bound)]
+    return [bound.recorded for graph in list(_graphs) for bound in list(graph.bound.values())]
 
 
 def _reset() -> None:
@@ -132,7 +132,7 @@ class _Graph:
         self.inner = inner
         self.options = options
         self.order: list[int] = []  # for each argument its place among those that are bound, and the others after them
-        self.bound: weakref.WeakSet[_Bound] = weakref.WeakSet()
+        self.bound: weakref.WeakValueDictionary[tuple[int, ...], _Bound] = weakref.WeakValueDictionary()
         self._split: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._last: Callable[[], _Bound | None] = _none
         self._kept: list[_Bound] = []  # those without parameters, or whose parameters are no module's
@@ -155,11 +155,10 @@ class _Graph:
         return _taking(state), _taking(others)
 
     def _bind(self, state: tuple[torch.Tensor, ...]) -> _Bound:
-        known = (bound for bound in self.bound if len(bound.state) == len(state) and all(map(is_, bound.state, state)))
-        bound = next(known, None)
+        key = tuple(map(id, state))
+        bound = self.bound.get(key)
         if bound is None:
-            bound = _Bound(self, state)
-            self.bound.add(bound)
+            bound = self.bound[key] = _Bound(self, state)
             owner = _owner(state[0]) if state else None
             if owner is not None:
                 _kept.setdefault(owner, []).append(bound)
@@ -172,7 +171,7 @@ class _Graph:
 
     def reset(self) -> None:
         """It is not called any more."""
-        for bound in list(self.bound):
+        for bound in list(self.bound.values()):
             bound.recorded.reset()
             for kept in (self._kept, *list(_kept.values())):
                 if bound in kept:

@@ -308,6 +308,7 @@ class GraphProgram:
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
         self._states = states
+        self.mixed: Callable[[], bool] | None = states.mixed if len(states.generators) > 1 else None
         self._numbers: driver.KernelNumbers | None = None
         self._steps = steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         # Known after the first launch.
