@@ -21,6 +21,7 @@ SCRIPTS = (
     "bitwise",
     "loss_curves",
     "activation_memory",
+    "compile_overhead",
     "llama_decode",
     "pairs",
     "gpt2_step",
