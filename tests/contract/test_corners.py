@@ -1327,7 +1327,8 @@ def test_c11_values_that_python_reads(device, read):
 
 
 @may_run_live
-def test_c11_a_distribution_that_looks_at_its_arguments(device):
+def test_c11_a_distribution_that_looks_at_its_arguments(device, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off
     f = pg.record(lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), warmup=0)
     f(ramp(device, 3))
     assert "validate_args=False" in reasons(f)
