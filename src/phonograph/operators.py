@@ -39,8 +39,12 @@ class Meaning(NamedTuple):
     compiled: bool
 
 
-# Batch norm writes its running statistics; these older overloads do not say so.
+# Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
+# seen as they are in inference mode.)
 _UNDECLARED_WRITES = {
+    "aten::batch_norm": (3, 4),
+    "aten::_batch_norm_impl_index": (3, 4),
+    "aten::instance_norm": (3, 4),
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
@@ -90,7 +94,7 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
-    shape_from_data = torch.Tag.dynamic_output_shape in tags
+    shape_from_data = torch.Tag.dynamic_output_shape in tags or _is_nonzero(schema)
     return Meaning(
         schema.name,
         writes + _UNDECLARED_WRITES.get(schema.name, ()),
@@ -102,6 +106,11 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
         reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         schema.name.startswith("aten::"),
     )
+
+
+def _is_nonzero(schema: Any) -> bool:
+    """Whether it is `nonzero` by another name: `torch.where` with one argument does not say so."""
+    return schema.name == "aten::nonzero_numpy" or (schema.name == "aten::where" and len(schema.arguments) == 1)
 
 
 def _answers_from_data(func: torch._ops.OpOverload) -> bool:

@@ -38,7 +38,7 @@ from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot
-from .signature import Call, modes
+from .signature import Call, attributes, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
 from .tracing import Tracing
@@ -348,7 +348,7 @@ def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> A
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
     hooks = len(t._backward_hooks or ()), len(getattr(t, "_post_accumulate_grad_hooks", None) or ())
-    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, dict(t.__dict__))
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
 
 
 def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], before: list[Any]) -> None:

@@ -21,7 +21,7 @@ from .keys import NoSignature, plain_key
 from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "Call", "describe", "modes", "tensor_key"]
+__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "tensor_key"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -101,7 +101,7 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature("is called inside a batched computation (vmap, is_grads_batched)")
     if t.layout is not torch.strided:
         raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
-    if t.__dict__ and type(t) is torch.Tensor:
+    if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own")
     if type(t) is torch.Tensor and _has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks")
@@ -113,6 +113,11 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     # Kernels load aligned data several elements at a time, and dropout then draws in another order.
     alignment = t.data_ptr() % ALIGNMENT
     return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, identity)
+
+
+def attributes(t: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a tensor has of its own, but for the marks that `torch.compile` makes."""
+    return {name: value for name, value in t.__dict__.items() if not name.startswith("_dynamo_")}
 
 
 def _has_gradient_or_hooks(t: torch.Tensor) -> bool:

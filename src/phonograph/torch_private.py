@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.backends.mha
@@ -29,7 +29,7 @@ __all__ = ["address", "alias", "allocations_since", "backward_id", "below_autogr
            "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
            "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
            "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace",
-           "tensor_check", "transformed", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
+           "tensor_check", "transformed", "untraced", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -276,6 +276,14 @@ saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 
 
 # -- compilers
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """Let `torch.compile` call this as it is, and not look into it. (`torch.compiler.disable` would import the compiler.)"""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .torch_private import untraced
+
 __all__ = ["epoch", "watch"]
 
 _watched: set[int] = set()
@@ -45,6 +47,7 @@ def watch(things: Iterable[object]) -> None:
     _watched.update(map(id, things))
 
 
+@untraced  # or code would be compiled for what is watched at the moment
 def _note(thing: object) -> None:
     global _epoch
     if id(thing) in _watched:
@@ -75,6 +78,7 @@ def _install() -> None:
     accessor.swap_tensor = _noting(accessor.swap_tensor)
     removed = RemovableHandle.remove
 
+    @untraced
     @functools.wraps(removed)
     def remove(self: Any) -> None:
         global _epoch

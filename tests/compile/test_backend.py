@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,9 @@ from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TensorFloat32", "ignore:The .grad attribute", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -352,6 +355,68 @@ def test_a_recorded_step_with_the_backend_inside(device):
         assert_same(recorded(x), live(x))
 
 
+def test_c17_a_buffer_that_each_call_makes_anew(device):
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.inside(x)
+            self.mean = self.mean * 0.9 + y.detach().mean(0)
+            return y + self.mean
+
+    torch.manual_seed(0)
+    net = Average().to(device)
+    live = copy.deepcopy(net)
+    f, refs = compiled(net), []
+    for n in range(20):
+        x = torch.full((3, 4), 0.1 * n, device=device)
+        for g, m in ((f, net), (live, live)):
+            m.zero_grad()
+            g(x).sum().backward()
+        refs.append(weakref.ref(net.mean))
+        assert_same((net.mean, [p.grad for p in net.parameters()]), (live.mean, [p.grad for p in live.parameters()]))
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) <= 2
+    assert totals()[2] > 8
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_c17_weights_that_are_replaced_again_and_again(device, assign):
+    net = network(device)
+    f, refs = compiled(net), []
+    for n in range(12):
+        if assign:
+            net.load_state_dict({k: torch.full_like(v, 0.01 * n) for k, v in net.state_dict().items()}, assign=True)
+        else:
+            net[3].weight = nn.Parameter(torch.full((8, 16), 0.01 * n, device=device))
+        refs.append(weakref.ref(net[3].weight))
+        for _ in range(3):
+            x = torch.full((4, 8), 0.1 * n, device=device)
+            state = copy.deepcopy(net.state_dict())
+            y = f(x)
+            net.load_state_dict(state)
+            assert_same(y.detach(), net(x).detach())
+    gc.collect()
+    assert sum(ref() is not None for ref in refs) <= (1 if assign else 16)
+
+
+def test_c06_training_with_shapes_that_change(device, inner):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device)
+    live = copy.deepcopy(net)
+    f = compiled(net, inner)
+    for n in range(20):
+        x = torch.full((2 + n % 4, 4), 0.1 * n, device=device)
+        for g, m in ((f, net), (live, live)):
+            m.zero_grad()
+            g(x).square().sum().backward()
+        close([p.grad for p in net.parameters()], [p.grad for p in live.parameters()], inner)
+    assert totals()[2] > 8
+
+
 def test_c17_a_model_goes_when_it_is_dropped(device, inner):
     net = network(device)
     f = compiled(net, inner)
@@ -429,3 +494,17 @@ from phonograph.compile import graphs
 assert pg.stats(graphs()[0]).replayed == 3
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_what_is_recorded_elsewhere_compiles_nothing_again():
+    """Changes of modules are noted by functions that the compiler does not look into."""
+    counter = torch._dynamo.testing.CompileCounter()
+    net = nn.Linear(4, 4)
+    f = torch.compile(lambda weight, x: torch.func.functional_call(net, {"weight": weight}, (x,)), backend=counter)
+    for n in range(5):
+        other = pg.record(nn.Linear(4, 4), warmup=1)
+        for _ in range(3):
+            other(torch.ones(2, 4))
+        weight, x = torch.full((4, 4), float(n)), torch.ones(2, 4)
+        assert_same(f(weight, x), F.linear(x, weight, net.bias))
+    assert counter.frame_count <= 2

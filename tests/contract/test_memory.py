@@ -1215,6 +1215,29 @@ def test_c14_a_recorded_function_in_the_backward_of_another(device):
         assert_same(f(filled(device, n)), filled(device, 3 * n))
 
 
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, functools.partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)])
+def test_c03_running_statistics_in_inference_mode(device, make):
+    """There operators that consist of others are seen as one."""
+    norms = [make(3).to(device) for _ in range(2)]
+    recorded = pg.record(norms[0], warmup=1)
+    for n in range(6):
+        torch.manual_seed(n)
+        x = torch.randn(4, 3, 5, device=device)
+        with torch.inference_mode():
+            assert_same(recorded(x), norms[1](x))
+        assert_same([*norms[0].buffers()], [*norms[1].buffers()])
+    assert counts(recorded) == (1, 1, 5)
+
+
+@may_run_live
+def test_c11_where_with_one_argument_in_inference_mode(device):
+    f = pg.record(lambda x: torch.where(x > 0), warmup=1)
+    for values in ([1.0, -1, 1], [1.0, -1, 1], [1.0, 1, 1], [-1.0, -1, 1]):
+        with torch.inference_mode():
+            x = torch.tensor(values, device=device)
+            assert_same(f(x), torch.where(x > 0))
+
+
 @may_run_live
 def test_c08_a_cached_tensor_that_the_first_call_made(device):
     """What a warm-up leaves behind on a GPU lies in the memory of the pool, and is no memory of the recording's."""

@@ -16,6 +16,7 @@ import itertools
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
 from types import FunctionType
@@ -31,6 +32,7 @@ from ..torch_private import compiled_by
 __all__ = ["backend", "graphs"]
 
 _RECORDED_WITH = ("warmup", "fallback", "verify", "max_recordings")
+_REPLACED = 3  # times that a parameter or buffer was replaced, while others stayed, after which it is an ordinary argument
 _KNOWN = ("inner", "inner_options", *_RECORDED_WITH)
 
 _numbers = itertools.count()
@@ -111,6 +113,7 @@ class _Bound:
     """A graph with one set of parameters and buffers: a function of its other arguments."""
 
     def __init__(self, graph: _Graph, state: tuple[torch.Tensor, ...]) -> None:
+        self.graph = weakref.ref(graph)
         self._inner = graph.inner
         self._order = graph.order
         self.state = state
@@ -133,44 +136,72 @@ class _Graph:
         self.options = options
         self.order: list[int] = []  # for each argument its place among those that are bound, and the others after them
         self.bound: weakref.WeakValueDictionary[tuple[int, ...], _Bound] = weakref.WeakValueDictionary()
-        self._split: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._state: list[int] | None = None  # which arguments are parameters and buffers
+        self._split: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # functions that take these, and the others
+        self._replaced: Counter[int] = Counter()  # how often these arguments were others, and the module the same
         self._last: Callable[[], _Bound | None] = _none
         self._kept: list[_Bound] = []  # those without parameters, or whose parameters are no module's
 
     def __call__(self, *args: Any) -> Any:
-        if self._split is None:
-            self._split = self._look(args)
-        state, others = (take(args) for take in self._split)
+        state, others = (take(args) for take in self._split or self._look(args))
         bound = self._last()
         if bound is None or not all(map(is_, state, bound.state)):
             bound = self._bind(state)
+            if bound is None:
+                return self(*args)
         return bound.recorded(*others)
 
     def _look(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Which arguments are parameters and buffers: functions that take these, and the others."""
-        state = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and _is_state(x)]
-        others = [i for i in range(len(args)) if i not in state]
-        places = {i: n for n, i in enumerate([*state, *others])}
+        if self._state is None:
+            self._state = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and _is_state(x)]
+        others = [i for i in range(len(args)) if i not in self._state]
+        places = {i: n for n, i in enumerate([*self._state, *others])}
         self.order = [places[i] for i in range(len(args))]
-        return _taking(state), _taking(others)
+        self._split = _taking(self._state), _taking(others)
+        return self._split
 
-    def _bind(self, state: tuple[torch.Tensor, ...]) -> _Bound:
+    def _bind(self, state: tuple[torch.Tensor, ...]) -> _Bound | None:
+        """The graph with these; None if it has turned out that some of them are better not bound."""
         key = tuple(map(id, state))
         bound = self.bound.get(key)
         if bound is None:
-            bound = self.bound[key] = _Bound(self, state)
             owner = _owner(state[0]) if state else None
-            if owner is not None:
-                _kept.setdefault(owner, []).append(bound)
-            else:
-                self._kept.append(bound)
-                if len(self._kept) > self.options.max_recordings:  # parameters that come and go
-                    self._kept.pop(0).recorded.reset()
+            mine = self._kept if owner is None else _kept.setdefault(owner, [])
+            if self._unbound(state, [b for b in mine if b.graph() is self]):
+                return None
+            bound = self.bound[key] = _Bound(self, state)
+            mine.append(bound)
+            self._prune(mine, owner)
         self._last = weakref.ref(bound)
         return bound
 
+    def _unbound(self, state: tuple[torch.Tensor, ...], before: list[_Bound]) -> bool:
+        """Whether some of these are replaced again and again, where the others stay: a buffer that each call makes anew. They
+        are arguments like others from now on."""
+        assert self._state is not None
+        for earlier in before[-1:]:
+            changed = [i for i, now, then in zip(self._state, state, earlier.state, strict=True) if now is not then]
+            if len(changed) < len(state):
+                self._replaced.update(changed)
+        often = {i for i, n in self._replaced.items() if n >= _REPLACED}
+        if not often:
+            return False
+        self.reset()
+        self._replaced.clear()
+        self._state, self._split, self._last = [i for i in self._state if i not in often], None, _none
+        return True
+
+    def _prune(self, mine: list[_Bound], owner: torch.nn.Module | None) -> None:
+        """Of the sets of one module, drop those that it has no more, and the oldest of too many."""
+        ours = [bound for bound in mine if bound.graph() is self]
+        gone = [bound for bound in ours[:-1] if owner is not None and _owns(bound.state[0]) is not owner]
+        gone += [bound for bound in ours if bound not in gone][: -self.options.max_recordings]
+        for bound in gone:
+            mine.remove(bound)
+            bound.recorded.reset()
+
     def reset(self) -> None:
-        """It is not called any more."""
+        """Drop all recordings."""
         for bound in list(self.bound.values()):
             bound.recorded.reset()
             for kept in (self._kept, *list(_kept.values())):
