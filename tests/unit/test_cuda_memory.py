@@ -1,0 +1,119 @@
+"""Holding addresses of a pool, against a model of torch's caching allocator: best fit, splitting, merging."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from phonograph import torch_private
+from phonograph.devices import cuda_memory
+from phonograph.spans import Spans
+
+MIB = 1 << 20
+POOL = (0, 1)
+
+
+class Allocator:
+    """CUDACachingAllocator.cpp: small blocks (up to 1 MiB) come from segments of 2 MiB, larger ones from segments of 20 MiB or
+    of their own; the smallest free block that suffices is taken, and split if enough is left."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[int, int, bool]] = []  # address, bytes, whether small
+        self.blocks: list[list[Any]] = []  # address, bytes, whether small, whether free
+        self._next = 1 << 30
+
+    def alloc(self, nbytes: int, stream: int = 0) -> int:
+        nbytes = -(-nbytes // 512) * 512
+        small = nbytes <= MIB
+        fitting = [b for b in self.blocks if b[3] and b[2] == small and b[1] >= nbytes]
+        if not fitting:
+            size = 2 * MIB if small else 20 * MIB if nbytes < 10 * MIB else -(-nbytes // (2 * MIB)) * 2 * MIB
+            self.segments.append((self._next, size, small))
+            fitting = [[self._next, size, small, True]]
+            self.blocks += fitting
+            self._next += size + (2 * MIB) * (len(self.segments) % 2)  # some segments lie side by side
+        block = min(fitting, key=lambda b: (b[1], b[0]))
+        rest = block[1] - nbytes
+        if rest >= 512 if small else rest > MIB:
+            self.blocks.append([block[0] + nbytes, rest, small, True])
+            block[1] = nbytes
+        block[3] = False
+        return int(block[0])
+
+    def free(self, address: int) -> None:
+        block = next(b for b in self.blocks if b[0] == address)
+        block[3] = True
+        start, size, _ = next(s for s in self.segments if s[0] <= address < s[0] + s[1])
+        inside = sorted(b for b in self.blocks if start <= b[0] < start + size)
+        merged: list[list[Any]] = []
+        for b in inside:
+            if merged and merged[-1][3] and b[3]:
+                merged[-1][1] += b[1]
+            else:
+                merged.append(b)
+        self.blocks = [b for b in self.blocks if not start <= b[0] < start + size] + merged
+
+    def snapshot(self, pool: Any) -> list[dict[str, Any]]:
+        kinds = {True: "small", False: "large"}
+        return [
+            {"address": a, "total_size": n, "segment_type": kinds[small], "blocks": [
+                {"address": b[0], "size": b[1], "state": "inactive" if b[3] else "active_allocated"}
+                for b in sorted(self.blocks) if a <= b[0] < a + n]}
+            for a, n, small in self.segments
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    model = Allocator()
+    monkeypatch.setattr(torch_private, "raw_alloc", model.alloc)
+    monkeypatch.setattr(torch_private, "raw_free", model.free)
+    monkeypatch.setattr(cuda_memory, "segments", model.snapshot)
+    return model
+
+
+SIZES = [512, 40 << 10, 160 << 10, 700 << 10, MIB, 3 * MIB // 2, 3 * MIB, 6 * MIB, 11 * MIB, 32 * MIB]
+
+
+def used(allocator: Allocator, draw: random.Random) -> dict[int, int]:
+    """Take blocks and give them back, as a capture does: the addresses and bytes of those that were there at its end."""
+    live: dict[int, int] = {}
+    for _ in range(60):
+        if live and draw.random() < 0.4:
+            address = draw.choice(list(live))
+            del live[address]
+            allocator.free(address)
+        nbytes = draw.choice(SIZES[:-1])
+        live[allocator.alloc(nbytes)] = nbytes
+    for address in live:
+        allocator.free(address)
+    return live
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_held_is_out_of_reach_and_nothing_else(allocator: Allocator, seed: int) -> None:
+    draw = random.Random(seed)
+    kept = used(allocator, draw)
+    wanted = Spans(draw.sample(sorted(kept.items()), len(kept) // 2))
+    segments = len(allocator.segments)
+    held = cuda_memory.hold(POOL, wanted, 0)
+    assert held is not None
+    assert len(allocator.segments) == segments
+    for _ in range(80):
+        nbytes = draw.choice(SIZES)
+        assert not wanted.meets(address := allocator.alloc(nbytes), nbytes), hex(address)
+    held.release()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, taken = random.Random(seed), []
+    place = (allocator.alloc(32 * MIB), 32 * MIB)
+    kept = used(allocator, draw)
+    allocator.free(place[0])
+    monkeypatch.setattr(torch_private, "take_cublas_workspace", lambda: taken.append(allocator.alloc(32 * MIB)))
+    held = cuda_memory.hold(POOL, Spans(draw.sample(sorted(kept.items()), len(kept) // 2)), 0, place)
+    assert held is not None
+    assert taken == [place[0]]
