@@ -1,0 +1,111 @@
+"""Which state a graph draws from, on any machine: generators that exchange whole states, as those of a GPU can."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.randomness import Known, share_state
+
+
+class Generator:
+    """As torch's on CUDA: several may have one state."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def get_offset(self) -> int:
+        return int(self.state.offset)
+
+    def set_offset(self, offset: int) -> None:
+        self.state.offset = offset
+
+    def initial_seed(self) -> int:
+        return int(self.state.seed)
+
+    def get_state(self) -> Any:
+        return copy.copy(self.state)
+
+    def set_state(self, state: Any) -> None:
+        self.state.seed, self.state.offset = state.seed, state.offset
+
+    def graphsafe_get_state(self) -> Generator:
+        return Generator(self.state)
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+
+def state(seed: int, offset: int) -> Any:
+    return SimpleNamespace(seed=seed, offset=offset)
+
+
+def numbers(s: Any) -> tuple[int, int]:
+    return s.seed, s.offset
+
+
+def launch(known: Known, registered: list[Any], draws: list[int]) -> list[tuple[int, int]]:
+    """What a graph does that knows these states: where it begins to draw in each, which it moves on."""
+    with known.lent():  # type: ignore[attr-defined]
+        began = [numbers(s) for s in registered]
+        for s, n in zip(registered, draws, strict=True):
+            s.offset += n
+    return began
+
+
+def test_two_generators_share_a_state_or_only_have_the_same_numbers() -> None:
+    one, same = state(1, 8), state(1, 8)
+    a, b, c = Generator(one), Generator(one), Generator(same)
+    assert share_state(a, b)  # type: ignore[arg-type]
+    assert not share_state(a, c)  # type: ignore[arg-type]
+    assert (numbers(one), numbers(same)) == ((1, 8), (1, 8))
+
+
+@pytest.mark.parametrize("other", [(2, 40), (1, 0)], ids=["other numbers", "the same numbers"])
+def test_a_launch_draws_from_the_state_that_the_generator_has_now(other: tuple[int, int]) -> None:
+    own, now = state(1, 0), state(*other)
+    default = Generator(own)
+    known = Known([default])  # type: ignore[list-item]
+    assert launch(known, [own], [4]) == [(1, 0)]
+    own.offset = 0
+    default.graphsafe_set_state(Generator(now))
+    assert launch(known, [own], [4]) == [other]
+    assert numbers(now) == (other[0], other[1] + 4)
+    assert numbers(own) == (1, 0)  # which nothing was drawn from
+
+
+def test_a_launch_that_fails_leaves_the_states_as_they_were() -> None:
+    own, now = state(1, 0), state(2, 40)
+    default = Generator(own)
+    known = Known([default])  # type: ignore[list-item]
+    default.graphsafe_set_state(Generator(now))
+    with pytest.raises(RuntimeError), known.lent():
+        raise RuntimeError
+    assert (numbers(own), numbers(now)) == ((1, 0), (2, 40))
+
+
+def test_a_graph_cannot_follow_generators_that_come_to_share_a_state() -> None:
+    own, named = state(1, 0), state(1, 0)  # the same numbers
+    default, other = Generator(own), Generator(named)
+    known = Known([default, other])  # type: ignore[list-item]
+    assert not known.mixed()
+    default.graphsafe_set_state(other)
+    assert known.mixed()
+    default.graphsafe_set_state(Generator(own))
+    assert not known.mixed()
+
+
+def test_generators_get_their_states_back() -> None:
+    own = state(1, 0)
+    default = Generator(own)
+    known = Known([default])  # type: ignore[list-item]
+    assert known.put_back()
+    default.graphsafe_set_state(Generator(state(1, 0)))
+    assert not known.put_back()
+    assert default.state is own
