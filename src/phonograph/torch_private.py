@@ -7,6 +7,7 @@ to record and names it.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,14 @@ import torch.overrides
 import torch.utils._device
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device", "dispatch_modes", "donates",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
-           "keeps_graph", "lend_code", "lend_module", "made_when", "maker", "may_run_backward", "missing", "module_hooks",
-           "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
-           "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
-           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace",
-           "tensor_check", "transformed", "untraced", "use_count", "when_backward_ends", "will_run"]  # fmt: skip
+__all__ = ["COMPILED_GRAPH", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump",
+           "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
+           "dispatch_modes", "donates", "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched",
+           "is_composite", "keeps_graph", "lend_code", "lend_module", "made_when", "maker", "may_run_backward", "missing",
+           "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
+           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check",
+           "transformed", "untraced", "use_count", "when_backward_ends", "will_run", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -284,6 +285,20 @@ def untraced(function: _F) -> _F:
     """Let `torch.compile` call this as it is, and not look into it. (`torch.compiler.disable` would import the compiler.)"""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+COMPILED_GRAPH = os.path.join("torch", "_inductor", "output_code.py"), "__call__"
+"""The file and the name of the functions through which Inductor's code for a graph is called."""
+
+
+def written_by_graph(frame: FrameType) -> list[torch.Tensor] | None:
+    """What Inductor's code for a graph, which is called in this frame, says that it writes of its inputs; None if it does not
+    say."""
+    places = getattr(frame.f_locals.get("self"), "mutated_input_idxs", None)
+    inputs = frame.f_locals.get("inputs")
+    if places is None or inputs is None:
+        return None
+    return [inputs[i] for i in places if isinstance(inputs[i], torch.Tensor)]
 
 
 def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:

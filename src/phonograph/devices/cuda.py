@@ -52,6 +52,7 @@ __all__ = ["CudaDevice"]
 _thread = threading.local()
 
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
+_UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 _STEP = 4  # numbers that a thread draws at once
 
@@ -127,18 +128,18 @@ class CudaWatch(OperatorWatch):
                               "move it to the device; a replay could not see it change")  # fmt: skip
 
     def frames(self) -> Starts:
+        path, called = torch_private.COMPILED_GRAPH
         return {
-            "__call__": [(os.path.join("torch", "_inductor", "output_code.py"), self._compiled, _HEARD)],
+            called: [(path, self._compiled, _UNSAID)],
             "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
         }
 
     def _compiled(self, frame: FrameType) -> bool:
-        """Never: Inductor's code for a graph is called, whose kernels write what it says that it changes."""
-        inputs = frame.f_locals.get("inputs", ())
-        for i in getattr(frame.f_locals["self"], "mutated_input_idxs", ()):
-            if isinstance(inputs[i], torch.Tensor):
-                self.writes(inputs[i], version=-1)  # it has been counted on already
-        return False
+        """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
+        written = torch_private.written_by_graph(frame)
+        for t in written or ():
+            self.writes(t, version=-1)  # it has been counted on already
+        return written is None
 
     def _launched(self, frame: FrameType) -> bool:
         """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
