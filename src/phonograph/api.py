@@ -9,9 +9,10 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from . import torch_private
+from .live import live
 from .observe import Stats
 from .options import Options
-from .recorded import Recorded, live
+from .recorded import Recorded
 
 __all__ = ["explain", "live", "record", "reset", "stats"]
 

@@ -69,8 +69,11 @@ class FastPath:
 
 
 def _looks_at_arguments(player: Player) -> bool:
-    """Whether it matters to a recording which tensors the arguments are, and not only what they hold."""
+    """Whether it matters to a recording which tensors the arguments are, and not only what they hold; or whether it may be that
+    the call has to be begun again."""
     recording = player.recording
-    return any(s.written or s.borrowed for s in recording.slots) or any(
-        o.kind.startswith("argument") for o in recording.outputs
+    return (
+        bool(recording.live_parts)
+        or any(s.written or s.borrowed for s in recording.slots)
+        or any(o.kind.startswith("argument") for o in recording.outputs)
     )

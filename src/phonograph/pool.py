@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,16 +38,37 @@ from .torch_private import storage_at, use_count
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Fill", "Lease", "Pool", "dense", "extent", "once", "place_of", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "Spot", "dense", "extent", "once", "place_of", "unowned"]
 
 _references: Callable[[object], int] = sys.getrefcount
 
 
+class Spot(NamedTuple):
+    """Where a tensor lies, and how, without keeping it."""
+
+    address: int
+    nbytes: int
+    device: torch.device
+    dtype: torch.dtype
+    offset: int
+    size: Any
+    stride: Any
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Spot:
+        storage = t.untyped_storage()
+        return cls(storage.data_ptr(), storage.nbytes(), t.device, t.dtype, int(t.storage_offset()), t.size(), t.stride())
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor there, which does not own its memory."""
+        storage = storage_at(self.address, self.nbytes, self.device)
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
+
+
 def unowned(t: torch.Tensor) -> torch.Tensor:
     """The same memory and metadata without owning it, and without sharing `t`'s storage object."""
-    storage = storage_at(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t.device)
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.size(), t.stride())
+    return Spot.of(t).tensor()
 
 
 def once(t: torch.Tensor) -> torch.Tensor:

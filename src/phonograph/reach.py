@@ -56,6 +56,7 @@ from .introspection import (
     parts,
     slots_of,
 )
+from .live import is_live
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
@@ -444,6 +445,8 @@ class Reach:
             self._work.append((path, f.__self__))
 
     def _function(self, path: str, f: FunctionType) -> None:
+        if is_live(f):
+            return
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             self._hold(place)
@@ -465,7 +468,7 @@ class Reach:
         self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
         if f.__kwdefaults__:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
-        if f.__dict__.keys() - {"__wrapped__"} and f.__qualname__.partition(".")[0] != "live":
+        if f.__dict__.keys() - {"__wrapped__"}:
             self._dict(f.__qualname__, f.__dict__)
         self._code(f)
 

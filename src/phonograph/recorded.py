@@ -15,7 +15,6 @@ import copy
 import functools
 import inspect
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -36,20 +35,22 @@ from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
 from .joint import TWICE, Joint
 from .keys import NoSignature
+from .live import Notes, noting
 from .observe import Counters, Stats, logger, totals
 from .options import Options, switched_off
 from .player import GRAD, Player
 from .reach import Reach
 from .recorder import record, recording_here, settled
 from .recording import Entangled, Recording
+from .segments import Diverged, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
-from .where import users_line
+from .within import Within, inside
 
-__all__ = ["Recorded", "live"]
+__all__ = ["Recorded"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,16 +66,6 @@ _LOOKS = 4  # captures of one call, each after the one before heard code run tha
 _UNREPEATED = 64  # signatures in a row that never come again
 
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
-
-_thread = threading.local()
-
-
-def _inside() -> bool:
-    """Whether this thread is warming up or capturing some recorded function, or is autograd's while some thread does:
-    then it runs the backward of that function."""
-    if getattr(_thread, "depth", 0) > 0:
-        return True
-    return _Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Ours:
@@ -94,31 +85,11 @@ class _Ours:
                           "please report it", final=False) from None  # fmt: skip
 
 
-class _Within:
-    """While entered, recorded functions that are called run as part of the one that called them."""
-
-    running = 0  # in any thread
-    warming_up = 0
-
-    def __init__(self, *, warming_up: bool = False) -> None:
-        self._warming_up = warming_up
-
-    def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        _Within.running += 1
-        _Within.warming_up += self._warming_up
-
-    def __exit__(self, *_: object) -> None:
-        _thread.depth -= 1
-        _Within.running -= 1
-        _Within.warming_up -= self._warming_up
-
-
 def _waited() -> bool:
     """Wait for the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
     until = time.monotonic() + _PATIENCE
     while not lock.acquire(timeout=0.01):
-        if _Within.warming_up or time.monotonic() > until:
+        if Within.waiting or time.monotonic() > until:
             return False
     return True
 
@@ -126,12 +97,13 @@ def _waited() -> bool:
 class _History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "refusal", "replays", "warm", "warm_again")
+    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "warm", "warm_again")
 
     def __init__(self) -> None:
         self.warm = 0
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
+        self.notes: Notes | None = None  # what live functions gave in the last live call
         self.attempts = 0
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
@@ -217,7 +189,7 @@ class Recorded(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
-        if _inside() or switched_off() or owned():
+        if inside() or switched_off() or owned():
             return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
         if not lock.acquire(False) and not _waited():
             self._counters.calls += 1
@@ -278,9 +250,17 @@ class Recorded(Generic[P, R]):
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again = False
-                return True, self._play(self._made(call, found, history), call)
+                try:
+                    return True, self._play(self._made(call, found, history), call)
+                except Unseen:
+                    if history.refusal is not None:
+                        raise
+                    return True, self._warm_up(call, args, kwargs)
             except NoSignature as e:
                 refusal = Refusal(str(e))
+            except Diverged as e:
+                self._count_divergence(call, e)
+                refusal = e
             except Refusal as e:
                 refusal = e
         refusal.let_go()
@@ -298,8 +278,8 @@ class Recorded(Generic[P, R]):
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
-        counters.replayed += 1
         self._fast = None
+        counters.replayed += 1
         if player.played and self.options.verify and counters.replayed % self.options.verify == 0:
             return self._verified(player, call)
         result, copied = player.play(call)
@@ -313,7 +293,7 @@ class Recorded(Generic[P, R]):
         args, kwargs = call.like
 
         def live() -> Any:
-            with _Within(), optimizers.recordable(reach.optimizers):
+            with Within(), optimizers.recordable(reach.optimizers):
                 return self._function(*args, **kwargs)
 
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
@@ -349,6 +329,14 @@ class Recorded(Generic[P, R]):
             history.refusal = Refusal(f"{found.broken} changes from call to call", remedy)
             raise history.refusal
 
+    def _count_divergence(self, call: Call, diverged: Diverged) -> None:
+        """A replay could not go on after a live part, which may give another thing from now on."""
+        self._counters.replayed -= 1
+        self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
+        history = diverged.history = self._history(call.key)
+        if history.changed(self._counters.replayed) > _CHANGES:
+            history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
+
     def _note_signature(self, call: Call) -> None:
         """Say so if nearly every call has a signature of its own."""
         replayed = self._counters.replayed
@@ -377,12 +365,13 @@ class Recorded(Generic[P, R]):
                 device = self._device(call, reach)
                 optimizers.prepare(reach.optimizers)
         except Refusal:
-            with _Within(warming_up=True):
+            with Within(waits=True):
                 return self._function(*args, **kwargs)
+        notes = self._history(call.key).notes = Notes()
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.mentions.orders_streams else device.beside()
-        with _Within(warming_up=True), optimizers.recordable(reach.optimizers), place:
+        with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
         self._notice_create_graph(result)
         return result
@@ -405,19 +394,23 @@ class Recorded(Generic[P, R]):
         """A backward has shown that calls have to run live where gradients are wanted."""
         self._fast, self._stopped = None, refusal
 
-    def _live(self, args: Any, kwargs: Any) -> R:
-        """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
+    def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
+        """A live call after the warm-ups: its optimizers do the same arithmetic as in those. Live parts that have run for it do
+        not run again."""
         self._counters.live += 1
         optimizers.stepped(self._function)
-        with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]):
+        notes = None
+        if isinstance(refusal, Diverged):
+            notes = refusal.history.notes = Notes(refusal.answers)
+        with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
         if not refusal.failed:
             self._count(refusal)
-            return self._live(args, kwargs)
-        result = self._live(args, kwargs)
+            return self._live(refusal, args, kwargs)
+        result = self._live(refusal, args, kwargs)
         self._failed(refusal)
         self._count(refusal)
         return result
@@ -511,10 +504,13 @@ class Recorded(Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             try:
-                with _Within():
+                with Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
-                                       borrow=borrow, tracing=tracing, turns=self.options.takes_turns)  # fmt: skip
+                                       borrow=borrow, tracing=tracing, turns=self.options.takes_turns,
+                                       notes=history.notes)  # fmt: skip
                 settled(tracing)
+                if recording.live_parts and self.options.verify:
+                    raise Refusal("has live parts, which verify would run twice", "record it without verify")
                 return recording
             except Overlooked as e:
                 self._heard |= e.names
@@ -547,7 +543,7 @@ class Recorded(Generic[P, R]):
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
         asked for in a capture, which counts on all memory that it has seen."""
-        if recording_here() or (not lock.acquire(False) and not _waited()):
+        if inside() or recording_here() or (not lock.acquire(False) and not _waited()):
             for one in (self, *self._bound):
                 one._reset_wanted, one._fast = True, None
             return
@@ -567,7 +563,7 @@ class Recorded(Generic[P, R]):
             lock.release()
 
     def _tidy(self) -> None:
-        if _inside():
+        if inside():
             return  # a capture counts on all memory that it has seen
         if lock.acquire(blocking=False):  # not now, if another thread is busy: it may be waiting for this one
             try:
@@ -618,18 +614,3 @@ def _no_recordings() -> None:
 
 def _rebuild(function: Any, options: Options) -> Any:
     return Recorded(function, options)
-
-
-def live(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as one that must really run every time. A recorded function that calls it runs live as a whole,
-    with that reason."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if recording_here():
-            name = getattr(function, "__qualname__", repr(function))
-            raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
-                          where=users_line())  # fmt: skip
-        return function(*args, **kwargs)
-
-    return run

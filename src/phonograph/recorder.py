@@ -32,12 +32,14 @@ from .backward import Backward
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .listening import watching_python
+from .live import Notes
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot
+from .segments import Cuts
 from .signature import Call, attributes, modes
 from .spans import Spans
 from .torch_private import parametrizations_are_cached
@@ -77,13 +79,15 @@ def record(
     follow: tuple[str, ...] = (*LIVE, *CYCLED),
     tracing: Tracing | None = None,
     turns: bool = False,
+    notes: Notes | None = None,
 ) -> Recording:
     """Capture this call and return its recording, not yet played.
 
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
     `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`, results may be attached to
-    the graph of autograd, and the recording has a `backward` for them.
+    the graph of autograd, and the recording has a `backward` for them. `notes` tell of the live functions that a call of this
+    signature has called.
 
     Raises:
         Attached: a result is attached, and there is no `tracing`.
@@ -95,14 +99,14 @@ def record(
     protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
         with _transaction(reach, grads) as snapshot:
-            in_place = tracing is None and not isinstance(function, Backward)
+            in_place = tracing is None and not isinstance(function, Backward) and not (notes and notes.forms)
             arguments, fixed = _arguments(call, device, in_place)
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
             small = 0 if isinstance(function, Backward) else SMALL
             most = 0 if borrow else math.inf if copies_out else small
             with recordable(reach.optimizers), probing(reach, follow) as dials, fit_to_step(reach.optimizers):
                 captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most,
-                                    tracing)  # fmt: skip
+                                    tracing, notes)  # fmt: skip
             changes = snapshot.changes()
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -128,7 +132,7 @@ def record(
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
         return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=fewer,
-                      tracing=tracing, turns=turns)  # fmt: skip
+                      tracing=tracing, turns=turns, notes=notes)  # fmt: skip
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -148,6 +152,7 @@ def record(
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=borrow,
         backward=backward,
+        live_parts=captured.watch.parts,
     )
 
 
@@ -268,11 +273,12 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
 def _capture(
     name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
-    dials: Dials, most: float, tracing: Tracing | None,
+    dials: Dials, most: float, tracing: Tracing | None, notes: Notes | None,
 ) -> Any:  # fmt: skip
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
     backwards: list[CodeType] = []
+    apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         leaves, seen = list(call.leaves), slots
@@ -291,7 +297,9 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        with saving, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
+        filled = [s for s, b in zip(slots, fixed, strict=True) if not b]
+        cuts = Cuts(notes, filled, reach, watch, recording_here, outer, apart, grads)
+        with saving, cuts, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
             try:
                 result = function(*args, **kwargs)
             except BaseException as e:

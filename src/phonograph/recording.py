@@ -136,8 +136,9 @@ class Recording:
 
     Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
     What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
-    `lent` is where borrowed slots lie. No argument may lie in `entangled` memory. `rivals`, the leases that playing it would
-    overwrite, is kept current by the pool; `spoiled` becomes non-empty when its memory was given away.
+    `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled` memory.
+    `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
+    memory was given away.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Recording:
     like: Any = None
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
+    live_parts: tuple[Any, ...] = ()
     lent: Spans = field(default_factory=Spans, repr=False)
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)
@@ -166,7 +168,8 @@ class Recording:
         return (
             f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
             f"  slots: {slots}\n  outputs: {outs}\n"
-            f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
+            + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
+            + f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
         )
 
 

@@ -11,12 +11,13 @@ for ever.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 import weakref
 from collections.abc import Set
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +27,14 @@ from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
 from .listening import unheard
-from .pool import dense
+from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
 from .where import runs_through, users_line
+
+if TYPE_CHECKING:
+    from .live import Meta
+    from .segments import Break
 
 __all__ = ["OperatorWatch", "storage_id"]
 
@@ -74,6 +79,9 @@ class OperatorWatch(TorchDispatchMode):
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
+        self.stands_in: set[int] = set()  # storages that stand for what live parts were given, or gave
+        self.parts: tuple[Break, ...] = ()  # these live parts
+        self.undone: list[torch.UntypedStorage] = []  # outside, and written before the last live part
         self.states = States()
         self.operators = 0
         self.dials: Dials | None = None
@@ -144,6 +152,7 @@ class OperatorWatch(TorchDispatchMode):
         self.known.pop(key, None)
         self._births.pop(key, None)
         self.outside.discard(key)
+        self.stands_in.discard(key)
 
     def moved_on(self) -> list[tuple[int, torch.Tensor]]:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
@@ -182,9 +191,29 @@ class OperatorWatch(TorchDispatchMode):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         """This tensor is going to be written; it had that version before, if not the one that it has now."""
         key = storage_id(t)
+        if key in self.stands_in:
+            raise Refusal("writes what a function marked @pg.live was given, or has returned, and may have kept",
+                          "write a clone of it")  # fmt: skip
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
+
+    def interrupt(self, part: Break, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]) -> list[torch.Tensor]:
+        """End a segment, because a live part comes, which is given these tensors. Returns what stands for its results; on the
+        CPU with the values that they had the last time."""
+        self.undone = [t.untyped_storage() for key, t in self.written.items() if key in self.outside]
+        made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
+        for t, value in zip(made, values, strict=True):
+            if value is not None:  # no operator, and no part of the recording
+                ctypes.memmove(t.data_ptr(), value.data_ptr(), extent(t) * t.element_size())
+        self.stands_in.update(map(storage_id, made))
+        self.parts += (part,)
+        self.cut(part, inputs, made)
+        return made
+
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """What the device does at the end of a segment."""
+        raise NotImplementedError
 
     def frames(self) -> Starts:
         """The Python functions whose start it has to hear of, or refuse."""

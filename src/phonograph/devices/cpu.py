@@ -29,7 +29,8 @@ from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once
 from ..randomness import Rewind
 from ..reach import Reach
-from ..recording import Recording, Tensors
+from ..recording import Program, Recording, Tensors
+from ..segments import Break, Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import below_autograd, maker, storage_at
@@ -95,6 +96,7 @@ class Tape(OperatorWatch):
         super().__init__(device, reach, slots)
         self._arena = arena
         self._steps: list[_Step] = []
+        self._cuts: list[tuple[int, Break, list[_Operand], list[_Operand]]] = []  # after how many steps, and what lies where
         self._places: dict[int, _Place] = {}
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
@@ -153,6 +155,9 @@ class Tape(OperatorWatch):
         self._drew = True
         self._steps.append(_Step(torch.default_generator.set_state, (self._note(state),), {}, []))
 
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        self._cuts.append((len(self._steps), part, [*map(self._note, inputs)], [*map(self._note, results)]))
+
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
         operand = self._new(t)
@@ -202,7 +207,20 @@ class Tape(OperatorWatch):
         for generator, state in self._generator_states if self._drew else ():
             generator.set_state(state)
 
-    def close(self, leaving: set[int]) -> tuple[list[_Step], dict[int, Made]]:
+    def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
+        """What a replay runs: the steps, in segments if there are live parts."""
+        ends = [n for n, *_ in self._cuts]
+        pieces = [self._steps[a:b] for a, b in zip([0, *ends], [*ends, len(self._steps)], strict=True)]
+        programs = [TapeProgram(steps, footprint, [] if i else slots, keep) for i, steps in enumerate(pieces)]
+        if not self._cuts:
+            return programs[0]
+        for _, part, inputs, results in self._cuts:
+            with torch.inference_mode(False), torch.no_grad():
+                part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
+        generators = [g for g, _ in self._generator_states]
+        return Segments(programs, [part for _, part, *_ in self._cuts], slots, self.undone, generators)
+
+    def close(self, leaving: set[int]) -> dict[int, Made]:
         """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,
         mostly. The tape then writes to that very memory."""
         made: dict[int, Made] = {}
@@ -215,7 +233,7 @@ class Tape(OperatorWatch):
             else:
                 place.anchor = storage
         self._births.clear()
-        return self._steps, made
+        return made
 
 
 _FILLS: dict[Any, Callable[[Any, Any], Any]] = {
@@ -455,10 +473,10 @@ class CpuDevice:
             kept = {storage_id(t) for t in kept_of()}
             leaving = {storage_id(t) for t in outputs_of(result)} | kept
             others = tape.others(leaving)
-            steps, made = tape.close(leaving)
+            made = tape.close(leaving)
             footprint = Spans(self._arena.used)
             filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
-            program = TapeProgram(steps, footprint, filled, (self._arena.under(footprint), slots))
+            program = tape.program(footprint, filled, (self._arena.under(footprint), slots))
         finally:
             tape.undo()
         free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}

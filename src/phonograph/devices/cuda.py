@@ -22,7 +22,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,10 +34,11 @@ from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
-from ..pool import Fill, Pool, dense, extent, place_of, unowned
+from ..pool import Fill, Pool, Spot, dense, extent, place_of, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
+from ..segments import Break, Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import address, current_device, maker, raw_stream
@@ -104,6 +105,8 @@ class CudaWatch(OperatorWatch):
         self._registered = generators
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
+        self.next_segment: Callable[[], None] = _nothing
+        self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
     def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         super()._see(m, args, kwargs, tensors)
@@ -192,6 +195,10 @@ class CudaWatch(OperatorWatch):
             raise Refusal("uses a random generator that was not known before the capture", final=False)
 
 
+def _nothing() -> None:
+    """What comes before anything is captured."""
+
+
 def _on_host(args: Any, kwargs: Any) -> bool:
     tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
     if tensors:
@@ -214,13 +221,11 @@ def _same(a: torch.Generator, b: torch.Generator) -> bool:
 class _Ghost:
     """A gradient in the pool from before the call, not kept alive: brought back from its address if it has to be."""
 
-    def __init__(self, t: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, t: torch.Tensor) -> None:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
         self.place = place_of(t)
-        self._device = device
-        self._memory = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-        self._shape = (t.dtype, t.storage_offset(), t.size(), t.stride())
+        self._spot = Spot.of(t)
 
     def __call__(self) -> torch.Tensor | None:
         return self.ref()
@@ -229,10 +234,8 @@ class _Ghost:
         alive = self.ref()
         if alive is not None:
             return alive
-        dtype, offset, size, stride = self._shape
-        storage = torch_private.storage_at(*self._memory, self._device)
         with torch.no_grad():
-            return torch.empty(0, dtype=dtype, device=self._device).set_(storage, offset, size, stride).clone()
+            return self._spot.tensor().clone()
 
 
 class _Edges:
@@ -282,6 +285,71 @@ class _Edges:
                 torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
 
 
+class _Segment:
+    """One graph, as it is captured: with its copies at the edges, and the nodes of optimizers' steps."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, edges: _Edges) -> None:
+        self.graph = graph
+        self.edges = edges
+        self.steps: set[int] = set()
+
+
+class _Graphs:
+    """The graphs of one call, captured one after the other in one pool: there is one, and another after each live part."""
+
+    def __init__(
+        self, stream: int, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
+    ) -> None:
+        self.segments: list[_Segment] = []
+        self._stream = stream
+        self._handle = handle
+        self._generators = generators
+        self._dials = dials
+        self._open = False
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for g in self._generators:
+            graph.register_generator_state(g)
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        self._open = True
+        self.segments.append(_Segment(graph, _Edges(self._stream, [], [])))
+        if self._dials is not None:
+            self._dials.stepping = self._collecting(self.segments[-1].steps)
+
+    def copy_in(self, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """To be called when the first has begun."""
+        self.segments[0].edges = _Edges(self._stream, slots, arguments)
+
+    def end(self) -> None:
+        driver.end_broken_capture(self._stream)
+        self._open = False
+        _quietly(self.segments[-1].graph.capture_end)
+
+    def next(self) -> None:
+        self.end()
+        self.begin()
+
+    def give_up(self) -> None:
+        if self._open:
+            self.end()
+        for segment in self.segments:
+            segment.graph.reset()
+
+    def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
+        """Collects the nodes that are captured between a call with True and one with False."""
+        before: list[set[int]] = []
+
+        def tell(begins: bool) -> None:
+            now = driver.captured_nodes(self._stream)
+            if begins:
+                before.append(now)
+            elif before:
+                nodes.update(now - before.pop())
+
+        return tell
+
+
 def _wide(t: torch.Tensor) -> bool:
     return not (t.nbytes % 8 or t.data_ptr() % 8 or t.storage_offset() * t.element_size() % 8)
 
@@ -297,8 +365,9 @@ def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, footprint: Spans, watch: CudaWatch, edges: _Edges, steps: Set[int],
-                 states: Known, keep: Any, device: int, rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
+    def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, states: Known, keep: Any, device: int,
+                 rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
+        graph, edges = segment.graph, segment.edges
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -311,7 +380,7 @@ class GraphProgram:
         self._states = states
         self.mixed: Callable[[], bool] | None = states.mixed if len(states.generators) > 1 else None
         self._numbers: driver.KernelNumbers | None = None
-        self._steps = steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
+        self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         # Known after the first launch.
         self._random: bool | None = True if watch.sets_states else None
         self._rewind = rewind if watch.sets_states else None
@@ -490,9 +559,6 @@ class CudaDevice:
                 and not any(share_state(g, known) for known in self._generators)
             ):
                 self._generators.append(g)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for g in self._generators:
-            graph.register_generator_state(g)
         states = Known([torch.cuda.default_generators[self.index], *self._generators])
         with self._on_stream(), self._undisturbed(protected):
             handle = self._anchor.handle
@@ -504,15 +570,15 @@ class CudaDevice:
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 watch = CudaWatch(self.torch_device, reach, slots, self._generators, free, rewind)
                 watch.dials = dials
-                steps: set[int] = set()
-                dials.stepping = self._collecting(steps)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                with self._capturing(graph, handle, states):
-                    edges = _Edges(self._stream.cuda_stream, [s for s, _ in filled], [t for _, t in filled])
+                graphs = _Graphs(self._stream.cuda_stream, handle, self._generators, dials)
+                watch.next_segment = graphs.next
+                with self._capturing(graphs, states):
+                    graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
                     with watch:
                         result = call(slots, watch)
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
-                    edges.copy_out(list(out.values()))
+                    graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
                 self._end_workspace()
             if watch.refusal is not None:
@@ -526,26 +592,34 @@ class CudaDevice:
             if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
-        edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
+        graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
         drawn_from = [states.generators[0], *(g for g in watch.generators if g.device == states.generators[0].device)]
-        program: Program = GraphProgram(graph, footprint, watch, edges, steps, Known(drawn_from), self._anchor, self.index,
-                                        rewind, surplus)  # fmt: skip
+        programs = [
+            GraphProgram(segment, footprint, watch, Known(drawn_from), self._anchor, self.index, rewind,
+                         surplus if segment is graphs.segments[-1] else 0)
+            for segment in graphs.segments
+        ]  # fmt: skip
+        program: Program = programs[0]
+        if watch.cuts:
+            for part, inputs, results in watch.cuts:
+                part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
+            slots = graphs.segments[0].edges.slots
+            program = Segments(programs, [part for part, *_ in watch.cuts], slots, watch.undone, drawn_from)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in
         memory of its own."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for g in self._generators:
-            graph.register_generator_state(g)
         generator = torch.cuda.default_generators[self.index]
         now = generator.get_state()
         with self._on_stream():
-            with self._capturing(graph, torch.cuda.graph_pool_handle(), Known([generator, *self._generators])):
+            graphs = _Graphs(self._stream.cuda_stream, torch.cuda.graph_pool_handle(), self._generators)
+            with self._capturing(graphs, Known([generator, *self._generators])):
                 result = call()
                 if rewind is not None:
                     self._surplus()
+            graph = graphs.segments[0].graph
             graph.instantiate()
             if rewind is not None:
                 rewind.begin()
@@ -583,19 +657,6 @@ class CudaDevice:
         torch.cuda.default_generators[self.index].set_state(state)
         return _STEP
 
-    def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
-        """Collects the nodes that are captured between a call with True and one with False."""
-        before: list[set[int]] = []
-
-        def tell(begins: bool) -> None:
-            now = driver.captured_nodes(self._stream.cuda_stream)
-            if begins:
-                before.append(now)
-            elif before:
-                nodes.update(now - before.pop())
-
-        return tell
-
     def _small(
         self, watch: OperatorWatch, results: list[torch.Tensor], kept: set[int], most: float
     ) -> dict[int, torch.UntypedStorage]:
@@ -605,21 +666,18 @@ class CudaDevice:
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, handle: tuple[int, int], states: Known) -> Iterator[None]:
+    def _capturing(self, graphs: _Graphs, states: Known) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            graphs.begin()
             try:
                 yield
+                graphs.end()
             except BaseException:
-                driver.end_broken_capture(self._stream.cuda_stream)
-                _quietly(graph.capture_end)
-                graph.reset()
+                graphs.give_up()
                 states.put_back()
                 raise
-            driver.end_broken_capture(self._stream.cuda_stream)
-            _quietly(graph.capture_end)
             if not states.put_back():
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
@@ -662,7 +720,7 @@ class CudaDevice:
     def outlives(self, t: torch.Tensor) -> _Ghost | None:
         """A tensor of the pool: nothing executes during a capture, so that its contents stay, whoever gets its memory."""
         address, nbytes = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
-        return _Ghost(t, self.torch_device) if self._pool_spans.covers(address, nbytes) else None
+        return _Ghost(t) if self._pool_spans.covers(address, nbytes) else None
 
     def enter(self) -> None:
         stream = raw_stream(self.index)
