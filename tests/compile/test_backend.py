@@ -204,15 +204,19 @@ def early_exit(x):
     return y.sin()
 
 
+def expert(x, weight, score, rows, out):
+    return out.index_add(0, rows, (x[rows] @ weight).relu() * score[rows, None])
+
+
 def routed(x):
     """A mixture of experts, as transformers writes them: which rows an expert gets is known on the host."""
     weights = [torch.full((4, 4), 0.1 * (e + 1), device=x.device) for e in range(3)]
     scores = torch.stack([x.sum(1) * (e - 1) for e in range(3)]).softmax(0)
     best, out = scores.argmax(0), torch.zeros_like(x)
-    for e, weight in enumerate(weights):
+    for e, weight in enumerate(weights):  # older releases leave alone what has a break in a loop, and compile what it calls
         rows = (best == e).nonzero().squeeze(1)
         if rows.numel():
-            out = out.index_add(0, rows, (x[rows] @ weight).relu() * scores[e][rows, None])
+            out = expert(x, weight, scores[e], rows, out)
     return out
 
 

@@ -167,6 +167,13 @@ class CudaWatch(OperatorWatch):
         finally:
             self._performing -= 1
 
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        if self.sets_states or self.states.held():
+            raise Refusal(f"calls {part.name}, which is marked @pg.live, while it keeps a state of a random generator",
+                          "call it outside the recorded function")  # fmt: skip
+        self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
+        self.next_segment()
+
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         self.states.read(state, self._rewound)
 
