@@ -22,15 +22,15 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 @overload
-def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "error"] = "live",  # type: ignore[overload-overlap]
+def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            name: str | None = None) -> M: ...  # fmt: skip
 @overload
-def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "error"] = "live",
+def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            name: str | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
-def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "error"] = "live",
+def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            name: str | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
@@ -50,7 +50,9 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     Args:
         fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
-        fallback: what happens when a call cannot be recorded: ``"live"`` runs it, ``"error"`` raises `Unrecordable`.
+        fallback: what happens when a call cannot be recorded: ``"live"`` runs it; ``"split"`` records it in
+            segments, between which the operators run live that need the host, for as long as what they give has the same shapes,
+            and otherwise runs it; ``"error"`` raises `Unrecordable`.
         outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
             call overwrites it, after which reading it raises `StaleOutput`.
         verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.

@@ -57,7 +57,8 @@ class Refusal(Exception):
 
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
     that trying again would give the same answer, `this_call` that it concerns no other call, `failed` that an exception
-    ended the capture: if the live run raises as well, that is the answer to the call.
+    ended the capture: if the live run raises as well, that is the answer to the call. `operator` is what cannot be captured,
+    and could run between two segments.
     """
 
     reason: str
@@ -67,6 +68,7 @@ class Refusal(Exception):
     this_call: bool = False
     failed: bool = False
     history: Any = None
+    operator: Any = None
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import operators
 from .trees import Node, flatten
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "Form",
     "Meta",
     "Notes",
+    "Splitting",
     "Written",
     "capturing",
     "form_of",
@@ -77,14 +81,17 @@ class Written:
         self._tensors = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.layout is torch.strided]
         self._versions = [version(x) for _, x in self._tensors]
 
-    def tensors(self) -> tuple[int, ...]:
-        """The places of tensors that were written since, or that share memory with such. In inference mode nothing tells which
-        were: all of them, then."""
-        blind = torch.is_inference_mode_enabled()
-        written = {
-            x.untyped_storage().data_ptr() for (_, x), v in zip(self._tensors, self._versions, strict=True)
-            if blind or x.is_inference() or version(x) != v
-        }  # fmt: skip
+    def by(self, function: Callable[..., Any]) -> tuple[int, ...]:
+        """The places of tensors that this function has written, or that share memory with such. In inference mode nothing tells
+        which were: all of them, then; an operator says so by itself."""
+        if isinstance(function, OpOverload):
+            args, kwargs = self._args
+            found = operators.written_by(operators.meaning(function), args, kwargs)
+        else:
+            blind = torch.is_inference_mode_enabled()
+            before = zip(self._tensors, self._versions, strict=True)
+            found = [x for (_, x), v in before if blind or x.is_inference() or version(x) != v]
+        written = {x.untyped_storage().data_ptr() for x in found}
         return tuple(i for i, x in self._tensors if x.untyped_storage().data_ptr() in written)
 
     def containers(self) -> bool:
@@ -114,7 +121,7 @@ def form_of(function: Callable[..., Any], before: Written, result: Any) -> Form:
     storages = [x.untyped_storage().data_ptr() for x in new if x.numel()]
     if len({*storages}) < len(storages) or not before.storages().isdisjoint(storages):
         found.append("returns tensors that share memory with each other, or with its arguments")
-    return Form(function, shape, tuple(None if isinstance(k, str) else k for k in kinds), before.tensors(), "; ".join(found))
+    return Form(function, shape, tuple(None if isinstance(k, str) else k for k in kinds), before.by(function), "; ".join(found))
 
 
 def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
@@ -144,9 +151,10 @@ class Answer(NamedTuple):
 
 class Notes:
     """The forms of the live functions that a call has called, and the values of their results. The first ones are given these
-    answers, and not called: they have run."""
+    answers, and not called: they have run. `operators` are live functions as well."""
 
-    def __init__(self, answers: Sequence[Answer] = ()) -> None:
+    def __init__(self, operators: Set[OpOverload], answers: Sequence[Answer] = ()) -> None:
+        self.operators = operators
         self.forms: list[Form] = []
         self.values: list[list[Any]] = []
         self._answers = deque(answers)
@@ -173,13 +181,32 @@ class Notes:
         return answer.result
 
 
+class Splitting(TorchDispatchMode):
+    """In a live call, these operators are live functions."""
+
+    def __init__(self, found: Set[OpOverload]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        notes: Notes | None = getattr(_thread, "notes", None)
+        if notes is None or func not in self._found:
+            return func(*args, **(kwargs or {}))
+        return notes.call(func, args, kwargs or {})
+
+
 @contextmanager
 def noting(notes: Notes | None) -> Iterator[None]:
     """Live functions that are called in the block are noted there. (What they call themselves is their own business.)"""
     outer = getattr(_thread, "notes", None)
     _thread.notes = notes
     try:
-        yield
+        with Splitting(notes.operators) if notes is not None and notes.operators else nullcontext():
+            yield
     finally:
         _thread.notes = outer
 

@@ -14,7 +14,7 @@ class Options:
     """See :func:`phonograph.record` for what each one does."""
 
     warmup: int = 1
-    fallback: Literal["live", "error"] = "live"
+    fallback: Literal["live", "split", "error"] = "live"
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
     max_recordings: int = 16
@@ -25,7 +25,7 @@ class Options:
         at_least("warmup", self.warmup, 0)
         at_least("verify", self.verify, 0)
         at_least("max_recordings", self.max_recordings, 1)
-        _one_of("fallback", self.fallback, ("live", "error"))
+        _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
 
 

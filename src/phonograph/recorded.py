@@ -97,13 +97,15 @@ def _waited() -> bool:
 class _History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "warm", "warm_again")
+    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "warm",
+                 "warm_again")  # fmt: skip
 
     def __init__(self) -> None:
         self.warm = 0
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.notes: Notes | None = None  # what live functions gave in the last live call
+        self.split: frozenset[Any] = frozenset()  # operators that run live between segments
         self.attempts = 0
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
@@ -252,8 +254,8 @@ class Recorded(Generic[P, R]):
                 history.warm_again = False
                 try:
                     return True, self._play(self._made(call, found, history), call)
-                except Unseen:
-                    if history.refusal is not None:
+                except Refusal as e:
+                    if not self._needs_a_look(e, history):
                         raise
                     return True, self._warm_up(call, args, kwargs)
             except NoSignature as e:
@@ -329,6 +331,15 @@ class Recorded(Generic[P, R]):
             history.refusal = Refusal(f"{found.broken} changes from call to call", remedy)
             raise history.refusal
 
+    def _needs_a_look(self, refusal: Refusal, history: _History) -> bool:
+        """Whether a live call will tell what the next capture needs to know: of a live part that was not seen before, or of an
+        operator that is one from now on."""
+        if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
+            history.split |= {refusal.operator}
+            history.attempts, history.refusal = 0, None
+            return True
+        return isinstance(refusal, Unseen) and history.refusal is None
+
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:
         """A replay could not go on after a live part, which may give another thing from now on."""
         self._counters.replayed -= 1
@@ -367,7 +378,8 @@ class Recorded(Generic[P, R]):
         except Refusal:
             with Within(waits=True):
                 return self._function(*args, **kwargs)
-        notes = self._history(call.key).notes = Notes()
+        history = self._history(call.key)
+        notes = history.notes = Notes(history.split)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.mentions.orders_streams else device.beside()
@@ -401,7 +413,7 @@ class Recorded(Generic[P, R]):
         optimizers.stepped(self._function)
         notes = None
         if isinstance(refusal, Diverged):
-            notes = refusal.history.notes = Notes(refusal.answers)
+            notes = refusal.history.notes = Notes(refusal.history.split, refusal.answers)
         with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
             return self._function(*args, **kwargs)
 

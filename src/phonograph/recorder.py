@@ -45,7 +45,7 @@ from .spans import Spans
 from .torch_private import parametrizations_are_cached
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
-from .watch import storage_id
+from .watch import OperatorWatch, storage_id
 
 __all__ = ["SMALL", "record", "recording_here", "settled"]
 
@@ -278,9 +278,12 @@ def _capture(
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
     backwards: list[CodeType] = []
+    watches: list[OperatorWatch] = []
     apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
+        watches.append(watch)
+        watch.split = notes.operators if notes is not None else frozenset()
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states)
@@ -339,7 +342,8 @@ def _capture(
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = str(e).strip().split("\n", 1)[0]
         remedy = next((r for said, r in device.remedies.items() if said in first), "")
-        raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True) from e
+        raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True,
+                      operator=watches[-1].failed if watches else None) from e  # fmt: skip
     finally:
         _recording.pop()
 

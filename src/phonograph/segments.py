@@ -12,9 +12,11 @@ not run again: their answers are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 
 from .errors import Refusal
 from .keys import NoSignature, plain_key
@@ -25,6 +27,7 @@ from .recording import Tensors
 from .reliance import Grads
 from .signature import modes
 from .spans import Spans
+from .torch_private import backward_id, below_autograd
 from .trees import Node, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
@@ -86,7 +89,7 @@ class Break:
     def reads(self, places: list[int], tensors: list[torch.Tensor]) -> None:
         """It is given these, which segments before have made."""
         self._made = places
-        self._needs = [t.requires_grad for t in tensors]
+        self._needs = [t.requires_grad and not isinstance(self.form.function, OpOverload) for t in tensors]
 
     def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Where the device has put what it reads and what it gives: tensors that do not own their memory."""
@@ -103,7 +106,8 @@ class Break:
         for p in self.cleared:
             p.grad = None
         before = Written((args, kwargs))
-        with torch.set_grad_enabled(self._grad), Within(waits=True), noting(None):
+        below = below_autograd() if isinstance(self.form.function, OpOverload) else nullcontext()
+        with torch.set_grad_enabled(self._grad), Within(waits=True), noting(None), below:
             result = self.form.function(*args, **kwargs)
         form = form_of(self.form.function, before, result)
         return form, result, tuple((i, before.leaves[i]) for i in form.written)
@@ -265,7 +269,7 @@ class Cuts:
         return self._mine()
 
     def cut(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        name, where = getattr(function, "__qualname__", repr(function)), users_line()
+        name, where = getattr(function, "__qualname__", str(function)), users_line()
         try:
             return self._cut(function, args, kwargs, name, where)
         except Refusal as refusal:
@@ -274,7 +278,7 @@ class Cuts:
             raise
 
     def _cut(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str, where: str) -> Any:
-        calls = f"calls {name}, which is marked @pg.live"
+        calls = f"runs {name} live" if isinstance(function, OpOverload) else f"calls {name}, which is marked @pg.live"
         self._check(calls)
         form, values = self._form(function, calls)
         leaves: list[Any] = []
@@ -295,16 +299,19 @@ class Cuts:
         part.cleared = self._cleared()
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(self._watch.interrupt(part, tensors, [m for m, _ in new], [v for _, v in new]))
+        found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         for i in form.written:
             if i in ours:
                 self._watch.writes(leaves[i])
-        self._watch.stands_in.update(storage_id(t) for t in tensors)
-        found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
+        if not isinstance(function, OpOverload):
+            self._watch.stands_in.update(storage_id(t) for t in [*tensors, *found] if isinstance(t, torch.Tensor))
         return unflatten(form.shape, iter(found))
 
     def _check(self, calls: str) -> None:
         """Whether the call may be cut here."""
         watch = self._watch
+        if backward_id() != -1:
+            raise Refusal(f"{calls} in a backward", "call it outside of that")
         if self._apart:
             raise Refusal(f"{calls}, {self._apart}", "call it outside the recorded function")
         if self._reach.mentions.catches:

@@ -27,6 +27,7 @@ from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
 from .listening import unheard
+from .live import capturing
 from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
@@ -43,6 +44,8 @@ def storage_id(t: torch.Tensor) -> int:
     """The identity of a tensor's memory: the same for all its views, for as long as it lives."""
     return int(t.untyped_storage()._cdata)
 
+
+_GIVEN = operators.meaning(torch.ops.aten.alias.default)
 
 _cdata: Any = operator.attrgetter("_cdata")
 
@@ -80,6 +83,8 @@ class OperatorWatch(TorchDispatchMode):
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
         self.stands_in: set[int] = set()  # storages that stand for what live parts were given, or gave
+        self.split: Set[Any] = frozenset()  # operators that are live parts
+        self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these live parts
         self.undone: list[torch.UntypedStorage] = []  # outside, and written before the last live part
         self.states = States()
@@ -95,9 +100,12 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         listening = unheard()
         try:
+            if func in self.split:
+                with self:  # what the cut makes is the call's own
+                    return capturing[-1].cut(func, args, kwargs)
             m = operators.meaning(func)
             if m.refusable:
-                operators.check(m, args, kwargs)
+                self._check(func, m, args, kwargs)
             self._see(m, args, kwargs, operators.operands(args, kwargs))
             self.operators += 1
             sizes = _sizes(m, args, kwargs) if m.writes_named else ()
@@ -109,9 +117,20 @@ class OperatorWatch(TorchDispatchMode):
             return out
         except Refusal as refusal:
             raise self.located(refusal) from None
+        except RuntimeError:
+            self.failed = self.failed or func
+            raise
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+
+    @staticmethod
+    def _check(func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+        try:
+            operators.check(m, args, kwargs)
+        except Refusal as refusal:
+            refusal.operator = func
+            raise
 
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
@@ -201,12 +220,17 @@ class OperatorWatch(TorchDispatchMode):
     def interrupt(self, part: Break, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]) -> list[torch.Tensor]:
         """End a segment, because a live part comes, which is given these tensors. Returns what stands for its results; on the
         CPU with the values that they had the last time."""
+        for t in inputs:
+            key = storage_id(t)
+            if self.known.get(key):
+                self.touched.add(key)
+            elif key not in self.known:
+                self.stranger(_GIVEN._replace(name=part.name), t)
         self.undone = [t.untyped_storage() for key, t in self.written.items() if key in self.outside]
         made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
         for t, value in zip(made, values, strict=True):
             if value is not None:  # no operator, and no part of the recording
                 ctypes.memmove(t.data_ptr(), value.data_ptr(), extent(t) * t.element_size())
-        self.stands_in.update(map(storage_id, made))
         self.parts += (part,)
         self.cut(part, inputs, made)
         return made

@@ -707,3 +707,137 @@ def test_c18_other_signatures(device):
         assert_same(f(x), (x + 1).flip(0) * 2 + 1)
     assert_recordings(f, 3)
     assert replayed(f) == 9
+
+
+# -- operators that cannot be captured
+
+
+def split(make, **options):
+    return side_by_side(make, fallback="split", **options)
+
+
+def masked(device, n):
+    x = ramp(device, 6, start=n)
+    return x, torch.full((int((x > n / 8 + 0.2).sum()),), 7.0 + n, device=device)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_c11_an_operator_that_needs_the_host_runs_between_segments(device, times):
+    def make():
+        def function(x, values):
+            y = x * 2
+            for i in range(times):
+                y[x > x[0] + 0.2] = values * (i + 1)
+                y = y.sin() + torch.rand_like(y)
+            return y
+
+        return function
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert (pg.stats(both.recorded).live, replayed(both.recorded)) == (2, 6)
+    assert pg.explain(both.recorded).count("live between its segments: aten::index_put_") == times
+
+
+def test_c03_such_an_operator_writes_an_argument(device):
+    def make():
+        def function(x, values):
+            x[x > x[0] + 0.2] = values
+            return x * 2
+
+        return function
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) == 6
+
+
+def test_c08_such_an_operator_writes_a_tensor_outside(device):
+    def make():
+        state = torch.zeros(6, device=device)
+
+        def function(x, values):
+            state.add_(x)
+            state[x > x[0] + 0.2] = values
+            return state * 2
+
+        return function, state
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) == 6
+
+
+@may_run_live
+def test_c06_such_an_operator_in_the_forward_of_a_step(device):
+    """Its backward counts on the host as well: nothing is recorded, and the gradients are right."""
+
+    def make():
+        net = nn.Linear(6, 6, device=device)
+
+        def step(x, values):
+            net.zero_grad()
+            y = net(x) * 1
+            y[x > x[0] + 0.2] = values
+            y.square().sum().backward()
+
+        return step, net
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+
+
+def test_c06_such_an_operator_beside_the_gradients(device):
+    def make():
+        net = nn.Linear(6, 6, device=device)
+
+        def step(x, values):
+            weights = torch.ones_like(x)
+            weights[x > x[0] + 0.2] = values
+            net.zero_grad()
+            (net(x) * weights).square().sum().backward()
+
+        return step, net
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) >= 5
+
+
+@may_run_live
+@pytest.mark.parametrize("what", ["item", "nonzero", "unique"])
+def test_c11_what_has_no_fixed_shape_runs_live_as_a_whole(device, what):
+    def make():
+        def function(x):
+            y = x * 2
+            if what == "item":
+                return y * y.sum().item()
+            return y.nonzero().sum() + y if what == "nonzero" else torch.unique(y.round()).sum() + y
+
+        return function
+
+    both = split(make)
+    run(both, device)
+    if what == "item":
+        assert 'torch.compile(..., backend="phonograph")' in pg.explain(both.recorded)
+
+
+@may_run_live
+def test_c11_shapes_that_only_now_and_then_change(device):
+    def make():
+        def function(x):
+            return x.nonzero().sum() + torch.rand_like(x)
+
+        return function
+
+    both = split(make)
+    for n in range(16):
+        x = ramp(device, 6, start=1)
+        x[: n % 8 == 7] = 0
+        both(x)
+    assert replayed(both.recorded) > 6
