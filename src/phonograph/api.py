@@ -51,8 +51,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
         fallback: what happens when a call cannot be recorded: ``"live"`` runs it; ``"split"`` records it in
-            segments, between which the operators run live that need the host, for as long as what they give has the same shapes,
-            and otherwise runs it; ``"error"`` raises `Unrecordable`.
+            segments, between which the operators run live that need the host, for as long as what they give has the same
+            shapes, and otherwise runs it; ``"error"`` raises `Unrecordable`.
         outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
             call overwrites it, after which reading it raises `StaleOutput`.
         verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.

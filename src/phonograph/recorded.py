@@ -443,7 +443,7 @@ class Recorded(Generic[P, R]):
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
-        if self.options.fallback == "live":
+        if self.options.fallback != "error":
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
 
     def _replicated(self, replica: Callable[..., Any], args: Any, kwargs: Any) -> R:
