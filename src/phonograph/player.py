@@ -145,10 +145,17 @@ class Player:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
 
-    def obstructed(self) -> bool:
-        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for."""
+    def awaited(self) -> bool:
+        """Whether a backward waits for what the last replay has saved."""
         backward = self.recording.backward
-        return backward is not None and self.held() and not any(lease.alive for lease in backward.memory)
+        return backward is not None and any(lease.alive for lease in backward.memory)
+
+    def obstructed(self) -> bool:
+        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for. (Where forwards do
+        not wait for each other, its own results do not count: two that take turns are enough for a loop that keeps the last.)"""
+        own = set() if self.pool.takes_turns else {lease.cdata for lease in self.recording.leases}
+        held = any(use_count(key) > alone for key, alone, *_ in self.recording.rivals if key not in own)
+        return self.recording.backward is not None and held and not self.awaited()
 
     def blocked(self, call: Call) -> bool:
         """Whether this call cannot be played because of tensors that are held."""

@@ -484,12 +484,13 @@ class Recorded(Generic[P, R]):
             device.tidy()
             call.own_borrowed()
             device.pool.take_back()
-            recording = self._capture(call, reach, device, blocked, apart)
+            in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
+            recording = self._capture(call, reach, device, blocked, apart, in_flight)
             device.settle(recording)
             device.pool.add(recording)
             player = Player(recording, device)
             if recording.backward is not None:
-                recording.backward.takes_turns = self.options.takes_turns or blocked > 0
+                recording.backward.takes_turns = in_flight
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
@@ -511,14 +512,16 @@ class Recorded(Generic[P, R]):
     def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
         return Recorded(function, options)
 
-    def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool) -> Recording:
+    def _capture(
+        self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool, turns: bool
+    ) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             try:
                 with Within():
                     recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
-                                       borrow=borrow, tracing=tracing, turns=self.options.takes_turns,
+                                       borrow=borrow, tracing=tracing, turns=turns,
                                        notes=history.notes)  # fmt: skip
                 settled(tracing)
                 if recording.live_parts and self.options.verify:

@@ -284,8 +284,9 @@ class Cuts:
         leaves: list[Any] = []
         shape = flatten((args, kwargs), leaves)
         for x in leaves:
-            self._passable(x, calls)
-        ours = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and not self._is_outside(x)]
+            self._passable(x, calls, isinstance(function, OpOverload))
+        ours = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.device == self._watch.device]
+        ours = [i for i in ours if not self._is_outside(leaves[i])]
         views = {i: view for i in ours if (view := self._view(leaves[i])) is not None}
         places = [i for i in ours if i not in views]
         if torch.is_inference_mode_enabled() != all(m.inference for m in form.results if isinstance(m, Meta)) and any(
@@ -354,11 +355,16 @@ class Cuts:
         """Whether it is the very tensor that can be found outside, and was before."""
         return id(t) in self._reach.tensors and self._reach.tensors[id(t)][1] is t
 
-    def _passable(self, x: Any, calls: str) -> None:
+    def _is_number(self, t: torch.Tensor, operator: bool) -> bool:
+        """Whether this is a number that code of the call has written as a tensor on the host, for an operator that writes it
+        nowhere."""
+        return operator and t.is_cpu and t.dim() == 0 and not self._watch.known.get(storage_id(t))
+
+    def _passable(self, x: Any, calls: str, operator: bool) -> None:
         """Whether each replay can give this to the function."""
         if isinstance(x, torch.Tensor):
             plain = type(x) is torch.Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg())
-            if self._is_outside(x) or (plain and x.device == self._watch.device):
+            if self._is_outside(x) or (plain and x.device == self._watch.device) or self._is_number(x, operator):
                 return
             raise Refusal(f"{calls} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
         if id(x) not in self._outer and not _constant(x):

@@ -76,6 +76,10 @@ class Shelf:
                 del self._by_key[oldest]
         return gone
 
+    def of(self, key: Any) -> list[Player]:
+        """The recordings of a signature."""
+        return self._by_key.get(key, [])
+
     def discard(self, key: Any, unwanted: Callable[[Player], Any]) -> list[Player]:
         """Take out those recordings of a signature; returns them."""
         players = self._by_key.get(key, [])

@@ -30,7 +30,7 @@ __all__ = ["COMPILED_GRAPH", "address", "alias", "allocations_since", "backward_
            "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc",
            "raw_free", "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
            "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check",
-           "transformed", "untraced", "use_count", "when_backward_ends", "will_run", "written_by_graph"]  # fmt: skip
+           "transformed", "untraced", "use_count", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -122,6 +122,10 @@ def is_composite(func: Any) -> bool:
 
 below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 """A context in which operators run without autograd, and without a look at grad mode."""
+
+
+without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
+"""A context in which operators are not shown to a `TorchDispatchMode`."""
 
 
 def donates(node: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import phonograph as pg
 from phonograph import callables as room
+from phonograph import recorder
 from phonograph.devices import device_for
 from phonograph.spans import Spans
 from phonograph.testing import assert_same
@@ -482,6 +483,34 @@ def test_c06_c15_all_stages_of_a_pipeline_in_one_process(device, monkeypatch, sc
         of_cublas_lt = len(forwards) << 20 if device.type == "cuda" else 0
         taken = Spans(piece for r in (*forwards, *backwards) for piece in r.footprint).nbytes
         assert taken < 1.2 * kept + of_cublas_lt + 2 * max(r.footprint.nbytes for r in backwards)
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_c06_c15_a_loop_that_keeps_its_last_output_is_no_pipeline(device, monkeypatch, scarce):
+    """Two forwards take turns, each with a backward, whose gradients lie in the same places each time: an optimizer that is
+    recorded beside finds them there."""
+    monkeypatch.setattr(recorder, "SMALL", 0)
+    memory_is(device, monkeypatch, scarce=scarce)
+    torch.manual_seed(0)
+    (ours,), (theirs,) = beside([Chunk(64, False).to(device)])
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ours, theirs)]
+    pg.record(ours, warmup=1)
+    steps = [pg.record(optimizers[0].step, warmup=1), optimizers[1].step]
+    outs = [None, None]
+    for n in range(14):
+        if n == 9:
+            settled = [pg.stats(f).recorded for f in (ours, steps[0])]
+        x = torch.full((8, 64), 0.1 * n, device=device)
+        for i, (m, optimizer, step) in enumerate(zip((ours, theirs), optimizers, steps, strict=True)):
+            optimizer.zero_grad()
+            outs[i] = m(x)
+            outs[i].square().mean().backward()
+            step()
+        assert_same(outs[0].detach(), outs[1].detach())
+        assert_same(ours.state_dict(), theirs.state_dict())
+    assert [pg.stats(f).recorded for f in (ours, steps[0])] == settled
+    assert pg.stats(ours).recorded == 2
+    assert pg.stats(steps[0]).live <= 3
 
 
 def test_c06_c15_memory_does_not_grow_with_the_number_of_micro_batches(device, monkeypatch):

@@ -334,8 +334,9 @@ class _Graphs:
         _quietly(self.segments[-1].graph.capture_end)
 
     def next(self) -> None:
-        self.end()
-        self.begin()
+        with torch_private.without_modes():  # a generator's numbers are put into the graph by operators
+            self.end()
+            self.begin()
 
     def give_up(self) -> None:
         if self._open:
