@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -36,7 +36,7 @@ from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
 from .joint import TWICE, Joint
 from .keys import NoSignature
-from .observe import Counters, Stats, logger, totals
+from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, switched_off
 from .player import GRAD, Player
 from .reach import Reach
@@ -49,7 +49,7 @@ from .trees import flatten, kinds
 from .verify import verified
 from .where import users_line
 
-__all__ = ["Recorded", "live"]
+__all__ = ["Recorded", "counted", "live", "together"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,7 +144,7 @@ class _History:
         return self.changes
 
 
-class Recorded(Generic[P, R]):
+class Recorded(Observed, Generic[P, R]):
     """A function that is recorded, one recording a signature, and played back.
 
     Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
@@ -538,11 +538,7 @@ class Recorded(Generic[P, R]):
 
     def stats(self) -> Stats:
         self._tidy()
-        counters = self._counters
-        for mine in list(self._bound):
-            counters = counters + mine._counters
-        devices = self._devices.union(*(mine._devices for mine in self._bound))
-        return counters.stats(sum(d.pool_bytes for d in devices))
+        return together([self, *self._bound], Counters())
 
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
@@ -583,6 +579,18 @@ class Recorded(Generic[P, R]):
         lines += [backward.explain() for backward in list(self._backwards)]
         lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
         return "\n".join(lines)
+
+
+def counted(recorded: Recorded[Any, Any]) -> Counters:
+    """What a recorded function has counted."""
+    return recorded._counters
+
+
+def together(recorded: Sequence[Recorded[Any, Any]], before: Counters) -> Stats:
+    """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
+    counters = sum(map(counted, recorded), before)
+    devices = set[Any]().union(*(mine._devices for mine in recorded))
+    return counters.stats(sum(d.pool_bytes for d in devices))
 
 
 def _never(function: Any) -> Refusal | None:
