@@ -10,7 +10,7 @@ import torch
 
 from . import torch_private
 from .live import live
-from .observe import Stats
+from .observe import Observed, Stats
 from .options import Options
 from .recorded import Recorded
 
@@ -110,15 +110,15 @@ def reset(f: Any) -> None:
     recorded then."""
     recorded = _recorded(f)
     recorded.reset()
-    if isinstance(f, torch.nn.Module):
+    if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
         call = recorded.__wrapped__
         torch_private.call_through(f, None if call == torch_private.own_call(f) else call)
 
 
-def _recorded(f: Any) -> Recorded[Any, Any]:
+def _recorded(f: Any) -> Observed:
     if isinstance(f, torch.nn.Module):
         f = torch_private.goes_through(f)
-    f = f if isinstance(f, Recorded) else getattr(f, "__func__", f)
-    if not isinstance(f, Recorded):
+    f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
+    if not isinstance(f, Observed):
         raise TypeError(f"expected a function or module that pg.record was called on, not {type(f).__name__}")
     return f

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["Counters", "Stats", "logger", "totals"]
+__all__ = ["Counters", "Observed", "Stats", "logger", "totals"]
 
 logger = logging.getLogger("phonograph")
 
@@ -57,6 +57,19 @@ class Counters:
     def stats(self, pool_bytes: int) -> Stats:
         return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
                      self.bytes_copied, pool_bytes)  # fmt: skip
+
+
+class Observed:
+    """Something recorded, which `phonograph.stats`, `explain` and `reset` can be asked about."""
+
+    def stats(self) -> Stats:
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        raise NotImplementedError
 
 
 _all = Counters()

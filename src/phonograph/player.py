@@ -151,8 +151,11 @@ class Player:
         return backward is not None and any(lease.alive for lease in backward.memory)
 
     def obstructed(self) -> bool:
-        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for. (Where forwards do
-        not wait for each other, its own results do not count: two that take turns are enough for a loop that keeps the last.)"""
+        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for.
+
+        Where forwards do not wait for each other, its own results do not count: for a loop that keeps the last one, two
+        recordings that take turns are enough.
+        """
         own = set() if self.pool.takes_turns else {lease.cdata for lease in self.recording.leases}
         held = any(use_count(key) > alone for key, alone, *_ in self.recording.rivals if key not in own)
         return self.recording.backward is not None and held and not self.awaited()

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -36,7 +36,7 @@ from .fastpath import FastPath
 from .joint import TWICE, Joint
 from .keys import NoSignature
 from .live import Notes, noting
-from .observe import Counters, Stats, logger, totals
+from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, switched_off
 from .player import GRAD, Player
 from .reach import Reach
@@ -50,7 +50,7 @@ from .trees import flatten, kinds
 from .verify import verified
 from .within import Within, inside
 
-__all__ = ["Recorded"]
+__all__ = ["Recorded", "counted", "together"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,7 +118,7 @@ class _History:
         return self.changes
 
 
-class Recorded(Generic[P, R]):
+class Recorded(Observed, Generic[P, R]):
     """A function that is recorded, one recording a signature, and played back.
 
     Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
@@ -512,9 +512,7 @@ class Recorded(Generic[P, R]):
     def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
         return Recorded(function, options)
 
-    def _capture(
-        self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool, turns: bool
-    ) -> Recording:
+    def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool, turns: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
@@ -549,11 +547,7 @@ class Recorded(Generic[P, R]):
 
     def stats(self) -> Stats:
         self._tidy()
-        counters = self._counters
-        for mine in list(self._bound):
-            counters = counters + mine._counters
-        devices = self._devices.union(*(mine._devices for mine in self._bound))
-        return counters.stats(sum(d.pool_bytes for d in devices))
+        return together([self, *self._bound], Counters())
 
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
@@ -594,6 +588,18 @@ class Recorded(Generic[P, R]):
         lines += [backward.explain() for backward in list(self._backwards)]
         lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
         return "\n".join(lines)
+
+
+def counted(recorded: Recorded[Any, Any]) -> Counters:
+    """What a recorded function has counted."""
+    return recorded._counters
+
+
+def together(recorded: Sequence[Recorded[Any, Any]], before: Counters) -> Stats:
+    """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
+    counters = sum(map(counted, recorded), before)
+    devices = set[Any]().union(*(mine._devices for mine in recorded))
+    return counters.stats(sum(d.pool_bytes for d in devices))
 
 
 def _never(function: Any) -> Refusal | None:

@@ -21,16 +21,18 @@ import torch.backends.mha
 import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
+import torch.utils._python_dispatch
 from torch.utils.hooks import BackwardHook
 
 __all__ = ["COMPILED_GRAPH", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump",
            "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
            "dispatch_modes", "donates", "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched",
-           "is_composite", "keeps_graph", "lend_code", "lend_module", "made_when", "maker", "may_run_backward", "missing",
-           "module_hooks", "module_settings", "optimizer_hooks", "own_call", "parametrizations_are_cached", "raw_alloc",
-           "raw_free", "raw_stream", "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments",
-           "selected_anew", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check",
-           "transformed", "untraced", "use_count", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker",
+           "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
+           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
+           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
+           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "untraced", "use_count",
+           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -260,6 +262,15 @@ def default_device() -> torch.device | None:
         return None
     device: torch.device = modes[-1].device
     return device
+
+
+_modes: Callable[[], list[Any]] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
+
+
+def looked_at_first() -> bool:
+    """Whether this is the first call of a graph that AOT autograd has compiled, in which it looks at what custom operators do:
+    the only dispatch mode is that one."""
+    return [type(mode).__name__ for mode in _modes()] == ["_AnalyzeCustomOpInputOutputMode"]
 
 
 _BATCHED = [f for n in ("is_batchedtensor", "is_legacy_batchedtensor") if (f := getattr(torch._C._functorch, n, None))]

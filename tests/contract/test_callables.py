@@ -502,6 +502,7 @@ def test_c06_c15_a_loop_that_keeps_its_last_output_is_no_pipeline(device, monkey
             settled = [pg.stats(f).recorded for f in (ours, steps[0])]
         x = torch.full((8, 64), 0.1 * n, device=device)
         for i, (m, optimizer, step) in enumerate(zip((ours, theirs), optimizers, steps, strict=True)):
+            torch.manual_seed(n)
             optimizer.zero_grad()
             outs[i] = m(x)
             outs[i].square().mean().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def test_snippet_runs_by_itself(page: Path, line: int, code: str, tmp_path: Path
     script = tmp_path / f"{page.stem}_{line}.py"  # a real file, so that source lines can be found and quoted
     script.write_text("\n" * (line - 1) + code, encoding="utf-8")
     runpy.run_path(str(script), run_name=script.stem)
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # it keeps what a snippet has compiled, and with it recordings
 
 
 def test_the_readme_is_short_and_shows_code_early() -> None:

@@ -1,0 +1,254 @@
+"""A graph with its parameters: what stands in its place, and plays it.
+
+A graph takes its parameters and buffers as arguments, before and between the others. They are the same tensors in each call,
+and must not be copied in each; so they are bound first, and what is recorded is a function of the others, which finds its
+parameters outside, as that of a module does. A graph that is called with several sets of them (one compiled block, applied to
+each layer of a model) is bound to each set, and recorded for each.
+
+Who keeps what: a recording keeps the parameters that it reads. A graph is kept by a compiler, for as long as the code that it
+was made of, which may outlive a model; so the graph must not keep its recordings. The module that has the parameters does.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+
+from ..observe import Counters, Observed, Stats
+from ..options import Options
+from ..recorded import Recorded, counted, together
+from ..torch_private import looked_at_first
+
+__all__ = ["Bound", "BoxedGraph", "Graph", "named"]
+
+_REPLACED = 3  # times that a parameter or buffer was replaced, while others stayed, after which it is an ordinary argument
+
+_numbers = itertools.count()
+
+_Take = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def named(gm: Any, kind: str = "") -> str:
+    """A name for a graph: a number, its kind, and where its code begins."""
+    gm = getattr(gm, "__self__", gm)  # of `gm.forward`
+    nodes = gm.graph.nodes if isinstance(gm, torch.fx.GraphModule) else ()
+    traces = [str(node.meta.get("stack_trace") or "") for node in nodes]
+    found = next((at for trace in traces if (at := re.findall(r'File "(.+?)", line (\d+), in (\S+)', trace))), None)
+    begins = f"{found[-1][2]}, {found[-1][0]}:{found[-1][1]}" if found else ""
+    said = ", ".join(filter(None, (kind, begins)))
+    return f"graph {next(_numbers)}" + (f" ({said})" if said else "")
+
+
+class Bound:
+    """A graph with one set of parameters and buffers: a function of its other arguments."""
+
+    def __init__(self, graph: Graph, state: tuple[Any, ...], key: tuple[int, ...]) -> None:
+        self.graph = weakref.ref(graph)
+        self.key = key
+        self._call = graph.call_inner
+        self._reached = graph.reached()
+        self._order = graph.order
+        self.state = state
+        self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
+
+    def reached(self) -> tuple[Any, ...]:
+        """What it can reach. It never changes."""
+        return *self._reached, *self.state
+
+    def __call__(self, *others: Any) -> Any:
+        given = (*self.state, *others)
+        return self._call([given[i] for i in self._order])
+
+
+class Graph(Observed):
+    """Stands in the place of a graph, or of any function of a flat list of arguments."""
+
+    def __init__(
+        self, inner: Callable[..., Any], options: Options, reached: tuple[Any, ...], state: Sequence[int] | None = None
+    ) -> None:
+        """`state`: which arguments are parameters and buffers; None: those that look like some, in the first call. `reached`:
+        what `inner` can reach of the world."""
+        self.inner = inner
+        self.options = options
+        self.order: list[int] = []  # for each argument its place among those that are bound, and the others after them
+        self.bound: weakref.WeakValueDictionary[tuple[int, ...], Bound] = weakref.WeakValueDictionary()
+        self._reached = reached
+        self._static = None if state is None else list(state)
+        self._state: list[int] = []  # those of them that are tensors
+        self._split: tuple[_Take, _Take] | None = None  # functions that take these, and the others
+        self._replaced: Counter[int] = Counter()  # how often these arguments were others, and the module the same
+        self._last: Callable[[], Bound | None] = _none
+        self._kept: list[Bound] = []  # those without parameters, or whose parameters are no module's
+        self._past = Counters()  # what those counted that are gone
+        weakref.finalize(self, _forsake).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.options.name}: {len(self.bound)} sets of parameters>"
+
+    def reached(self) -> tuple[Any, ...]:
+        """What it can reach, for a recorded function that calls it."""
+        return self._reached
+
+    @property
+    def call_inner(self) -> Callable[[list[Any]], Any]:
+        """The graph itself, as a function of a list."""
+        inner = self.inner
+        return lambda args: inner(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args)
+        return self._answer(args)
+
+    def _answer(self, args: tuple[Any, ...]) -> Any:
+        split = self._split
+        if split is None or len(args) != len(self.order):
+            if looked_at_first():
+                self._past += Counters(calls=1, live=1)
+                return self.call_inner([*args])
+            split = self._look(args)
+        state, others = split[0](args), split[1](args)
+        bound = self._last()
+        if bound is None or not all(map(is_, state, bound.state)):
+            bound = self._bind(state)
+            if bound is None:
+                return self._answer(args)
+        return bound.recorded(*others)
+
+    def _look(self, args: tuple[Any, ...]) -> tuple[_Take, _Take]:
+        if self._static is None:
+            self._static = [i for i, x in enumerate(args) if _is_state(x)]
+        self._state = [i for i in self._static if i < len(args) and isinstance(args[i], torch.Tensor)]
+        others = [i for i in range(len(args)) if i not in self._state]
+        places = {i: n for n, i in enumerate([*self._state, *others])}
+        self.order = [places[i] for i in range(len(args))]
+        self._split, self._last = (_taking(self._state), _taking(others)), _none
+        return self._split
+
+    def _bind(self, state: tuple[Any, ...]) -> Bound | None:
+        """The graph with these; None if it has turned out that some of them are better not bound."""
+        key = (*self.order, *map(id, state))
+        bound = self.bound.get(key)
+        if bound is None:
+            owner = _owner(state[0]) if state else None
+            mine = self._kept if owner is None else _kept.setdefault(owner, [])
+            if self._unbound(state, owner, [b for b in mine if b.graph() is self]):
+                return None
+            bound = self.bound[key] = Bound(self, state, key)
+            mine.append(bound)
+            self._prune(mine, owner)
+        self._last = weakref.ref(bound)
+        return bound
+
+    def _unbound(self, state: tuple[Any, ...], owner: torch.nn.Module | None, before: list[Bound]) -> bool:
+        """Whether some of these are replaced again and again: where the others stay, as a buffer that each call makes anew; or
+        with all others, as tensors that are nobody's. They are arguments like others from now on."""
+        for earlier in [b for b in before[-1:] if len(b.state) == len(state)]:
+            changed = [i for i, now, then in zip(self._state, state, earlier.state, strict=True) if now is not then]
+            if len(changed) == len(state):
+                changed = [i for i, now in zip(self._state, state, strict=True) if owner is None and not _is_state(now)]
+            self._replaced.update(changed)
+        often = {i for i, n in self._replaced.items() if n >= _REPLACED}
+        if not often:
+            return False
+        self.reset()
+        self._replaced.clear()
+        self._static, self._split = [i for i in self._state if i not in often], None
+        return True
+
+    def _prune(self, mine: list[Bound], owner: torch.nn.Module | None) -> None:
+        """Of the sets of one module, drop those that it has no more, and the oldest of too many."""
+        ours = [bound for bound in mine if bound.graph() is self]
+        gone = [bound for bound in ours[:-1] if owner is not None and _owns(bound.state[0]) is not owner]
+        gone += [bound for bound in ours if bound not in gone][: -self.options.max_recordings]
+        for bound in gone:
+            mine.remove(bound)
+            self._drop(bound)
+
+    def _drop(self, bound: Bound) -> None:
+        self.bound.pop(bound.key, None)
+        self._past += counted(bound.recorded)
+        bound.recorded.reset()
+
+    # -- for the observers
+
+    def stats(self) -> Stats:
+        return together([bound.recorded for bound in list(self.bound.values())], self._past)
+
+    def explain(self) -> str:
+        return "\n".join([bound.recorded.explain() for bound in list(self.bound.values())]) or f"{self.options.name}: no calls"
+
+    def reset(self) -> None:
+        """Drop all recordings."""
+        for bound in list(self.bound.values()):
+            for kept in (self._kept, *list(_kept.values())):
+                if bound in kept:
+                    kept.remove(bound)
+            self._drop(bound)
+        self._last = _none
+
+
+class BoxedGraph(Graph):
+    """In the place of a function of one list, which it empties: so that an argument can go before the call is over."""
+
+    _boxed_call = True
+
+    @property
+    def call_inner(self) -> Callable[[list[Any]], Any]:
+        return self.inner
+
+    def __call__(self, args: list[Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(args)
+        given = tuple(args)
+        args.clear()
+        return self._answer(given)
+
+
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, list[Bound]] = weakref.WeakKeyDictionary()
+_owners: dict[int, weakref.ref[torch.nn.Module]] = {}  # by the ids of parameters and buffers; some may be gone
+
+
+def _forsake() -> None:
+    """Some graph is gone, and will not be called any more."""
+    for mine in list(_kept.values()):
+        mine[:] = [bound for bound in mine if bound.graph() is not None]
+
+
+def _owner(t: torch.Tensor) -> torch.nn.Module | None:
+    """The module that a parameter or buffer belongs to."""
+    if not _owns(t):
+        _owners.clear()
+        for x in gc.get_objects():
+            if issubclass(type(x), torch.nn.Module):
+                _owners.update({id(own): weakref.ref(x) for own in (*x._parameters.values(), *x._buffers.values())})
+    return _owns(t)
+
+
+def _owns(t: torch.Tensor) -> torch.nn.Module | None:
+    known = _owners.get(id(t))
+    module = known() if known is not None else None
+    found = module is not None and any(t is own for own in (*module._parameters.values(), *module._buffers.values()))
+    return module if found else None
+
+
+def _none() -> None:
+    return None
+
+
+def _is_state(t: Any) -> bool:
+    return isinstance(t, torch.nn.Parameter) or (isinstance(t, torch.Tensor) and "_dynamo_static_input_type" in vars(t))
+
+
+def _taking(places: list[int]) -> _Take:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda args: tuple(args[i] for i in places)
