@@ -1,12 +1,12 @@
 """Fifty and more models through `torch.compile(model, backend="phonograph")`: right, recorded, how fast, how large.
 
-    python benchmarks/coverage.py --out results --jobs 8 --budget 480 --part 1/2
-    python benchmarks/coverage.py --out results --jobs 8 --budget 480 --part 2/2
-    python benchmarks/coverage.py --out results --report
+    python benchmarks/coverage.py --out part1 --jobs 12 --budget 460 --part 1/2
+    python benchmarks/coverage.py --out part2 --jobs 12 --budget 460 --part 2/2
+    python benchmarks/coverage.py --report --merge part1/coverage.json part2/coverage.json
 
 A case is a model (`coverage_models.py`) in inference or in training, and runs in a process of its own with a time limit. What
-goes wrong there is its row. Rows are appended to `coverage.jsonl` as the cases end; `coverage.json` merges them by name, so
-that a later run of some cases (`--only`, `--part`) replaces these alone.
+goes wrong there is its row. Rows are appended to `coverage.jsonl` as the cases end, for a run that is cut off; at the end,
+`coverage.json` merges them by name, so that a later run of some cases (`--only`, `--part`, `--missing`) replaces these alone.
 
 Inference is `eval()` under `no_grad`. A training step is forward, loss, backward, and an SGD step outside of what is compiled.
 Each call gets another batch than the last, of four. A case has two passes:
@@ -41,6 +41,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,6 @@ from torch.utils._pytree import tree_leaves
 import harness
 import phonograph as pg
 from coverage_models import MODELS, Model, loss_of
-from phonograph.cli import machine
 from phonograph.compile import backend, graphs
 from phonograph.torch_private import compiled_by
 
@@ -128,12 +128,15 @@ class Job:
         dtype = case.model.dtype if device != "cpu" else torch.float32  # half is slow there
         self.model = copy.deepcopy(model).to(device, dtype).train(case.training)
         self.called = compiled(self.model, method, device != "cpu")
-        self.batches = itertools.cycle([{k: self._there(v, device) for k, v in each.items()} for each in batches(case)])
+        rows = 2 if device == "cpu" else None
+        self.batches = itertools.cycle([self._there(batch, device, rows) for batch in batches(case)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
         torch.manual_seed(1)
 
-    def _there(self, x: Tensor, device: str) -> Tensor:
-        return x.to(device, next(self.model.parameters()).dtype) if x.is_floating_point() else x.to(device)
+    def _there(self, batch: dict[str, Tensor], device: str, rows: int | None) -> dict[str, Tensor]:
+        dtype = next(self.model.parameters()).dtype
+        some = {name: x[:rows] if x.dim() else x for name, x in batch.items()}
+        return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in some.items()}
 
     def __call__(self) -> list[Tensor]:
         if self.marks:
@@ -398,10 +401,12 @@ def _turns(jobs: dict[str, Job], turns: int) -> dict[str, list[float]]:
 
 def work(arguments: argparse.Namespace) -> int:
     """Both passes of a case; its row is written after each."""
+    global WARM, STEADY, KEPT
     warnings.simplefilter("ignore")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if arguments.device == "cpu":
         torch.set_num_threads(1)
+        WARM, STEADY, KEPT = 4, 4, 4
     _quiet()
     case = CASES[arguments.case]
     row: dict[str, Any] = {"case": case.name, "error": "did not end"}
@@ -454,9 +459,13 @@ class Running:
             return True
         if time.monotonic() < self.until:
             return False
-        os.killpg(self.process.pid, 9)  # with what compiles for it; it is the leader of its session
-        self.process.wait()
+        self.end()
         return True
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what compiles for it; it is the leader of its session
+        self.process.wait()
 
     def read(self) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(self.row.read_text()) if self.row.exists() else {"case": self.name}
@@ -466,11 +475,22 @@ class Running:
         return row
 
 
+@contextmanager
+def ending_with(running: list[Running]) -> Iterator[None]:
+    """Whatever ends this process ends those that it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        for one in running:
+            one.end()
+
+
 def start(name: str, number: int, folder: Path, arguments: argparse.Namespace) -> Running:
     row, log = folder / f"{number}.json", folder / f"{number}.log"
     passed = [flag for flag, wanted in (("--quick", arguments.quick), ("--no-times", arguments.no_times)) if wanted]
     command = [sys.executable, __file__, "--case", name, "--row", str(row), "--device", arguments.device, *passed]
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as written:
         process = subprocess.Popen(
             command, stdout=written, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=os.environ | environment
@@ -481,9 +501,13 @@ def start(name: str, number: int, folder: Path, arguments: argparse.Namespace) -
 def run_all(names: list[str], arguments: argparse.Namespace) -> None:
     end = time.monotonic() + arguments.budget
     waiting, running = list(enumerate(names)), list[Running]()
-    when = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-    when["hardware"] = machine.hardware(torch.device(arguments.device))
-    with tempfile.TemporaryDirectory() as folder, (arguments.out / f"{CLAIM}.jsonl").open("a") as lines:
+    made = harness.Report(CLAIM, TARGET, arguments).as_json()
+    made = {key: made[key] for key in ("device", "hardware", "versions", "command", "quick")}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (arguments.out / f"{CLAIM}.jsonl").open("a") as lines,
+        ending_with(running),
+    ):
         while running or (waiting and time.monotonic() < end):
             while waiting and len(running) < arguments.jobs and time.monotonic() < end:
                 number, name = waiting.pop(0)
@@ -491,7 +515,7 @@ def run_all(names: list[str], arguments: argparse.Namespace) -> None:
             time.sleep(0.1)
             for one in [each for each in running if each.over()]:
                 running.remove(one)
-                row = one.read() | when
+                row = one.read() | {"made": made, "date": _now()}
                 print(_line(row), flush=True)
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
@@ -499,12 +523,16 @@ def run_all(names: list[str], arguments: argparse.Namespace) -> None:
         print(f"left out, the budget being spent: {', '.join(name for _, name in waiting)}")
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def chosen(arguments: argparse.Namespace) -> list[str]:
-    names = [name for name in CASES if re.search(arguments.only, name)]
     part, of = map(int, arguments.part.split("/"))
-    names = names[part - 1 :: of]
+    models = list(MODELS)[part - 1 :: of]
+    names = [name for name, case in CASES.items() if case.model.name in models and re.search(arguments.only, name)]
     if arguments.missing:
-        done = {name for name, row in rows_of(arguments.out).items() if not row.get("error")}
+        done = {name for name, row in rows_of(_files(arguments)).items() if not row.get("error")}
         names = [name for name in names if name not in done]
     return names
 
@@ -512,17 +540,24 @@ def chosen(arguments: argparse.Namespace) -> list[str]:
 # ---- the judge -------------------------------------------------------------------------------------
 
 
-def rows_of(out: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each case that was written; those of `coverage.json` where there is no later one."""
-    rows = {}
-    if (out / f"{CLAIM}.json").exists():
-        rows = {row["case"]: row for row in json.loads((out / f"{CLAIM}.json").read_text()).get("cases", ())}
-    if (out / f"{CLAIM}.jsonl").exists():
-        for line in (out / f"{CLAIM}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if rows.get(row["case"], {}).get("date", "") <= row["date"]:
-                rows[row["case"]] = row
+def _files(arguments: argparse.Namespace) -> list[Path]:
+    return [arguments.out / f"{CLAIM}.json", *arguments.merge, arguments.out / f"{CLAIM}.jsonl"]
+
+
+def rows_of(files: list[Path]) -> dict[str, dict[str, Any]]:
+    """The last row of each case."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in itertools.chain(*(_read(file) for file in files if file.exists())):
+        if rows.get(row["case"], {}).get("date", "") <= row["date"]:
+            rows[row["case"]] = row
     return {name: rows[name] for name in CASES if name in rows}
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if file.suffix == ".jsonl":
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    whole = json.loads(file.read_text())
+    return [row | {"made": whole["made"][row["made"]]} for row in whole["cases"]]
 
 
 def judge(rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -624,34 +659,46 @@ def _line(row: dict[str, Any]) -> str:
 
 def finish(arguments: argparse.Namespace) -> int:
     """Print the table, write `coverage.json`; exit status as of the other benchmarks."""
-    rows = rows_of(arguments.out)
+    rows = rows_of(_files(arguments))
     targets, losers = judge(rows)
-    report = harness.Report(CLAIM, TARGET, arguments)
     missing = [name for name in CASES if name not in rows or rows[name].get("error")]
-    if not arguments.quick and all(targets["met"].values()) and not missing:
-        report.met = True
-    elif not arguments.quick and arguments.device != "cpu" and rows and not all(targets["met"].values()):
-        report.met = False
+    met = _met(rows, targets, missing)
     heads = [*METHODS, "/compile", "/reduce", "memory"]
     print(f"\n{'case':44s} {'':6s} {'':6s} " + " ".join(f"{head[:9]:>{9 if head in METHODS else 7}s}" for head in heads))
     print("\n".join(map(_line, rows.values())))
     print("\nlosers\n" + "\n".join(f"  {name}: {json.dumps(why, ensure_ascii=False)[:300]}" for name, why in losers.items()))
     print(f"\n{json.dumps(targets, indent=1)}\nnot measured: {len(missing)}")
-    written = {key: value for key, value in report.as_json().items() if key not in ("rows", "figures")}
-    written |= {"targets": targets, "not measured": missing, "losers": losers, "cases": list(rows.values())}
+    made: list[dict[str, Any]] = []  # the runs that the rows are of
+    for row in rows.values():
+        if row["made"] not in made:
+            made.append(row["made"])
+    cases = [row | {"made": made.index(row["made"])} for row in rows.values()]
+    written = {"claim": CLAIM, "target": TARGET, "met": met, "targets": targets, "losers": losers, "not measured": missing}
+    written |= {"made": made, "cases": cases}
     (arguments.out / f"{CLAIM}.json").write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
-    return {None: 0 if arguments.quick else 3, True: 0, False: 1}[report.met]
+    (arguments.out / f"{CLAIM}.jsonl").unlink(missing_ok=True)
+    return {None: 0 if arguments.quick else 3, True: 0, False: 1}[met]
+
+
+def _met(rows: dict[str, dict[str, Any]], targets: dict[str, Any], missing: list[str]) -> bool | None:
+    """Decided once every case has been measured on a GPU; a miss that no other case can mend, before."""
+    if any(row["made"]["quick"] or row["made"]["device"] == "cpu" for row in rows.values()):
+        return None
+    if not missing:
+        return all(targets["met"].values())
+    return None if targets["met"]["all right"] else False
 
 
 def _arguments() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose names this regular expression is found in")
-    parser.add_argument("--part", default="1/1", help="i/n: every nth case, from the ith")
+    parser.add_argument("--part", default="1/1", help="i/n: every nth model, from the ith")
     parser.add_argument("--missing", action="store_true", help="only cases without a row, or whose row is an error")
     parser.add_argument("--jobs", type=int, default=6, help="cases at a time (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=100, help="seconds a case may take (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other case is started")
     parser.add_argument("--no-times", action="store_true", help="only the first pass")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="coverage.json of other runs, to be merged")
     parser.add_argument("--report", action="store_true", help="run nothing; judge and print what there is")
     parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     parser.add_argument("--case", choices=list(CASES), metavar="NAME", help=argparse.SUPPRESS)
