@@ -10,17 +10,20 @@ import itertools
 import json
 import logging
 import os
+import random
 import statistics
 import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -87,7 +90,8 @@ class Job:
         rows = 2 if device == "cpu" else None
         self.batches = itertools.cycle([self._there(batch, device, rows) for batch in batches(case)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
-        torch.manual_seed(1)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1)
 
     def _there(self, batch: dict[str, Tensor], device: str, rows: int | None) -> dict[str, Tensor]:
         dtype = next(self.model.parameters()).dtype
@@ -187,7 +191,9 @@ def look(case: Case, method: str, model: nn.Module, device: str, turnstile: Turn
         whole = {kind: max(whole[kind], steady[kind]) for kind in whole}
         keep = (lambda: [t.clone() for t in job()]) if method == REDUCE else job
         kept = [keep() for _ in range(KEPT)]
-        record["replayed, outputs kept"] = _share(record.pop("then"), _counts())
+        then, now = record.pop("then"), _counts()
+        record["replayed, outputs kept"] = _share(then, now)
+        record["reasons, outputs kept"] = {why: n for why, n in _reasons(now).items() if n > _reasons(then).get(why, 0)}
         held = [t.cpu() for t in (*itertools.chain(*kept), *job.model.parameters(), *job.model.buffers())]
     peaks = {f"{kind}, whole": whole[kind] - before[kind] for kind in whole}
     peaks |= {f"{kind}, steady": steady[kind] - before[kind] for kind in steady}
@@ -221,16 +227,19 @@ def _counts() -> list[pg.Stats]:
 
 
 def _between(before: list[pg.Stats], after: list[pg.Stats]) -> dict[str, Any]:
-    reasons: dict[str, int] = {}
-    for stats in after:
-        for reason, count in stats.refusals.items():
-            reasons[reason] = reasons.get(reason, 0) + count
     share = _share(before, after)
     recorded = {None: "live", 1.0: "fully", 0.0: "live"}.get(share, "partly")
     return {
         "recorded": recorded, "share": share, "graphs": len(graphs()), "recordings": sum(s.recorded for s in after),
-        "reasons": reasons, "then": after,
+        "reasons": _reasons(after), "then": after,
     }  # fmt: skip
+
+
+def _reasons(counted: list[pg.Stats]) -> dict[str, int]:
+    reasons: Counter[str] = Counter()
+    for stats in counted:
+        reasons.update(stats.refusals)
+    return dict(reasons)
 
 
 def _share(before: list[pg.Stats], after: list[pg.Stats]) -> float | None:
