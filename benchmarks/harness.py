@@ -48,7 +48,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _time_once(step: Step, calls: int) -> Timing:
+def time_once(step: Step, calls: int) -> Timing:
     synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -213,7 +213,7 @@ def measure(
     gc.collect()
     for _ in range(repeats):
         for method, step in steps.items():
-            timings[method].append(_time_once(step, calls))
+            timings[method].append(time_once(step, calls))
     medians = {method: _median(each) for method, each in timings.items()}
     for method, median in medians.items():
         base = medians.get(_reference_of(method, reference))
