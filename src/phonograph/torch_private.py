@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.backends.mha
@@ -31,7 +31,7 @@ __all__ = ["COMPILED_GRAPH", "address", "alias", "allocations_since", "backward_
            "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
            "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "untraced", "use_count",
+           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "use_count",
            "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -292,15 +292,6 @@ saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 
 
 # -- compilers
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def untraced(function: _F) -> _F:
-    """Let `torch.compile` call this as it is, and not look into it. (`torch.compiler.disable` would import the compiler.)"""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
 
 COMPILED_GRAPH = os.path.join("torch", "_inductor", "output_code.py"), "__call__"
 """The file and the name of the functions through which Inductor's code for a graph is called."""

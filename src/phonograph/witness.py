@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .torch_private import untraced
-
 __all__ = ["epoch", "watch"]
 
 _watched: set[int] = set()
@@ -47,10 +45,10 @@ def watch(things: Iterable[object]) -> None:
     _watched.update(map(id, things))
 
 
-@untraced  # or code would be compiled for what is watched at the moment
 def _note(thing: object) -> None:
+    """Not while `torch.compile` traces: nothing is changed then, and what is traced must not depend on what is watched."""
     global _epoch
-    if id(thing) in _watched:
+    if not torch.compiler.is_compiling() and id(thing) in _watched:
         _epoch += 1
 
 
@@ -60,6 +58,7 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
         _note(self)
         return method(self, *args, **kwargs)
 
+    noted.__code__ = noted.__code__.replace()  # type: ignore[attr-defined]  # Dynamo tells methods apart by that
     return noted
 
 
@@ -78,11 +77,11 @@ def _install() -> None:
     accessor.swap_tensor = _noting(accessor.swap_tensor)
     removed = RemovableHandle.remove
 
-    @untraced
     @functools.wraps(removed)
     def remove(self: Any) -> None:
         global _epoch
-        _epoch += 1  # a handle does not know its module
+        if not torch.compiler.is_compiling():
+            _epoch += 1  # a handle does not know its module
         removed(self)
 
     RemovableHandle.remove = remove  # type: ignore[method-assign]

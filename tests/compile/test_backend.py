@@ -512,3 +512,65 @@ def test_what_is_recorded_elsewhere_compiles_nothing_again():
         weight, x = torch.full((4, 4), float(n)), torch.ones(2, 4)
         assert_same(f(weight, x), F.linear(x, weight, net.bias))
     assert counter.frame_count <= 2
+
+
+def test_c06_a_number_in_the_graph(device, inner):
+    """AOT keeps it as a tensor of the graph's, which outlives the call."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4).to(device)
+    live = copy.deepcopy(net)
+
+    def loss(m):
+        return lambda x: torch.where(x > 0.2, m(x), torch.tensor(-1.0, dtype=x.dtype)).square().sum()
+
+    f, expected = compiled(loss(net), inner), unrecorded(loss(live), inner)
+    for n in range(6):
+        x = torch.full((3, 4), 0.1 * n, device=device)
+        for g, m in ((f, net), (expected, live)):
+            m.zero_grad()
+            g(x).backward()
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in live.parameters()])
+    assert totals() == (1, 1, 5)
+
+
+_TRACED = """
+import torch
+from torch import nn
+import phonograph as pg
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.steps = 0
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        self.steps = self.steps + 1
+        return nn.Softmax(dim=-1)(x)
+
+def trace():
+    torch._dynamo.utils.counters.clear()
+    net = Net()
+    torch.compile(net, backend="eager")(torch.randn(4, 8))
+    found = torch._dynamo.utils.counters
+    return net.steps, sum(found["graph_break"].values()), found["stats"]["unique_graphs"], found["stats"]["calls_captured"]
+
+first = trace() if {before} else None
+f = pg.record(nn.Linear(8, 8))
+for _ in range(4):
+    f(torch.randn(4, 8))
+assert pg.stats(f).replayed == 3
+torch._dynamo.reset()
+found = trace()
+assert found[:3] == (1, 0, 1), found
+assert first is None or found == first, (first, found)
+"""
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first recorded", "first traced"])
+def test_c14_recording_does_not_change_what_dynamo_traces(before):
+    """What tells us of changes to modules does not show, whichever comes first in a process."""
+    code = _TRACED.replace("{before}", str(before))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
