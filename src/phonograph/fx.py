@@ -79,6 +79,10 @@ def record_graph(
     chosen = Options(**options)
     if chosen.name is None:
         chosen = replace(chosen, name=named(gm, _KINDS[is_forward]))
+    if is_forward is False and chosen.warmup:
+        # A forward has one live call more, in which AOT looks on: what its recordings save is read where it lies only if they
+        # are there when the backward is recorded.
+        chosen = replace(chosen, warmup=chosen.warmup + 1)
     static = _static(static_input_indices, len(example_inputs), is_forward)
     kind = BoxedGraph if getattr(gm, "_boxed_call", False) else Graph
     return kind(_Module(gm) if isinstance(gm, GraphModule) else gm, chosen, (gm,), static)

@@ -263,7 +263,7 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
     one_of_many = turns and isinstance(function, Backward)
     if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
         return everything, one_of_many
-    if traced and turns:
+    if traced and (blocked or turns):
         return everything, True
     if one_of_many:
         return pool.leased() | pool.of_forwards(), True

@@ -140,13 +140,13 @@ class Segments:
 
     def __init__(
         self, programs: Sequence[Any], breaks: list[Break], slots: list[torch.Tensor], written: list[torch.UntypedStorage],
-        generators: Sequence[Any],
+        generators: Sequence[Any], operators: int,
     ) -> None:  # fmt: skip
         self.programs = programs
         self.breaks = breaks
         self.footprint: Spans = programs[0].footprint
         self.owned = Spans()
-        self.operators = sum(p.operators for p in programs)
+        self.operators: int = operators
         mixed = [p.mixed for p in programs if p.mixed is not None]
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()

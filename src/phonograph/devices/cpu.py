@@ -218,7 +218,7 @@ class Tape(OperatorWatch):
             with torch.inference_mode(False), torch.no_grad():
                 part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
         generators = [g for g, _ in self._generator_states]
-        return Segments(programs, [part for _, part, *_ in self._cuts], slots, self.undone, generators)
+        return Segments(programs, [part for _, part, *_ in self._cuts], slots, self.undone, generators, len(self._steps))
 
     def close(self, leaving: set[int]) -> dict[int, Made]:
         """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,

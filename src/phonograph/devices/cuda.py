@@ -322,7 +322,7 @@ class _Graphs:
         self._open = True
         self.segments.append(_Segment(graph, _Edges(self._stream, [], [])))
         if self._dials is not None:
-            self._dials.stepping = self._collecting(self.segments[-1].steps)
+            self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
 
     def copy_in(self, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
         """To be called when the first has begun."""
@@ -343,19 +343,21 @@ class _Graphs:
             self.end()
         for segment in self.segments:
             segment.graph.reset()
+        self.segments.clear()
 
-    def _collecting(self, nodes: set[int]) -> Callable[[bool], None]:
-        """Collects the nodes that are captured between a call with True and one with False."""
-        before: list[set[int]] = []
 
-        def tell(begins: bool) -> None:
-            now = driver.captured_nodes(self._stream)
-            if begins:
-                before.append(now)
-            elif before:
-                nodes.update(now - before.pop())
+def _collecting(stream: int, nodes: set[int]) -> Callable[[bool], None]:
+    """Collects the nodes that are captured between a call with True and one with False."""
+    before: list[set[int]] = []
 
-        return tell
+    def tell(begins: bool) -> None:
+        now = driver.captured_nodes(stream)
+        if begins:
+            before.append(now)
+        elif before:
+            nodes.update(now - before.pop())
+
+    return tell
 
 
 def _wide(t: torch.Tensor) -> bool:
@@ -611,8 +613,9 @@ class CudaDevice:
         if watch.cuts:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
-            slots = graphs.segments[0].edges.slots
-            program = Segments(programs, [part for part, *_ in watch.cuts], slots, watch.undone, drawn_from)
+            parts = [part for part, *_ in watch.cuts]
+            program = Segments(programs, parts, graphs.segments[0].edges.slots, watch.undone, drawn_from,
+                               watch.operators)  # fmt: skip
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 
