@@ -48,8 +48,8 @@ def record_graph(
             parameters, or that Dynamo calls static (buffers). It is no promise: another tensor in such a place, or the
             same one with other memory, is noticed; one that is another in each call is copied like any argument.
         is_forward: False: the backward of a recorded forward, whose static inputs other than parameters are what that forward
-            has saved. They are in different memory in different calls, and read in place anyway. None and True mean the
-            same, but for the name.
+            has saved. They are in different memory in different calls, and read in place anyway; a backward has one live
+            call more, so that they are there when it is recorded. None and True mean the same, but for the name.
         **options: `warmup`, `fallback`, `outputs`, `verify`, `max_recordings`, `name` of `phonograph.record`.
 
     Returns:

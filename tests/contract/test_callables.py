@@ -395,7 +395,8 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     expected = [n for n in in_flight for _ in range(layers)]
     made = [pg.stats(m).recorded for m in modules]
     assert [len(pg.api._recorded(m)._shelf) for m in modules] == expected
-    assert made == expected if given != "learned" else all(0 <= m - n <= 1 for m, n in zip(made, expected, strict=True))
+    more = 0 if given != "learned" else 2  # at first it is not known yet that it is a pipeline
+    assert all(0 <= m - n <= more for m, n in zip(made, expected, strict=True)), (made, expected)
     check(stage, live, device, width, steps=2)
     assert [pg.stats(m).recorded for m in modules] == made
     assert [pg.stats(m).live for m in modules] == [1] * len(modules)
