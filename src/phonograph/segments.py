@@ -70,13 +70,15 @@ class Break:
         self.name = name
         self.where = where
         self.views: dict[int, View] = {}  # by their places among its arguments
-        self.cleared: list[torch.Tensor] = []  # parameters whose gradients the call has dropped before
+        self.parameters: list[torch.Tensor] = []
+        self.cleared: list[torch.Tensor] = []  # those whose gradients the call has dropped before
         self._shape, self._leaves, self._like = shape, leaves, like  # its arguments, None where tensors of the call go
         self._grad = torch.is_grad_enabled()
         self._made: list[int] = []  # the places of tensors that the segments before have made
         self._needs: list[bool] = []
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
+        self._found: tuple[Any, list[Any]] = ((), [])  # modes and gradients before it ran
 
     def __str__(self) -> str:
         return f"{self.name} at {self.where}"
@@ -105,12 +107,21 @@ class Break:
         args, kwargs = unflatten(self._shape, iter(leaves), self._like)
         for p in self.cleared:
             p.grad = None
+        self._found = modes(), [p.grad for p in self.parameters]
         before = Written((args, kwargs))
         below = below_autograd() if isinstance(self.form.function, OpOverload) else nullcontext()
         with torch.set_grad_enabled(self._grad), Within(waits=True), noting(None), below:
             result = self.form.function(*args, **kwargs)
         form = form_of(self.form.function, before, result)
         return form, result, tuple((i, before.leaves[i]) for i in form.written)
+
+    def changed(self) -> str | None:
+        """What else it has done that the next segment was not captured with."""
+        (settings, gradients), self._found = self._found, ((), [])
+        if modes() != settings:
+            return "a mode or setting of the process"
+        replaced = any(p.grad is not g for p, g in zip(self.parameters, gradients, strict=True))
+        return "a .grad attribute" if replaced else None
 
     def leave(self, result: Any, written: tuple[tuple[int, torch.Tensor], ...]) -> None:
         """Put what it gave where the next segment reads it."""
@@ -166,6 +177,7 @@ class Segments:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         undo = _Kept(self._written, self._generators, [p for live in self.breaks for p in live.cleared])
         answers: list[Answer] = []
+        self.stopped = False
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
             versions = [*map(version, sources)]
@@ -173,11 +185,13 @@ class Segments:
             try:
                 form, result, written = live.run(sources)
             except BaseException:
-                undo.forget()  # the exception keeps this frame, and must not keep gradients
+                undo.forget()  # the exception keeps these frames, and must not keep gradients
+                live.changed()
                 raise
             self.stopped = False
-            answers.append(Answer(form.function, result, written, _Kept(self._written, self._generators).put_back))
-            other = _difference(live.form, form) or self.broken() or self._refresh(live, sources, versions)
+            left = _Kept(self._written, self._generators, live.parameters)
+            answers.append(Answer(form.function, result, written, left.put_back))
+            other = _difference(live.form, form) or live.changed() or self.broken() or self._refresh(live, sources, versions)
             if other is not None:
                 undo.put_back()
                 diverged = Diverged(f"a live part, {live.name}, changed {other}", "pass it on as a tensor that it returns",
@@ -289,15 +303,13 @@ class Cuts:
         ours = [i for i in ours if not self._is_outside(leaves[i])]
         views = {i: view for i in ours if (view := self._view(leaves[i])) is not None}
         places = [i for i in ours if i not in views]
-        if torch.is_inference_mode_enabled() != all(m.inference for m in form.results if isinstance(m, Meta)) and any(
-            isinstance(m, Meta) for m in form.results
-        ):
+        if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
             raise Refusal(f"{calls}, and returns tensors of another inference mode", "leave the mode as it is")
         like = unflatten(shape, iter([None] * len(leaves)), (args, kwargs))
         part = Break(form, shape, [None if i in ours else x for i, x in enumerate(leaves)], like, name, where)
         part.views = views
         part.reads(places, tensors := [leaves[i] for i in places])
-        part.cleared = self._cleared()
+        part.parameters, part.cleared = self._grads.parameters, self._cleared()
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(self._watch.interrupt(part, tensors, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]

@@ -490,7 +490,7 @@ def test_c01_another_result_than_before(device, change):
 
 
 @may_run_live
-@pytest.mark.parametrize("change", ["attribute", "global", "weight", "rate", "argument"])
+@pytest.mark.parametrize("change", ["attribute", "global", "weight", "rate", "argument", "gradient", "mode"])
 def test_c09_it_changes_what_the_rest_depends_on(device, change):
     def make():
         class Settings:
@@ -513,15 +513,21 @@ def test_c09_it_changes_what_the_rest_depends_on(device, change):
                     optimizer.param_groups[0]["lr"] /= 2
                 elif change == "argument":
                     given[-1].mul_(2)
+                elif change == "gradient":
+                    net.bias.grad = torch.full_like(net.bias, 0.1 * len(calls))
+                elif change == "mode":
+                    torch.use_deterministic_algorithms(len(calls) % 2 == 1)
             return y.detach() * 2
 
         def step(x):
-            z = part(x)
             optimizer.zero_grad()
+            z = part(x)
+            if change != "gradient":
+                optimizer.zero_grad()
             loss = (net(z) * settings.scale + x).square().sum()
             loss.backward()
             optimizer.step()
-            return loss.detach()
+            return loss.detach(), torch.are_deterministic_algorithms_enabled()
 
         return step, (net, given)
 
@@ -536,6 +542,7 @@ def test_c09_it_changes_what_the_rest_depends_on(device, change):
             x = ramp(device, 2, 3, start=n)
             given.append(x)
             found.append((f(x), x, *net.state_dict().values()))
+            torch.use_deterministic_algorithms(False)
         assert_same(*found)
     assert replayed(sides[0][0]) > 3
 
