@@ -111,7 +111,7 @@ class OperatorWatch(TorchDispatchMode):
             sizes = _sizes(m, args, kwargs) if m.writes_named else ()
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
-            out = self.perform(func, m, args, kwargs)
+            out = self._perform(func, m, args, kwargs)
             if sizes and sizes != _sizes(m, args, kwargs):
                 raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
             return out
@@ -123,6 +123,13 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+
+    def _perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
+        try:
+            return self.perform(func, m, args, kwargs)
+        except Refusal as refusal:  # of what Python code of the operator's own does
+            refusal.operator = func
+            raise
 
     @staticmethod
     def _check(func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> None:

@@ -260,7 +260,9 @@ def test_c15_the_example_of_torchs_documentation(device, monkeypatch):
 
 
 @may_run_live
-def test_c11_mixtral(device):
+@pytest.mark.parametrize("fallback", ["live", "split"])
+def test_c11_mixtral(device, fallback):
+    """Its experts are an operator that counts on the host: with `split`, what is between is recorded."""
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -268,12 +270,15 @@ def test_c11_mixtral(device):
     )  # fmt: skip
     torch.manual_seed(0)
     net = transformers.MixtralForCausalLM(config).to(device).eval()
-    f = compiled(net)
+    f = compiled(net, fallback=fallback)
     with torch.no_grad():
         for n in range(5):
             tokens = (torch.arange(12, device=device).reshape(2, 6) * (n + 1)) % 32
             torch.testing.assert_close(f(input_ids=tokens).logits, net(input_ids=tokens).logits)
-    assert totals()[2] > 0 or not graphs()  # older releases of Dynamo leave a frame alone that has a break in a loop
+    found = [pg.stats(g) for g in graphs()]
+    assert all(s.replayed or s.refusals for s in found)
+    if fallback == "split" and device.type == "cpu":
+        assert totals()[2] > 0
 
 
 def test_c15_a_chain_of_compiled_functions(device, inner):

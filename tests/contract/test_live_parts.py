@@ -849,3 +849,15 @@ def test_c11_shapes_that_only_now_and_then_change(device):
         x[: n % 8 == 7] = 0
         both(x)
     assert replayed(both.recorded) > 6
+
+
+@torch.library.custom_op("phonograph_tests::times_its_matches", mutates_args=())
+def times_its_matches(x: torch.Tensor) -> torch.Tensor:
+    return x * int((x > 0.5).sum())
+
+
+def test_c11_an_operator_whose_own_code_needs_the_host(device):
+    both = split(lambda: lambda x: times_its_matches(x + 0.2) + torch.rand_like(x))
+    run(both, device, 8)
+    assert replayed(both.recorded) >= 5
+    assert "live between its segments: phonograph_tests::times_its_matches" in pg.explain(both.recorded)
