@@ -82,8 +82,6 @@ class Player:
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         self.played = 0
-        if recording.live_parts:
-            recording.program.broken = self._broken_since  # type: ignore[attr-defined]
 
     def _one_output(self) -> Output | None:
         """The output, where the result is one plain tensor."""
@@ -114,13 +112,6 @@ class Player:
         if broken is None and self._grads is not None and not self._grads.fit():
             return GRAD
         return broken
-
-    def _broken_since(self) -> str | None:
-        """The same in the middle of a call, after a live part."""
-        if self._dials is not None and self._dials.turned():
-            self._turned = True
-            return "a hyper-parameter"
-        return self.recording.reliances.broken()
 
     def _moved(self) -> bool:
         """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
@@ -184,27 +175,16 @@ class Player:
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
-        if self.played == 1 and self.recording.live_parts:
-            self.recording.reliances.grads.restore()  # as a live part has to find them; the capture has left its own
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         except Diverged:
             self.played -= 1
             raise  # nothing has happened
-        except BaseException:
-            if self.recording.live_parts and self.recording.program.stopped:  # type: ignore[attr-defined]
-                self._stopped()
-            else:  # an operator that raises (an index out of range) leaves what was written before it
-                self._leave(tensors)
+        except BaseException:  # an operator that raises (an index out of range) leaves what was written before it
+            self._leave(tensors)
             raise
         self._leave(tensors)
         return self._hand_out(call, tensors, targets), copied
-
-    def _stopped(self) -> None:
-        """A live part has raised: nothing after it has happened."""
-        bump(self._bump)
-        if self.played == 1:  # its gradients were never handed out
-            self.recording.spoiled.append(True)
 
     def _leave(self, tensors: list[torch.Tensor]) -> None:
         """What a run has done outside becomes visible there."""

@@ -56,7 +56,6 @@ from .introspection import (
     parts,
     slots_of,
 )
-from .live import is_live
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
@@ -445,8 +444,6 @@ class Reach:
             self._work.append((path, f.__self__))
 
     def _function(self, path: str, f: FunctionType) -> None:
-        if is_live(f):
-            return
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             self._hold(place)

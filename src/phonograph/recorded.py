@@ -104,7 +104,7 @@ class _History:
         self.warm = 0
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
-        self.notes: Notes | None = None  # what live functions gave in the last live call
+        self.notes: Notes | None = None  # what these gave in the last live call
         self.split: frozenset[Any] = frozenset()  # operators that run live between segments
         self.attempts = 0
         self.changes = 0
@@ -233,6 +233,8 @@ class Recorded(Observed, Generic[P, R]):
                     call = describe(args, kwargs)
                 if self._entangled and any(map(self._entangled.meets, call.tensors)):
                     raise Refusal(Entangled.REASON, "pass a clone")
+                if call.lent and self.options.fallback == "split":
+                    raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
                 with _Ours("looked for a recording"):
                     found = self._shelf.find(call)
                 if found.player is not None:
@@ -332,8 +334,8 @@ class Recorded(Observed, Generic[P, R]):
             raise history.refusal
 
     def _needs_a_look(self, refusal: Refusal, history: _History) -> bool:
-        """Whether a live call will tell what the next capture needs to know: of a live part that was not seen before, or of an
-        operator that is one from now on."""
+        """Whether a live call will tell what the next capture needs to know: what an operator gives that runs live from now on,
+        or that was not seen to run there."""
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
             history.attempts, history.refusal = 0, None
@@ -341,7 +343,7 @@ class Recorded(Observed, Generic[P, R]):
         return isinstance(refusal, Unseen) and history.refusal is None
 
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:
-        """A replay could not go on after a live part, which may give another thing from now on."""
+        """A replay could not go on after a live operator, which may give another shape from now on."""
         self._counters.replayed -= 1
         self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         history = diverged.history = self._history(call.key)
@@ -407,14 +409,14 @@ class Recorded(Observed, Generic[P, R]):
         self._fast, self._stopped = None, refusal
 
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
-        """A live call after the warm-ups: its optimizers do the same arithmetic as in those. Live parts that have run for it do
-        not run again."""
+        """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
         self._counters.live += 1
         optimizers.stepped(self._function)
         notes = None
         if isinstance(refusal, Diverged):
-            notes = refusal.history.notes = Notes(refusal.history.split, refusal.answers)
-        with optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
+            notes = refusal.history.notes = Notes(refusal.history.split)
+        again = nullcontext() if notes is None else Within(waits=True)
+        with again, optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:

@@ -86,8 +86,8 @@ def record(
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
     `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`, results may be attached to
-    the graph of autograd, and the recording has a `backward` for them. `notes` tell of the live functions that a call of this
-    signature has called.
+    the graph of autograd, and the recording has a `backward` for them. `notes` tell of the operators that ran live in a call of
+    this signature.
 
     Raises:
         Attached: a result is attached, and there is no `tracing`.
@@ -99,7 +99,7 @@ def record(
     protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
         with _transaction(reach, grads) as snapshot:
-            in_place = tracing is None and not isinstance(function, Backward) and not (notes and notes.forms)
+            in_place = tracing is None and not isinstance(function, Backward)
             arguments, fixed = _arguments(call, device, in_place)
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
             small = 0 if isinstance(function, Backward) else SMALL
@@ -300,8 +300,7 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        filled = [s for s, b in zip(slots, fixed, strict=True) if not b]
-        cuts = Cuts(notes, filled, reach, watch, recording_here, outer, apart, grads)
+        cuts = Cuts(notes, reach, watch, recording_here, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
             try:
                 result = function(*args, **kwargs)

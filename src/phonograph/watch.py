@@ -82,7 +82,6 @@ class OperatorWatch(TorchDispatchMode):
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
-        self.stands_in: set[int] = set()  # storages that stand for what live parts were given, or gave
         self.split: Set[Any] = frozenset()  # operators that are live parts
         self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these live parts
@@ -178,7 +177,6 @@ class OperatorWatch(TorchDispatchMode):
         self.known.pop(key, None)
         self._births.pop(key, None)
         self.outside.discard(key)
-        self.stands_in.discard(key)
 
     def moved_on(self) -> list[tuple[int, torch.Tensor]]:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
@@ -217,22 +215,21 @@ class OperatorWatch(TorchDispatchMode):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         """This tensor is going to be written; it had that version before, if not the one that it has now."""
         key = storage_id(t)
-        if key in self.stands_in:
-            raise Refusal("writes what a function marked @pg.live was given, or has returned, and may have kept",
-                          "write a clone of it")  # fmt: skip
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
 
-    def interrupt(self, part: Break, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]) -> list[torch.Tensor]:
-        """End a segment, because a live part comes, which is given these tensors. Returns what stands for its results; on the
-        CPU with the values that they had the last time."""
+    def interrupt(
+        self, part: Break, name: str, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]
+    ) -> list[torch.Tensor]:
+        """End a segment, because a live operator comes, which is given these tensors. Returns what stands for its results; on
+        the CPU with the values that they had the last time."""
         for t in inputs:
             key = storage_id(t)
             if self.known.get(key):
                 self.touched.add(key)
             elif key not in self.known:
-                self.stranger(_GIVEN._replace(name=part.name), t)
+                self.stranger(_GIVEN._replace(name=name), t)
         self.undone = [t.untyped_storage() for key, t in self.written.items() if key in self.outside]
         made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
         for t, value in zip(made, values, strict=True):

@@ -218,7 +218,7 @@ class Tape(OperatorWatch):
             with torch.inference_mode(False), torch.no_grad():
                 part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
         generators = [g for g, _ in self._generator_states]
-        return Segments(programs, [part for _, part, *_ in self._cuts], slots, self.undone, generators, len(self._steps))
+        return Segments(programs, [part for _, part, *_ in self._cuts], self.undone, generators, len(self._steps))
 
     def close(self, leaving: set[int]) -> dict[int, Made]:
         """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,
@@ -382,9 +382,10 @@ def _replaced(value: Any, numbers: Mapping[float, float]) -> Any:
 def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | None]) -> None:
     for out, result in zip(outs, operators.tensors_in(op(*args, **kwargs), []), strict=True):
         if out is not None:
-            if out.shape != result.shape:  # copy_ would broadcast
-                raise RuntimeError(f"{op} gave a result of shape {tuple(result.shape)}, and {tuple(out.shape)} at capture")
-            out.copy_(result)
+            if out.shape != result.shape or out.dtype is not result.dtype:  # copy_ would broadcast, and convert
+                raise RuntimeError(f"{op} gave a result of shape {tuple(result.shape)} and type {result.dtype}, and "
+                                   f"{tuple(out.shape)} and {out.dtype} at capture")  # fmt: skip
+            once(out).copy_(once(result))
 
 
 # What reads a tensor's memory without an operator; on CUDA the same calls copy to the host. `tensor_split` does so if it is

@@ -169,8 +169,7 @@ class CudaWatch(OperatorWatch):
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         if self.sets_states or self.states.held():
-            raise Refusal(f"calls {part.name}, which is marked @pg.live, while it keeps a state of a random generator",
-                          "call it outside the recorded function")  # fmt: skip
+            raise Refusal(f"runs {part.form.operator.name()} live, and keeps a state of a random generator", "call it outside")
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
@@ -614,7 +613,7 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            program = Segments(programs, parts, graphs.segments[0].edges.slots, watch.undone, drawn_from,
+            program = Segments(programs, parts, watch.undone, drawn_from,
                                watch.operators)  # fmt: skip
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)

@@ -1,0 +1,235 @@
+"""`fallback="split"`: operators that need the host run live between the segments of a recording."""
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.devices import device_for
+from tests.helpers import may_run_live, side_by_side
+
+
+def ramp(device, *shape, start=0.0):
+    n = torch.Size(shape).numel()
+    return torch.arange(start, start + n, device=device).reshape(shape) / 8
+
+
+def replayed(f):
+    return pg.stats(f).replayed
+
+
+def run(both, device, calls=6):
+    for n in range(calls):
+        both(ramp(device, 3, start=n))
+
+
+def split(make, **options):
+    return side_by_side(make, fallback="split", **options)
+
+
+def masked(device, n):
+    x = ramp(device, 6, start=n)
+    return x, torch.full((int((x > n / 8 + 0.2).sum()),), 7.0 + n, device=device)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_c11_an_operator_that_needs_the_host_runs_between_segments(device, times):
+    def make():
+        def function(x, values):
+            y = x * 2
+            for i in range(times):
+                y[x > x[0] + 0.2] = values * (i + 1)
+                y = y.sin() + torch.rand_like(y)
+            return y
+
+        return function
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert (pg.stats(both.recorded).live, replayed(both.recorded)) == (2, 6)
+    assert pg.explain(both.recorded).count("live between its segments: aten::index_put_") == times
+
+
+def test_c03_such_an_operator_writes_an_argument(device):
+    def make():
+        def function(x, values):
+            x[x > x[0] + 0.2] = values
+            return x * 2
+
+        return function
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) == 6
+
+
+def test_c08_such_an_operator_writes_a_tensor_outside(device):
+    def make():
+        state = torch.zeros(6, device=device)
+
+        def function(x, values):
+            state.add_(x)
+            state[x > x[0] + 0.2] = values
+            return state * 2
+
+        return function, state
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) == 6
+
+
+@may_run_live
+def test_c06_such_an_operator_in_the_forward_of_a_step(device):
+    """Its backward counts on the host as well: nothing is recorded, and the gradients are right."""
+
+    def make():
+        net = nn.Linear(6, 6, device=device)
+
+        def step(x, values):
+            net.zero_grad()
+            y = net(x) * 1
+            y[x > x[0] + 0.2] = values
+            y.square().sum().backward()
+
+        return step, net
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+
+
+def test_c06_such_an_operator_beside_the_gradients(device):
+    def make():
+        net = nn.Linear(6, 6, device=device)
+
+        def step(x, values):
+            weights = torch.ones_like(x)
+            weights[x > x[0] + 0.2] = values
+            net.zero_grad()
+            (net(x) * weights).square().sum().backward()
+
+        return step, net
+
+    both = split(make)
+    for n in range(8):
+        both(*masked(device, n))
+    assert replayed(both.recorded) >= 5
+
+
+@may_run_live
+@pytest.mark.parametrize("what", ["item", "nonzero", "unique"])
+def test_c11_what_has_no_fixed_shape_runs_live_as_a_whole(device, what):
+    def make():
+        def function(x):
+            y = x * 2
+            if what == "item":
+                return y * y.sum().item()
+            return y.nonzero().sum() + y if what == "nonzero" else torch.unique(y.round()).sum() + y
+
+        return function
+
+    both = split(make)
+    run(both, device)
+    if what == "item":
+        assert 'torch.compile(..., backend="phonograph")' in pg.explain(both.recorded)
+
+
+@may_run_live
+def test_c11_shapes_that_only_now_and_then_change(device):
+    def make():
+        def function(x):
+            return x.nonzero().sum() + torch.rand_like(x)
+
+        return function
+
+    both = split(make)
+    for n in range(16):
+        x = ramp(device, 6, start=1)
+        x[: n % 8 == 7] = 0
+        both(x)
+    assert replayed(both.recorded) > 6
+
+
+@torch.library.custom_op("phonograph_tests::times_its_matches", mutates_args=())
+def times_its_matches(x: torch.Tensor) -> torch.Tensor:
+    return x * int((x > 0.5).sum())
+
+
+def test_c11_an_operator_whose_own_code_needs_the_host(device):
+    both = split(lambda: lambda x: times_its_matches(x + 0.2) + torch.rand_like(x))
+    run(both, device, 8)
+    assert replayed(both.recorded) >= 5
+    assert "live between its segments: phonograph_tests::times_its_matches" in pg.explain(both.recorded)
+
+
+@may_run_live
+@pytest.mark.parametrize("hold", [False, True])
+def test_c01_a_call_that_is_begun_again_has_done_nothing_before(device, hold):
+    """Neither what segments have written and drawn outside, nor what such an operator has."""
+
+    def make():
+        count, norm = torch.zeros((), device=device), nn.BatchNorm1d(6).to(device)
+        state = torch.zeros(6, device=device)
+
+        def function(x, values):
+            count.add_(1)
+            seen = count * 3 + norm(x.expand(2, 6)).detach().sum()
+            state[x > x[0] + 0.2] = values
+            noise = torch.rand_like(x)
+            x.add_(1)
+            found = (x * (count % 4 != 0)).nonzero().sum()
+            return seen + found + count * 2, state + noise, torch.rand_like(x)
+
+        return function, (count, norm, state)
+
+    both = split(make, hold=hold)
+    for n in range(16):
+        both(*masked(device, n))
+    assert replayed(both.recorded) > 4
+
+
+@may_run_live
+def test_c05_borrowed_outputs_as_arguments(device, monkeypatch):
+    monkeypatch.setattr(device_for(device), "roomy", 0, raising=False)
+    f = pg.record(lambda x: (x * 2, x * 3), outputs="borrow")
+    g = pg.record(lambda y, z: (y * (y > 4)).nonzero().sum() + y + z, fallback="split")
+    for n in range(10):
+        x = ramp(device, 6, start=n)
+        y, z = f(x)
+        found = g(y, z)
+        expected = (x * 2 * (x * 2 > 4)).nonzero().sum() + x * 2 + x * 3
+        assert found.tolist() == expected.tolist()
+
+
+@may_run_live
+def test_c14_recorded_functions_inside(device):
+    def make():
+        total = torch.zeros((), device=device)
+
+        def inner(x):
+            total.add_(1)
+            return x * 2
+
+        recorded = pg.record(inner)
+        return lambda x: recorded(x).nonzero().sum() + total + x, total
+
+    both = split(make)
+    for n in range(12):
+        x = ramp(device, 6, start=1)
+        x[: n % 4 == 3] = 0
+        both(x)
+
+
+@torch.library.custom_op("phonograph_tests::spread", mutates_args=())
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return x.sum().reshape(1).clone().expand(3) if int((x > 0.5).sum()) else x[:1].clone().expand(3)
+
+
+def test_c01_a_result_that_shows_one_element_often(device):
+    both = split(lambda: lambda x: spread(x) + x)
+    run(both, device, 8)
+    assert replayed(both.recorded) >= 5
