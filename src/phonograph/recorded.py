@@ -525,7 +525,7 @@ class Recorded(Observed, Generic[P, R]):
                                        notes=history.notes)  # fmt: skip
                 settled(tracing)
                 if recording.live_parts and self.options.verify:
-                    raise Refusal("has live parts, which verify would run twice", "record it without verify")
+                    raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
                 return recording
             except Overlooked as e:
                 self._heard |= e.names

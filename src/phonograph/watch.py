@@ -82,10 +82,10 @@ class OperatorWatch(TorchDispatchMode):
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
-        self.split: Set[Any] = frozenset()  # operators that are live parts
+        self.split: Set[Any] = frozenset()  # operators that run live between segments
         self.failed: Any = None  # the operator that raised an exception
-        self.parts: tuple[Break, ...] = ()  # these live parts
-        self.undone: list[torch.UntypedStorage] = []  # outside, and written before the last live part
+        self.parts: tuple[Break, ...] = ()  # these
+        self.undone: list[torch.UntypedStorage] = []  # outside, and written up to the last of these
         self.states = States()
         self.operators = 0
         self.dials: Dials | None = None

@@ -10,8 +10,8 @@ _thread = threading.local()
 
 
 def inside() -> bool:
-    """Whether this thread is warming up or capturing some recorded function, or runs a live part of one, or is autograd's while
-    some thread does: then it runs the backward of that function."""
+    """Whether this thread is warming up or capturing some recorded function, or runs an operator of one live; or is autograd's
+    while some thread does: then it runs the backward of that function."""
     if getattr(_thread, "depth", 0) > 0:
         return True
     return Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)

@@ -208,7 +208,7 @@ class Tape(OperatorWatch):
             generator.set_state(state)
 
     def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
-        """What a replay runs: the steps, in segments if there are live parts."""
+        """What a replay runs: the steps, in segments if operators run live between."""
         ends = [n for n, *_ in self._cuts]
         pieces = [self._steps[a:b] for a, b in zip([0, *ends], [*ends, len(self._steps)], strict=True)]
         programs = [TapeProgram(steps, footprint, [] if i else slots, keep) for i, steps in enumerate(pieces)]

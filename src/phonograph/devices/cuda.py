@@ -301,7 +301,7 @@ class _Segment:
 
 
 class _Graphs:
-    """The graphs of one call, captured one after the other in one pool: there is one, and another after each live part."""
+    """The graphs of one call, captured one after the other in one pool: there is one, and another after each live operator."""
 
     def __init__(
         self, stream: int, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
