@@ -15,7 +15,7 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["Meaning", "check", "is_constant", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
+__all__ = ["Meaning", "check", "constant", "is_constant", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
 
 aten = torch.ops.aten
 
@@ -157,6 +157,12 @@ def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
 def is_constant(m: Meaning) -> bool:
     """Whether the operator hands in a tensor that Python code just made from numbers (`torch.tensor(2.0)`)."""
     return m.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift")
+
+
+def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
+    """What such an operator gives: that tensor itself, which may lie in an array's memory; a copy where the operator makes one
+    (what it copies is a constant of some graph's, and outlives the call)."""
+    return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 
 def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

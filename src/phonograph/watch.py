@@ -148,7 +148,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
-        out = args[0].clone() if operators.is_constant(m) else func(*args, **kwargs)  # of a graph's, which outlives the call
+        out = operators.constant(m, args[0]) if operators.is_constant(m) else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)
         else:

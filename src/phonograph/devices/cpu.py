@@ -114,7 +114,7 @@ class Tape(OperatorWatch):
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if operators.is_constant(m):
-            return self._constant(args[0].clone())  # it may be a constant of some graph's, which outlives the call
+            return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)
         if self.catches and m.name.startswith(_RAISING):
