@@ -9,10 +9,9 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from . import torch_private
-from .live import live
 from .observe import Observed, Stats
 from .options import Options
-from .recorded import Recorded
+from .recorded import Recorded, live
 
 __all__ = ["explain", "live", "record", "reset", "stats"]
 

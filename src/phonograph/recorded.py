@@ -33,9 +33,9 @@ from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
 from .fastpath import FastPath
+from .forms import Notes, noting
 from .joint import TWICE, Joint
 from .keys import NoSignature
-from .live import Notes, noting
 from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, switched_off
 from .player import GRAD, Player
@@ -48,9 +48,10 @@ from .signature import Call, describe
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
+from .where import users_line
 from .within import Within, inside
 
-__all__ = ["Recorded", "counted", "together"]
+__all__ = ["Recorded", "counted", "live", "together"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -637,3 +638,18 @@ def _no_recordings() -> None:
 
 def _rebuild(function: Any, options: Options) -> Any:
     return Recorded(function, options)
+
+
+def live(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function as one that must really run every time. A recorded function that calls it runs live as a whole,
+    with that reason."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if recording_here():
+            name = getattr(function, "__qualname__", repr(function))
+            raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
+                          where=users_line())  # fmt: skip
+        return function(*args, **kwargs)
+
+    return run

@@ -31,8 +31,8 @@ from . import outputs
 from .backward import Backward
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
+from .forms import Notes
 from .listening import watching_python
-from .live import Notes
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
@@ -283,7 +283,6 @@ def _capture(
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
-        watch.split = notes.operators if notes is not None else frozenset()
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states)
@@ -300,7 +299,7 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        cuts = Cuts(notes, reach, watch, recording_here, outer, apart)
+        cuts = Cuts(notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
             try:
                 result = function(*args, **kwargs)

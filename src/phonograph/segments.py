@@ -3,7 +3,8 @@
 Such an operator reads and writes the memory of the recording itself; what is new of its result is copied to where the next
 segment reads it. That segment was captured as the program goes on after *such* a result. Where the operator gives one of
 another shape, the call cannot go on: it has `Diverged`. Then everything that was written outside is put back as it was, random
-states too, and the call is run live from its beginning. The caller's arguments were never touched: slots stand for them.
+states too, and the call is run live from its beginning. Arguments for which slots stand were not touched; those that are read
+in place (parameters, results of other recordings) are put back with the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch._ops import OpOverload
 
 from . import operators
 from .errors import Refusal
+from .forms import Form, Meta, Notes, form_of
 from .keys import NoSignature, plain_key
-from .live import Form, Meta, Notes, capturing, form_of
 from .pool import once
 from .reach import Reach
 from .recording import Tensors
@@ -138,27 +139,21 @@ class Segments:
 class Cuts:
     """The live operators of a call that is captured, which ends a segment at each."""
 
-    def __init__(
-        self, notes: Notes | None, reach: Reach, watch: OperatorWatch, mine: Callable[[], bool], outer: set[int], apart: str
-    ) -> None:
+    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int], apart: str) -> None:
         self._notes = notes
         self._reach = reach
         self._watch = watch
-        self._mine = mine
         self._apart = apart  # why there may be no cut at all
         self._modes = modes()
         self._outer = outer
         self._before = 0
 
     def __enter__(self) -> None:
-        capturing.append(self)
+        if self._notes is not None:
+            self._watch.split, self._watch.cutting = self._notes.operators, self.cut
 
     def __exit__(self, *_: object) -> None:
-        capturing.remove(self)
-
-    def concerns(self) -> bool:
-        """Whether the calling thread is part of the capture."""
-        return self._mine()
+        self._watch.split, self._watch.cutting = frozenset(), None  # or it would keep itself, with all that it has noted
 
     def cut(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
         """End a segment, because this operator is called. Returns what stands for its result."""
@@ -172,6 +167,8 @@ class Cuts:
         for t in operators.written_by(operators.meaning(operator), args, kwargs):
             watch.writes(t)
         self._check(runs)
+        if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
+            raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
             raise Refusal(f"{runs}, which gives tensors of another inference mode", "leave the mode as it is")
         like = unflatten(shape, iter([None] * len(leaves)), (args, kwargs))
@@ -194,7 +191,7 @@ class Cuts:
         now, then = modes(), self._modes
         if now[1:] != then[1:] or now[0][1:] != then[0][1:]:
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
-        if sum(t.untyped_storage().nbytes() for key, t in watch.written.items() if key in watch.outside) > _UNDONE:
+        if sum(s.nbytes() for s in watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
 
     def _form(self, operator: OpOverload, runs: str) -> tuple[Form, list[Any]]:

@@ -15,7 +15,7 @@ import ctypes
 import operator
 import sys
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +27,13 @@ from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
 from .listening import unheard
-from .live import capturing
 from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
 from .where import runs_through, users_line
 
 if TYPE_CHECKING:
-    from .live import Meta
+    from .forms import Meta
     from .segments import Break
 
 __all__ = ["OperatorWatch", "storage_id"]
@@ -61,10 +60,11 @@ class OperatorWatch(TorchDispatchMode):
     """Sees every operator of one call on one device.
 
     `known` maps the storages that the call may touch (slots, and tensors in reach) to their names; storages that
-    operators of the call create are added. `touched` and `written` collect those that were there before.
+    operators of the call create are added. `touched` and `written` collect those that were there before. `theirs` are those
+    that are no copies: tensors in reach, and slots that are `borrowed`, arguments that are used in place.
     """
 
-    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
@@ -76,6 +76,7 @@ class OperatorWatch(TorchDispatchMode):
                 if t.is_leaf and t.grad is not None:
                     self._may_die(t.grad, f"{name}.grad")
         self.outside = set(self.known) - self.slot_ids
+        self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}  # before that
@@ -83,9 +84,10 @@ class OperatorWatch(TorchDispatchMode):
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
         self.split: Set[Any] = frozenset()  # operators that run live between segments
+        self.cutting: Callable[[Any, Any, Any], Any] | None = None  # ends a segment at one of them
         self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these
-        self.undone: list[torch.UntypedStorage] = []  # outside, and written up to the last of these
+        self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these
         self.states = States()
         self.operators = 0
         self.dials: Dials | None = None
@@ -100,8 +102,9 @@ class OperatorWatch(TorchDispatchMode):
         listening = unheard()
         try:
             if func in self.split:
+                assert self.cutting is not None
                 with self:  # what the cut makes is the call's own
-                    return capturing[-1].cut(func, args, kwargs)
+                    return self.cutting(func, args, kwargs)
             m = operators.meaning(func)
             if m.refusable:
                 self._check(func, m, args, kwargs)
@@ -177,6 +180,7 @@ class OperatorWatch(TorchDispatchMode):
         self.known.pop(key, None)
         self._births.pop(key, None)
         self.outside.discard(key)
+        self.theirs.discard(key)
 
     def moved_on(self) -> list[tuple[int, torch.Tensor]]:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
@@ -219,6 +223,10 @@ class OperatorWatch(TorchDispatchMode):
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
 
+    def changed(self) -> list[torch.UntypedStorage]:
+        """The memory that outlives the call and that it has written so far."""
+        return [t.untyped_storage() for key, t in self.written.items() if key in self.theirs]
+
     def interrupt(
         self, part: Break, name: str, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]
     ) -> list[torch.Tensor]:
@@ -230,7 +238,7 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif key not in self.known:
                 self.stranger(_GIVEN._replace(name=name), t)
-        self.undone = [t.untyped_storage() for key, t in self.written.items() if key in self.outside]
+        self.undone = self.changed()
         made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
         for t, value in zip(made, values, strict=True):
             if value is not None:  # no operator, and no part of the recording

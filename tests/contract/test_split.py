@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph import recorder
 from phonograph.devices import device_for
 from tests.helpers import may_run_live, side_by_side
 
@@ -232,4 +233,47 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 def test_c01_a_result_that_shows_one_element_often(device):
     both = split(lambda: lambda x: spread(x) + x)
     run(both, device, 8)
+    assert replayed(both.recorded) >= 5
+
+
+@may_run_live
+@pytest.mark.parametrize("given", ["another recording's result", "a parameter"])
+def test_c03_an_argument_that_is_read_in_place_and_written_before_a_call_begins_again(device, given, monkeypatch):
+    """It is the caller's own memory that was written, and not a slot's."""
+    monkeypatch.setattr(recorder, "SMALL", 0)
+    double = pg.record(lambda x: x * 2)
+
+    def function(y):
+        with torch.no_grad():
+            y.add_(1)
+        return (y.detach() > 3).nonzero().sum() + y.detach() * 3
+
+    f = pg.record(function, fallback="split")
+    parameter, live = nn.Parameter(torch.zeros(6, device=device)), torch.zeros(6, device=device)
+    for n in range(16):
+        x = ramp(device, 6, start=20 if n % 4 == 3 else 8)
+        if given == "a parameter":
+            with torch.no_grad():
+                parameter.copy_(x)
+            y, expected = parameter, live.copy_(x)
+        else:
+            y, expected = double(x), x * 2
+        found, right = f(y), function(expected)
+        assert (y.tolist(), found.tolist()) == (expected.tolist(), right.tolist())
+    assert replayed(f) > 4
+
+
+@may_run_live
+def test_c11_such_an_operator_that_gives_a_tensor_elsewhere(device):
+    """What lies on the host is no memory of a recording on a GPU."""
+    both = split(lambda: lambda x: x + torch.rand(3).sum().item() if device.type == "cpu" else x * torch.rand(()))
+    run(both, device)
+
+
+@may_run_live
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_c07_such_an_operator_in_a_mode(device, mode):
+    both = split(lambda: lambda x: (x > x[0]).nonzero().sum() + x.cos())
+    with mode():
+        run(both, device, 8)
     assert replayed(both.recorded) >= 5

@@ -93,14 +93,13 @@ class Tape(OperatorWatch):
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool],
                  arena: Arena) -> None:  # fmt: skip
-        super().__init__(device, reach, slots)
+        super().__init__(device, reach, slots, borrowed)
         self._arena = arena
         self._steps: list[_Step] = []
         self._cuts: list[tuple[int, Break, list[_Operand], list[_Operand]]] = []  # after how many steps, and what lies where
         self._places: dict[int, _Place] = {}
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
-        self._theirs = set(self.outside) | {storage_id(s) for s, b in zip(slots, borrowed, strict=True) if b}
         self._drew = False
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
@@ -167,7 +166,7 @@ class Tape(OperatorWatch):
     def _save(self, written: list[torch.Tensor]) -> None:
         for t in written:
             key = storage_id(t)
-            if key in self._theirs and key not in self._undone:
+            if key in self.theirs and key not in self._undone:
                 self._undone.add(key)
                 self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
 

@@ -94,10 +94,10 @@ class CudaWatch(OperatorWatch):
     """Also refuses host tensors: what runs on the host during a capture would not run again at a replay."""
 
     def __init__(
-        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], generators: list[Any], free: Spans,
-        rewind: Rewind | None,
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
+        free: Spans, rewind: Rewind | None,
     ) -> None:  # fmt: skip
-        super().__init__(device, reach, slots)
+        super().__init__(device, reach, slots, borrowed)
         self._rewind = rewind
         self._rewound = False  # numbers are drawn that the forward has drawn
         self._draws: set[bool] = set()  # the values that this had when something was drawn
@@ -577,7 +577,7 @@ class CudaDevice:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
-                watch = CudaWatch(self.torch_device, reach, slots, self._generators, free, rewind)
+                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind)
                 watch.dials = dials
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = _Graphs(self._stream.cuda_stream, handle, self._generators, dials)
@@ -613,8 +613,7 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            program = Segments(programs, parts, watch.undone, drawn_from,
-                               watch.operators)  # fmt: skip
+            program = Segments(programs, parts, watch.undone, drawn_from, watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 

@@ -1,32 +1,22 @@
-"""What runs in each call, also where it is recorded.
+"""What operators give that run live between the segments of a recording (`segments.py`), because they need the host.
 
-A function that is marked `pg.live` makes a recorded one that calls it run live as a whole. With ``fallback="split"``, operators
-that need the host run live between the segments of a recording (`segments.py`). A capture is a dry run, and does not call them;
-so it has to know what they give: a live call before, in which they are noted, tells their `Form`.
+A capture is a dry run, and does not call them; so it has to know what they give: a live call before, in which they are noted,
+tells their `Form`.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import Refusal
 from .trees import Node, flatten
-from .where import users_line
 
-__all__ = ["Form", "Meta", "Notes", "capturing", "form_of", "live", "noting"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_thread = threading.local()
+__all__ = ["Form", "Meta", "Notes", "form_of", "noting"]
 
 
 class Meta(NamedTuple):
@@ -85,9 +75,6 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
-# -- in live calls
-
-
 class Notes:
     """The forms of these operators in a live call, and the values of their results on the CPU."""
 
@@ -125,35 +112,3 @@ def noting(notes: Notes | None) -> Iterator[None]:
     """These operators are noted in the block."""
     with _Noting(notes) if notes is not None and notes.operators else nullcontext():
         yield
-
-
-# -- in captures
-
-
-class Cutting(Protocol):
-    """The capture that goes on."""
-
-    def concerns(self) -> bool:
-        """Whether the calling thread is part of it."""
-
-    def cut(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
-        """End a segment, because this operator is called. Returns what stands for its result."""
-
-
-capturing: list[Cutting] = []
-"""The capture that goes on, if one does."""
-
-
-def live(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as one that must really run every time. A recorded function that calls it runs live as a whole,
-    with that reason."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if capturing and capturing[-1].concerns():
-            name = getattr(function, "__qualname__", repr(function))
-            raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
-                          where=users_line())  # fmt: skip
-        return function(*args, **kwargs)
-
-    return run
