@@ -10,12 +10,14 @@
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
+#   WORKERS=4              processes that share the tests (2)
 #   ARGS="--json"          more arguments for the command (demo, test)
 #   PIP_ARGS="..."         more arguments for pip install (a mirror, --no-index, --find-links)
 
 PYTHON     ?= python3
 PYTHON_ENV ?= venv
 VENV       ?= .venv
+WORKERS    ?= 2
 ARGS       ?=
 PIP_ARGS   ?=
 
@@ -23,11 +25,13 @@ ifeq ($(PYTHON_ENV),system)
   READY = check-python
   RUN  := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
   # Run from ./src, nothing tells pytest of our plugin; where phonograph is installed, naming it twice is an error.
-  PLUGIN := $(shell $(PYTHON) -c 'from importlib.metadata import entry_points as e; \
+  OPTIONS := $(shell $(PYTHON) -c 'from importlib.metadata import entry_points as e; \
     print("" if any(p.name == "phonograph" for p in e(group="pytest11")) else "-p phonograph.pytest_plugin")' 2>/dev/null)
 else
   READY = $(addprefix $(VENV)/.ready-,$(1))
   RUN  := $(VENV)/bin/python
+  # Each file of tests in one process: what one test leaves compiled or cached is there for the next, as in a user's program.
+  OPTIONS = --numprocesses=$(WORKERS) --dist=loadfile
 endif
 
 .PHONY: demo test lint wheel clean check-python
@@ -37,7 +41,7 @@ demo: $(call READY,demo)
 	$(RUN) -m phonograph demo $(ARGS)
 
 test: $(call READY,test loops)
-	$(RUN) -m pytest $(PLUGIN) $(ARGS)
+	$(RUN) -m pytest $(OPTIONS) $(ARGS)
 
 lint: $(call READY,test dev)
 	$(RUN) -m ruff check .

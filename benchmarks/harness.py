@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 
 from phonograph.cli import machine
+from phonograph.observe import totals
 
 RESULTS = Path(__file__).parent / "results"
+_TURNS = 12  # at most, before what is measured has to have settled
 REFERENCE = "by hand"  # rows are compared with the row of this name, or of this name and the same ", suffix"
 
 Step = Callable[[], object]
@@ -203,12 +205,20 @@ def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str,
 def measure(
     report: Report, steps: dict[str, Step], calls: int = 40, repeats: int = 5, warmup: int = 8, reference: str = REFERENCE
 ) -> None:
-    """Time the steps, taking turns, and add their rows with the ratio to the reference."""
+    """Time the steps, taking turns, and add their rows with the ratio to the reference.
+
+    Before that they take turns until nothing is recorded any more: recordings of several methods share memory, and what one
+    leaves behind may be in the way of another.
+    """
     if report.arguments.quick:
         calls, repeats = max(calls // 4, 5), 3
-    for step in steps.values():
-        for _ in range(warmup):
-            step()
+    turns, before = 0, -1
+    while turns < _TURNS and totals().recorded != before:
+        turns, before = turns + 1, totals().recorded
+        for step in steps.values():
+            for _ in range(warmup):
+                step()
+    report.figures.setdefault("turns until nothing was recorded", []).append(turns)
     timings: dict[str, list[Timing]] = {method: [] for method in steps}
     gc.collect()
     for _ in range(repeats):

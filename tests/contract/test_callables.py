@@ -406,6 +406,19 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     assert not any(b.refusals for b in backwards)
 
 
+def test_c06_gradients_are_added_up_before_their_memory_is_used_again(cuda, monkeypatch):
+    """Autograd adds them up on the stream on which it first met a parameter, which may be far behind: here its hooks are."""
+    memory_is(cuda, monkeypatch, scarce=True)
+    torch.manual_seed(0)
+    modules, live = beside([perceptron(cuda, 160) for _ in range(2)])
+    for p in nn.ModuleList(modules).parameters():
+        p.register_hook(lambda _: torch.cuda._sleep(2_000_000))
+    pg.make_graphed_callables(modules, ((torch.empty(4, 160, device=cuda, requires_grad=True),),) * 2, 1)
+    order = ORDERS["1F1B, last of 4"]
+    check(Stage(modules, order), Stage(live, order), cuda, 160, steps=5)
+    assert all(pg.stats(b).replayed > 10 for m in modules for b in pg.api._recorded(m)._backwards)
+
+
 class Chunk(nn.Module):
     """A part of a model whose last part gives the loss."""
 

@@ -71,7 +71,8 @@ class Device(Protocol):
         """For a tensor whose contents outlive it during a capture: what can bring it back. Otherwise None."""
 
     def enter(self) -> None:
-        """A replay begins on the current stream: it waits for the last one, if that was on another."""
+        """A replay begins on the current stream: it waits for the last one, if that was on another, and within a backward for
+        whatever still reads the gradients of replays before."""
 
     def anchor(self, place: Spans) -> Any:
         """What owns the pool's memory at a place: it stays for as long as this is referred to."""

@@ -41,7 +41,7 @@ from ..recording import Program, Recording, Tensors
 from ..segments import Break, Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import address, current_device, maker, raw_stream
+from ..torch_private import address, backward_id, current_device, maker, raw_stream
 from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
 from ..where import users_line
@@ -496,6 +496,8 @@ class CudaDevice:
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._last = -1  # the stream of the last replay
         self._last_stream: torch.cuda.Stream | None = None
+        self._joined = False  # recordings hand gradients to backwards of the user's
+        self._added = torch.cuda.Event()
 
     # -- live calls
 
@@ -719,6 +721,7 @@ class CudaDevice:
         footprint of another recording, that one must not be played again."""
         active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
         recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
+        self._joined |= recording.backward is not None
         for other in self.pool.recordings:
             reached = other.footprint | other.lent
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
@@ -738,6 +741,11 @@ class CudaDevice:
             if self._last_stream is not None:
                 current.wait_stream(self._last_stream)
             self._last, self._last_stream = stream, current
+        if self._joined and backward_id() >= 0:
+            # Parameters that were first met in a warm-up call get their gradients added up on its stream. What is added lies in
+            # memory of a recording's and is dropped at once; autograd waits for that stream only where its backward ends.
+            self._added.record(self._stream)
+            self._added.wait()
 
     def anchor(self, place: Spans) -> Any:
         return self._anchor
