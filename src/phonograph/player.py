@@ -136,6 +136,10 @@ class Player:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
 
+    def holding(self) -> bool:
+        """Whether somebody holds a result of its own."""
+        return any(lease.alive for lease in self.recording.leases)
+
     def awaited(self) -> bool:
         """Whether a backward waits for what the last replay has saved."""
         backward = self.recording.backward

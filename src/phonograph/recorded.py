@@ -315,8 +315,9 @@ class Recorded(Observed, Generic[P, R]):
         self._drop(spoiled)
         if history.attached:  # the new one will not be, and two have room for the activations of one
             self._drop(self._shelf.discard(call.key, Player.obstructed))
+        crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
         try:
-            return self._record(call, found.blocked, apart=bool(spoiled))
+            return self._record(call, found.blocked, apart=bool(spoiled or crossed))
         except Refusal as refusal:
             refusal.history = history
             if refusal.this_call or refusal.failed:

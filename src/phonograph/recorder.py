@@ -252,8 +252,9 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
     room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
-    to recordings in each other's way, the new one keeps clear of every output and never holds one itself. One that is made
-    because another has left a tensor in the memory of its predecessor keeps `apart` from all.
+    to a recording being in its own way, the new one keeps clear of every output and never holds one itself. One that is made
+    because another has left a tensor in the memory of its predecessor, or hands one out there, keeps `apart` from all: so
+    functions that take turns are in nobody's way after one more recording each.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
     all others. Their backwards share one place, and hand out copies, because gradients are held for long.
