@@ -539,7 +539,7 @@ def test_c15_models_that_are_trained_in_turn_settle(device, monkeypatch, calls):
     recorded = []
 
     def training(m, whole=False, model=False, optimizer=False):
-        adam = torch.optim.Adam(m.parameters(), 1e-3)
+        adam = torch.optim.Adam(m.parameters(), 1e-3, fused=True)
         call = pg.record(m) if model else m
         apply = pg.record(adam.step) if optimizer else adam.step
 
