@@ -131,6 +131,8 @@ class Backward:
     """To be called when a run has shown that the forward should not be played any more."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
+    apart: bool = False
+    """Its forward shares no memory, because others were in its way: then it shares none either."""
 
     def __post_init__(self) -> None:
         self.arguments = [s.number for s in self.sources]

@@ -316,8 +316,9 @@ class Recorded(Observed, Generic[P, R]):
         if history.attached:  # the new one will not be, and two have room for the activations of one
             self._drop(self._shelf.discard(call.key, Player.obstructed))
         crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
+        apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.apart)
         try:
-            return self._record(call, found.blocked, apart=bool(spoiled or crossed))
+            return self._record(call, found.blocked, apart=apart)
         except Refusal as refusal:
             refusal.history = history
             if refusal.this_call or refusal.failed:
@@ -495,6 +496,7 @@ class Recorded(Observed, Generic[P, R]):
             player = Player(recording, device)
             if recording.backward is not None:
                 recording.backward.takes_turns = in_flight
+                recording.backward.apart = apart
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
                 # The warm-up calls of the forward had backwards, too; once more shows what this one reads.

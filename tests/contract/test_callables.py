@@ -555,7 +555,7 @@ def test_c15_models_that_are_trained_in_turn_settle(device, monkeypatch, calls):
         return made
 
     pairs = [(training(m, *way), training(t)) for m, t, way in zip(ours, theirs, ways, strict=True)]
-    turns = 24 // calls if calls > 1 else 20
+    turns = 20 if calls == 1 else 8
     for turn in range(turns):
         if turn == turns - 1:
             settled = [pg.stats(f).recorded for f in recorded]
