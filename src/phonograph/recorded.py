@@ -40,7 +40,7 @@ from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, switched_off
 from .player import GRAD, Player
 from .reach import Reach
-from .recorder import record, recording_here, settled
+from .recorder import fed, record, recording_here, settled
 from .recording import Entangled, Recording
 from .segments import Diverged, Unseen
 from .shelf import Found, Shelf
@@ -387,7 +387,7 @@ class Recorded(Observed, Generic[P, R]):
         notes = history.notes = Notes(history.split)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
-        place = nullcontext() if reach.mentions.orders_streams else device.beside()
+        place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
         self._notice_create_graph(result)

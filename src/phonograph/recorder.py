@@ -47,7 +47,7 @@ from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 
-__all__ = ["SMALL", "record", "recording_here", "settled"]
+__all__ = ["SMALL", "fed", "record", "recording_here", "settled"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -224,6 +224,11 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
     if layouts - {torch.strided}:
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+
+
+def fed(call: Call, device: Any) -> list[torch.Tensor]:
+    """The arguments that each replay will copy to a place of its own."""
+    return [t for t, fixed in zip(call.tensors, _arguments(call, device, in_place=True)[1], strict=True) if not fixed]
 
 
 def _arguments(call: Call, device: Any, in_place: bool) -> tuple[list[torch.Tensor], list[bool]]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
+from phonograph.devices import device_for
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
 
@@ -1098,6 +1099,22 @@ def quietly(function, *args):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         function(*args)
+
+
+def test_a_capture_needs_no_more_memory_than_the_call_before_it(cuda):
+    """What the warm-up call took is enough for the slots as well: it has kept places for them."""
+
+    def f(x):
+        y = x.repeat(16, 1)
+        return (y * 2 + x.repeat(16, 1)).sum()
+
+    x = torch.randn(2048, 1536, device=cuda)  # 12 MiB, and three times 192
+    recorded = pg.record(f, warmup=1)
+    recorded(x)
+    before = device_for(cuda).pool_bytes
+    torch.testing.assert_close(recorded(x), f(x))
+    assert pg.stats(recorded).recorded == 1
+    assert device_for(cuda).pool_bytes == before >= 3 * 192 << 20
 
 
 def test_c15_a_warm_function_takes_the_result_of_a_cold_one(device):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -58,8 +58,9 @@ class Device(Protocol):
     remedies: Mapping[str, str]
     """What to do about exceptions that end a capture, by a part of their message."""
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Where live warm-up calls run: so that what they leave behind does not disturb a later capture."""
+    def beside(self, arguments: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
+        places for these `arguments`."""
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it; returns its result."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -436,7 +436,7 @@ class CpuDevice:
         self.pool = Pool(self.torch_device)
         self._arena = Arena()
 
-    def beside(self) -> Any:
+    def beside(self, arguments: Sequence[torch.Tensor]) -> Any:
         return nullcontext()
 
     def slot(self, t: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -217,6 +217,15 @@ def _slot(t: torch.Tensor) -> torch.Tensor:
     shift = t.data_ptr() % ALIGNMENT // t.element_size()
     memory = torch.empty(shift + extent(t), dtype=t.dtype, device=t.device)
     return memory.as_strided(t.size(), t.stride(), shift)
+
+
+def _places(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Slots for these, where there is memory for them: a live call does not need any."""
+    try:
+        with torch.inference_mode(False):
+            return [*map(_slot, arguments)]
+    except torch.OutOfMemoryError:
+        return []
 
 
 def _same(a: torch.Generator, b: torch.Generator) -> bool:
@@ -502,14 +511,16 @@ class CudaDevice:
     # -- live calls
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
-        accumulation nodes for that stream, and the capture finds its memory already there. What they make may live long
-        (an optimizer's state), so it must not lie where a recording writes."""
+        accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
+        slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
         clear_of = self.pool.footprints() | self.pool.protected()
         with self._on_stream(), self._undisturbed(clear_of):
             with torch_private.route_to_pool(self.index, self._anchor.handle):
+                places = _places(arguments)
                 yield
+                del places
             self._end_workspace()
             segments = torch_private.segments(self._anchor.handle)
             self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
