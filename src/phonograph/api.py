@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -11,27 +11,30 @@ import torch
 from . import torch_private
 from .observe import Observed, Stats
 from .options import Options
+from .padding import Padded
 from .recorded import Recorded, live
 
-__all__ = ["explain", "live", "record", "reset", "stats"]
+__all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
+Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 
 
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None) -> M: ...  # fmt: skip
+           name: str | None = None, shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None) -> Recorded[P, R]: ...  # fmt: skip
+           name: str | None = None, shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
+           name: str | None = None,
+           shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
 def record(fn: Any = None, /, **options: Any) -> Any:
@@ -57,6 +60,11 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.
         max_recordings: recordings kept; the least recently played goes first.
         name: what the function is called in reports.
+        shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument of another size
+            is padded with zeros to the next of them, and the results are cut to the size that they would have had; larger
+            ones are recorded as they are. The first call with each size runs live, and beside it is tried whether padding
+            changes the result (a mean over the padded dimension, say). If so, such calls are not padded, and `RunsLive` says
+            why. Padded results agree with those of the call as it is as far as the kernels for the two sizes do.
 
     Returns:
         A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
@@ -72,7 +80,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    chosen = Options(**options)
+    chosen = Options(**{key: value for key, value in options.items() if key != "shapes" or value is not None})
     if fn is None:
         return lambda function: wrap(function, chosen)
     return wrap(fn, chosen)
@@ -82,15 +90,36 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
     """What `record` returns for a function or module; `kind` makes the recorded function."""
     if not callable(fn):
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
-    if isinstance(fn, Recorded):
+    if isinstance(fn, Recorded | Padded):
         fn = fn.__wrapped__
+    make = Padded if options.shapes else kind
     if isinstance(fn, torch.nn.Module):
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
-        call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
+        call = before.__wrapped__ if isinstance(before, Recorded | Padded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, kind(call, replace(options, name=name)))
+        torch_private.call_through(fn, make(call, replace(options, name=name)))
         return fn
-    return kind(fn, options)
+    return make(fn, options)
+
+
+def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Record all sizes of `shapes` before they are needed, the largest first, so that the smaller ones find memory. A bar shows
+    how far it is, on a terminal and with rich installed.
+
+    The function is called with these arguments, cut or padded with zeros to each size, as often as that takes: its first
+    calls run live, with all that they do.
+
+    Args:
+        f: a function or module on which `pg.record` was called with `shapes`.
+        *args, **kwargs: an example of its arguments, of any size up to the largest.
+
+    Raises:
+        TypeError: there are no sizes to prepare.
+    """
+    padded = _recorded(f)
+    if not isinstance(padded, Padded):
+        raise TypeError("pg.prepare is for what was recorded with shapes={...}")
+    padded.prepare(args, kwargs)
 
 
 def stats(f: Any) -> Stats:
@@ -109,7 +138,7 @@ def reset(f: Any) -> None:
     recorded then."""
     recorded = _recorded(f)
     recorded.reset()
-    if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
+    if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded | Padded):
         call = recorded.__wrapped__
         torch_private.call_through(f, None if call == torch_private.own_call(f) else call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ class Options:
     verify: int = 0
     max_recordings: int = 16
     name: str | None = None
+    shapes: Any = ()
+    """After the check: pairs of a parameter's name and its (dimension, sizes)."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
 
     def __post_init__(self) -> None:
@@ -27,6 +30,10 @@ class Options:
         at_least("max_recordings", self.max_recordings, 1)
         _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
+        if isinstance(self.shapes, Mapping):
+            object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
+        elif not isinstance(self.shapes, tuple):
+            raise TypeError('shapes must be like {"x": {0: [1, 2, 4, 8]}}')
 
 
 def at_least(name: str, value: object, least: int) -> None:
@@ -40,6 +47,21 @@ def at_least(name: str, value: object, least: int) -> None:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    if not isinstance(name, str) or not isinstance(dims, Mapping):
+        raise TypeError('shapes must be like {"x": {0: [1, 2, 4, 8]}}: sizes by dimension by parameter')
+    found = []
+    for dim, sizes in dims.items():
+        at_least(f"a dimension of {name} in shapes", dim, 0)
+        sizes = list(sizes)
+        for size in sizes:
+            at_least(f"a size of {name} in shapes", size, 1)
+        if not sizes:
+            raise ValueError(f"shapes gives no sizes for dimension {dim} of {name}")
+        found.append((dim, tuple(sorted(set(sizes)))))
+    return tuple(found)
 
 
 _environment: Any = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04
