@@ -25,15 +25,16 @@ Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None, shapes: Shapes | None = None) -> M: ...  # fmt: skip
+           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None, shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
+           max_bytes: int | None = None, name: str | None = None,
+           shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           name: str | None = None,
+           max_bytes: int | None = None, name: str | None = None,
            shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
@@ -59,6 +60,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
             call overwrites it, after which reading it raises `StaleOutput`.
         verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.
         max_recordings: recordings kept; the least recently played goes first.
+        max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
+            recently played goes first, and the newest stays in any case. None: no bound.
         name: what the function is called in reports.
         shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument of another size
             is padded with zeros to the next of them, and the results are cut to the size that they would have had; larger

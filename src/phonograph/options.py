@@ -19,6 +19,7 @@ class Options:
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
     max_recordings: int = 16
+    max_bytes: int | None = None
     name: str | None = None
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its (dimension, sizes)."""
@@ -28,6 +29,8 @@ class Options:
         at_least("warmup", self.warmup, 0)
         at_least("verify", self.verify, 0)
         at_least("max_recordings", self.max_recordings, 1)
+        if self.max_bytes is not None:
+            at_least("max_bytes", self.max_bytes, 0)
         _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
         if isinstance(self.shapes, Mapping):

@@ -131,7 +131,7 @@ class Recorded(Observed, Generic[P, R]):
         self._function: Callable[P, R] = function
         self.options = options
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
-        self._shelf = Shelf(options.max_recordings)
+        self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, _History] = OrderedDict()
         self._counters = Counters()
         self._devices: set[Any] = set()

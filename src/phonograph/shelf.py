@@ -12,6 +12,7 @@ from typing import Any
 
 from .player import Player
 from .signature import Call
+from .spans import Spans
 
 __all__ = ["Found", "Shelf"]
 
@@ -28,10 +29,12 @@ class Found:
 
 
 class Shelf:
-    """At most `limit` players, by signature."""
+    """At most `limit` players, by signature, and together no more than `most` bytes that they may overwrite; but one in any
+    case."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, most: int | None = None) -> None:
         self.limit = limit
+        self.most = most
         self._by_key: OrderedDict[Any, list[Player]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -68,13 +71,16 @@ class Shelf:
         players.insert(len(players) if last else 0, player)
         self._by_key.move_to_end(key)
         gone: list[Player] = []
-        while len(self) > self.limit:
+        while len(self) > self.limit or (self.most is not None and len(self) > 1 and self._nbytes() > self.most):
             oldest = next(iter(self._by_key))
             gone.append(next(p for p in reversed(self._by_key[oldest]) if p is not player))
             self._by_key[oldest].remove(gone[-1])
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
         return gone
+
+    def _nbytes(self) -> int:
+        return Spans(piece for player in self for piece in player.recording.footprint).nbytes
 
     def of(self, key: Any) -> list[Player]:
         """The recordings of a signature."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import phonograph as pg
 from phonograph.devices import device_for
+from phonograph.spans import Spans
 from phonograph.testing import Pair, assert_no_new_recordings, assert_same
 from phonograph.torch_private import clear_cublas_workspaces
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
@@ -787,6 +788,24 @@ def test_c17_the_interpreter_exits_cleanly(device):
 # C18: bounds
 
 
+def test_c18_recordings_fit_in_the_memory_that_they_may_have(device, monkeypatch):
+    """The least recently played goes first; one that alone is too large stays."""
+    monkeypatch.setattr(device_for(device), "roomy", 1 << 40)  # each has memory of its own
+    both = plain(lambda x: (x * 2 + 1).cos(), max_bytes=100_000, warmup=0)
+
+    def shapes():
+        return [p.recording.slots[0].tensor.shape[0] for p in both.recorded._shelf]
+
+    for size in (1000, 2000, 1000, 3000, 4000):
+        both(torch.ones(size, device=device))
+    held = Spans(piece for p in both.recorded._shelf for piece in p.recording.footprint)
+    assert shapes()[-2:] == [3000, 4000]
+    assert held.nbytes <= 100_000
+    for _ in range(2):
+        both(torch.ones(100_000, device=device))
+    assert shapes() == [100_000]
+
+
 @may_run_live
 def test_c18_ever_new_shapes_end_in_eager(device):
     both = plain(lambda x: x * 2, max_recordings=4)
@@ -939,7 +958,16 @@ def test_c19_asking_about_what_is_not_recorded_is_a_type_error(function):
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup": -1}, {"fallback": "maybe"}, {"outputs": "mine"}, {"verify": -2}, {"max_recordings": 0}, {"unknown": 1}],
+    [
+        {"warmup": -1},
+        {"fallback": "maybe"},
+        {"outputs": "mine"},
+        {"verify": -2},
+        {"max_recordings": 0},
+        {"unknown": 1},
+        {"max_bytes": -1},
+        {"max_bytes": 1.5},
+    ],
     ids=str,
 )
 def test_c19_wrong_options_are_refused_at_once(options):
