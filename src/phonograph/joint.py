@@ -16,6 +16,7 @@ of the given gradients reads: they are known once it has run live.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,9 +42,12 @@ _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible w
 class Joint:
     """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
 
-    def __init__(self, traced: Backward, backward: Callable[..., Gradients]) -> None:
+    def __init__(
+        self, traced: Backward, backward: Callable[..., Gradients], joining: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.traced = traced
         self.backward = backward
+        self._joining = joining
         self._memory = [lease.bytes() for lease in traced.memory]
         self._constant = list({id(t): t for t in traced.constant.values()}.values())
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
@@ -64,7 +68,9 @@ class Joint:
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
-        for i, t in zip(traced.attached, _Joined.apply(flight, given, *sources), strict=True):  # type: ignore[no-untyped-call]
+        with self._joining():
+            joined = _Joined.apply(flight, given, *sources)  # type: ignore[no-untyped-call]
+        for i, t in zip(traced.attached, joined, strict=True):
             results[i] = t
 
     def run(self, flight: _Flight, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:

@@ -512,7 +512,7 @@ class Recorded(Observed, Generic[P, R]):
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0)
                 backward = self._recorded_backward(recording.backward, options)
-                player.joint = Joint(recording.backward, backward)
+                player.joint = Joint(recording.backward, backward, device.joining)
                 self._backwards.add(backward)
         self._entangled |= recording.entangled
         self._devices.add(device)

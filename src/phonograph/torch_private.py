@@ -24,8 +24,8 @@ import torch.utils._device
 import torch.utils._python_dispatch
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings", "bump",
-           "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
+__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
+           "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
            "dispatch_modes", "donates", "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched",
            "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker",
            "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
@@ -40,7 +40,8 @@ _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_incre
            "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key")  # fmt: skip
 _NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
            "_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_clearCublasWorkspaces",
-           "_cuda_getCurrentRawStream", "_cuda_getDevice", "_cuda_isHistoryEnabled")  # fmt: skip
+           "_cuda_getCurrentRawStream", "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice",
+           "_cuda_isHistoryEnabled")  # fmt: skip
 
 
 def missing(cuda: bool) -> list[str]:
@@ -400,6 +401,20 @@ def segments(pool: Handle) -> list[dict[str, Any]]:
     some captures later. So all segments are asked for.
     """
     return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+
+
+class OnStream:
+    """What ``with torch.cuda.stream(stream):`` is, for a stream of the current device. 1 us and not 12."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before: tuple[int, int, int] = _c("_cuda_getCurrentStream")(self._stream.device_index)
+        _c("_cuda_setStream")(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        _c("_cuda_setStream")(*self._before)
 
 
 @contextmanager

@@ -419,6 +419,33 @@ def test_c06_gradients_are_added_up_before_their_memory_is_used_again(cuda, monk
     assert sum(pg.stats(b).replayed for m in modules for b in pg.api._recorded(m)._backwards) > 10
 
 
+def test_c06_a_gradient_is_read_before_its_memory_is_used_again(cuda, monkeypatch):
+    """What reads the gradient of an argument may run on another stream than the backward that comes next; here that is slow."""
+    memory_is(cuda, monkeypatch, scarce=True)
+    torch.manual_seed(0)
+    ours, theirs = beside([perceptron(cuda, 160) for _ in range(3)])
+    for m in ours:
+        pg.record(m, warmup=1)
+    for n in range(8):
+        found = []
+        for modules in (ours, theirs):
+            torch.manual_seed(n)
+            total, weights = 0, []
+            for m in modules:
+                w = torch.randn(4, 160, device=cuda, requires_grad=True)
+                x = w * 2
+                x.register_hook(lambda _: torch.cuda._sleep(2_000_000))
+                total = total + m(x).square().sum()
+                weights.append(w)
+            total.backward()
+            found.append([w.grad for w in weights])
+        assert_same(*found)
+    backwards = [b for m in ours for b in pg.api._recorded(m)._backwards]
+    assert all(pg.stats(b).replayed >= 3 for b in backwards)
+    (one, *_), *others = ([p.recording for p in b._shelf] for b in backwards)
+    assert any(one.footprint.meets(lease.address, lease.nbytes) for rs in others for r in rs for lease in r.leases)
+
+
 class Chunk(nn.Module):
     """A part of a model whose last part gives the loss."""
 

@@ -496,6 +496,9 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
+    def joining(self) -> Any:
+        return nullcontext()
+
     def anchor(self, place: Spans) -> Any:
         return self._arena.under(place)
 
