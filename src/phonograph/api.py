@@ -25,17 +25,18 @@ Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None) -> M: ...  # fmt: skip
+           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           split_at: Iterable[Any] = ()) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None,
-           shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
+           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           split_at: Iterable[Any] = ()) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None,
-           shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
+           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           split_at: Iterable[Any] = ()) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
 def record(fn: Any = None, /, **options: Any) -> Any:
@@ -56,6 +57,9 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         fallback: what happens when a call cannot be recorded: ``"live"`` runs it; ``"split"`` records it in
             segments, between which the operators run live that need the host, for as long as what they give has the same
             shapes, and otherwise runs it; ``"error"`` raises `Unrecordable`.
+        split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
+            ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
+            operator that counts on the host, for instance.
         outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
             call overwrites it, after which reading it raises `StaleOutput`.
         verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.

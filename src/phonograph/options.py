@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
 __all__ = ["Options", "at_least", "switched_off"]
 
 
@@ -21,6 +24,8 @@ class Options:
     max_recordings: int = 16
     max_bytes: int | None = None
     name: str | None = None
+    split_at: Any = ()
+    """After the check: a set of overloads."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its (dimension, sizes)."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
@@ -33,6 +38,9 @@ class Options:
             at_least("max_bytes", self.max_bytes, 0)
         _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
+        if self.split_at and self.fallback != "split":
+            raise ValueError('split_at needs fallback="split"')
+        object.__setattr__(self, "split_at", frozenset(x for one in self.split_at for x in _overloads(one)))
         if isinstance(self.shapes, Mapping):
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
         elif not isinstance(self.shapes, tuple):
@@ -50,6 +58,24 @@ def at_least(name: str, value: object, least: int) -> None:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def _overloads(operator: object) -> list[OpOverload]:
+    """What an operator's name stands for: all overloads, or one (``aten::sort.stable``)."""
+    if isinstance(operator, OpOverload):
+        return [operator]
+    if isinstance(operator, OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    if not isinstance(operator, str) or "::" not in operator:
+        raise TypeError(f"split_at takes operators: torch.ops.aten.sort, or 'aten::sort', not {operator!r}")
+    library, name = operator.split("::", 1)
+    found: Any = getattr(torch.ops, library)
+    try:
+        for part in name.split(".", 1):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ValueError(f"split_at: there is no operator {operator}") from None
+    return _overloads(found)
 
 
 def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -101,12 +101,12 @@ class _History:
     __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "warm",
                  "warm_again")  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, split: frozenset[Any]) -> None:
         self.warm = 0
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.notes: Notes | None = None  # what these gave in the last live call
-        self.split: frozenset[Any] = frozenset()  # operators that run live between segments
+        self.split = split  # operators that run live between segments
         self.attempts = 0
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
@@ -362,7 +362,7 @@ class Recorded(Observed, Generic[P, R]):
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any) -> _History:
-        history = self._histories.setdefault(key, _History())
+        history = self._histories.setdefault(key, _History(self.options.split_at))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)

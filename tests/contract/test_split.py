@@ -277,3 +277,39 @@ def test_c07_such_an_operator_in_a_mode(device, mode):
     with mode():
         run(both, device, 8)
     assert replayed(both.recorded) >= 5
+
+
+counted = []
+
+
+@torch.library.custom_op("phonograph_tests::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    counted.append(x.shape)
+    return x + len(counted)
+
+
+@pytest.mark.parametrize(
+    "name", ["aten::sort", torch.ops.aten.sort, torch.ops.aten.sort.default, "aten::sort.default"], ids=str
+)
+def test_c11_operators_that_the_user_names(device, name):
+    both = split(lambda: lambda x: (x * 2).neg().sort()[0] + 1, split_at=[name])
+    run(both, device)
+    assert (pg.stats(both.recorded).live, replayed(both.recorded)) == (1, 5)
+    assert pg.explain(both.recorded).count("live between its segments: aten::sort") == 1
+
+
+def test_c11_an_operator_that_counts_on_the_host_is_named(device):
+    f = pg.record(lambda x: counting(x * 2) * 3, fallback="split", split_at=["phonograph_tests::counting"])
+    counted.clear()
+    x = ramp(device, 3)
+    assert [torch.equal(f(x), (x * 2 + n) * 3) for n in range(1, 7)] == [True] * 6
+    assert (pg.stats(f).live, replayed(f)) == (1, 5)
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    ({"split_at": ["aten::sort"]}, ValueError), ({"fallback": "split", "split_at": ["aten::nothing"]}, ValueError),
+    ({"fallback": "split", "split_at": ["sort"]}, TypeError), ({"fallback": "split", "split_at": [torch.sort]}, TypeError),
+])  # fmt: skip
+def test_c19_operators_are_checked(options, error):
+    with pytest.raises(error, match="split_at"):
+        pg.record(lambda x: x, **options)

@@ -22,7 +22,7 @@ from .bound import Graph, named
 
 __all__ = ["backend", "graphs"]
 
-_RECORDED_WITH = ("warmup", "fallback", "verify", "max_recordings")
+_RECORDED_WITH = ("warmup", "fallback", "split_at", "verify", "max_recordings", "max_bytes")
 _KNOWN = ("inner", "inner_options", *_RECORDED_WITH)
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -38,7 +38,7 @@ def backend(
         inner: what compiles the graph before it is recorded: ``"inductor"`` (the default), ``"aot_eager"``, the name of any
             other backend; ``"eager"``: nothing does.
         inner_options: options for that.
-        warmup, fallback, verify, max_recordings: as for `phonograph.record`.
+        warmup, fallback, split_at, verify, max_recordings, max_bytes: as for `phonograph.record`.
 
     Inference and training, graph breaks and dynamic shapes are for Dynamo, as with any backend; each graph is recorded with
     its backward, and for each shape. Parameters and buffers are read in place. What Inductor compiles for the CPU calls no

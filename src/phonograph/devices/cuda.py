@@ -755,8 +755,8 @@ class CudaDevice:
                 self._wait(current, self._last_stream)
             self._last, self._last_stream = stream, current
         if self._joined and backward_id() >= 0:
-            # A gradient in a recording's memory is dropped as soon as what reads it is launched, maybe on another stream of this
-            # backward's; autograd waits for all of them only where it ends.
+            # A gradient in a recording's memory is dropped as soon as what reads it is launched, maybe on another stream of the
+            # backward; autograd waits for all of them only where it ends.
             current = self._current(stream)
             for other in (self._stream, *self._joined):
                 if other is not current:
