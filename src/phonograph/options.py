@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["Options", "at_least", "switched_off"]
+__all__ = ["Options", "at_least", "overloads", "switched_off"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Options:
     max_bytes: int | None = None
     name: str | None = None
     split_at: Any = ()
-    """After the check: a set of overloads."""
+    """After the check: names of overloads, which can be pickled."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its (dimension, sizes)."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
@@ -40,7 +40,8 @@ class Options:
         _one_of("outputs", self.outputs, ("keep", "borrow"))
         if self.split_at and self.fallback != "split":
             raise ValueError('split_at needs fallback="split"')
-        object.__setattr__(self, "split_at", frozenset(x for one in self.split_at for x in _overloads(one)))
+        names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
+        object.__setattr__(self, "split_at", frozenset(names))
         if isinstance(self.shapes, Mapping):
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
         elif not isinstance(self.shapes, tuple):
@@ -60,7 +61,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
-def _overloads(operator: object) -> list[OpOverload]:
+def overloads(operator: object) -> list[OpOverload]:
     """What an operator's name stands for: all overloads, or one (``aten::sort.stable``)."""
     if isinstance(operator, OpOverload):
         return [operator]
@@ -75,7 +76,7 @@ def _overloads(operator: object) -> list[OpOverload]:
             found = getattr(found, part)
     except AttributeError:
         raise ValueError(f"split_at: there is no operator {operator}") from None
-    return _overloads(found)
+    return overloads(found)
 
 
 def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -37,7 +37,7 @@ from .forms import Notes, noting
 from .joint import TWICE, Joint
 from .keys import NoSignature
 from .observe import Counters, Observed, Stats, logger, totals
-from .options import Options, switched_off
+from .options import Options, overloads, switched_off
 from .player import GRAD, Player
 from .reach import Reach
 from .recorder import fed, record, recording_here, settled
@@ -131,6 +131,7 @@ class Recorded(Observed, Generic[P, R]):
         self._function: Callable[P, R] = function
         self.options = options
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        self._split_at = frozenset(x for name in options.split_at for x in overloads(name))
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, _History] = OrderedDict()
         self._counters = Counters()
@@ -362,7 +363,7 @@ class Recorded(Observed, Generic[P, R]):
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any) -> _History:
-        history = self._histories.setdefault(key, _History(self.options.split_at))
+        history = self._histories.setdefault(key, _History(self._split_at))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)

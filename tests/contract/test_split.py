@@ -1,5 +1,7 @@
 """`fallback="split"`: operators that need the host run live between the segments of a recording."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -296,6 +298,7 @@ def test_c11_operators_that_the_user_names(device, name):
     run(both, device)
     assert (pg.stats(both.recorded).live, replayed(both.recorded)) == (1, 5)
     assert pg.explain(both.recorded).count("live between its segments: aten::sort") == 1
+    assert pickle.loads(pickle.dumps(both.recorded.options)) == both.recorded.options
 
 
 def test_c11_an_operator_that_counts_on_the_host_is_named(device):
