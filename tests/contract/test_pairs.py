@@ -1334,6 +1334,22 @@ def test_c06_recompute_after_another_seed(device):
     assert pg.stats(both.recorded).replayed > 3
 
 
+def test_c06_a_part_with_a_backward_of_its_own_through_which_nothing_flows(device):
+    """The argument and the weights before it get no gradient, rather than zeros."""
+    torch.manual_seed(0)
+    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
+    recorded = pg.record(
+        lambda x: checkpoint(lambda h: both.recorded[1](h.detach()), both.recorded[0](x), use_reentrant=True), warmup=1
+    )
+    pg.reset(both.recorded)
+    for n in range(6):
+        both.recorded.zero_grad()
+        x = torch.full((3, 4), 0.1 * n, device=device, requires_grad=True)
+        recorded(x).sum().backward()
+        assert [g is None for g in (x.grad, *grads(both.recorded))] == [True, True, True, False, False]
+    assert pg.stats(recorded).replayed == 5, pg.explain(recorded)
+
+
 class Noisy(torch.autograd.Function):
     """Draws in its backward."""
 
