@@ -115,6 +115,11 @@ def _all_same(old: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
 
 
+def _may_have_gradient(t: torch.Tensor) -> bool:
+    """One that is frozen may have one from before; an optimizer goes by the gradient alone."""
+    return t.requires_grad or isinstance(t, torch.nn.Parameter) or t.grad is not None
+
+
 def _is_such(grad: torch.Tensor, needed: Any, place: tuple[Any, ...]) -> bool:
     """Whether this gradient may stand for the one that a call has found: it is that one, or another in the same place, as a
     recorded backward hands out each time."""
@@ -159,7 +164,7 @@ class Grads:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad and p.is_leaf]
+        self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else outlives(g) or _Kept(g) for g in self.read()]

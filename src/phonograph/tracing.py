@@ -50,6 +50,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
         ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
         return alias(t)
 
     @staticmethod

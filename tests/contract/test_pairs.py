@@ -511,6 +511,47 @@ def test_c06_hooks_of_tensors_outside(device):
     assert_recorded(both, 4)
 
 
+class Layered(nn.Module):
+    """One of its results depends on the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return hidden, hidden.tanh()
+
+
+def kept_gradient(hidden, y):
+    hidden.retain_grad()
+    y.sum().backward()
+    return hidden.grad
+
+
+def hook_that_scales(hidden, y):
+    hidden.register_hook(lambda g: g * 2)
+    y.sum().backward()
+
+
+def asked_for(hidden, y):
+    return torch.autograd.grad(y.sum(), hidden, allow_unused=True)
+
+
+@pytest.mark.xfail(strict=True, reason="one node of autograd stands for the whole call: no gradient flows between its results")
+@pytest.mark.parametrize("use", [kept_gradient, hook_that_scales, asked_for])
+def test_c06_the_gradient_of_one_result_with_respect_to_another(device, use):
+    torch.manual_seed(0)
+    both = Both(Layered().to(device))
+    for n in range(4):
+        x, _ = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            found.append((use(*module(x)), grads(module)))
+        assert_same(*found)
+
+
 # ---------------------------------------------------------------------------------------------------
 # C6: writes between forward and backward
 
@@ -1332,6 +1373,22 @@ def test_c06_recompute_after_another_seed(device):
             loss.backward()
         both.check()
     assert pg.stats(both.recorded).replayed > 3
+
+
+def test_c06_a_part_with_a_backward_of_its_own_through_which_nothing_flows(device):
+    """The argument and the weights before it get no gradient, rather than zeros."""
+    torch.manual_seed(0)
+    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
+    recorded = pg.record(
+        lambda x: checkpoint(lambda h: both.recorded[1](h.detach()), both.recorded[0](x), use_reentrant=True), warmup=1
+    )
+    pg.reset(both.recorded)
+    for n in range(6):
+        both.recorded.zero_grad()
+        x = torch.full((3, 4), 0.1 * n, device=device, requires_grad=True)
+        recorded(x).sum().backward()
+        assert [g is None for g in (x.grad, *grads(both.recorded))] == [True, True, True, False, False]
+    assert pg.stats(recorded).replayed == 5, pg.explain(recorded)
 
 
 class Noisy(torch.autograd.Function):

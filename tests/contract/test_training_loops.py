@@ -365,6 +365,25 @@ def test_c09_every_hyper_parameter_there_and_back(device, kind, options, key):
         assert pg.stats(step).replayed >= 2, reasons(step)
 
 
+@pytest.mark.parametrize("first", ["has one", "has none"])
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1), FUSED], ids=["sgd", "adamw"])
+def test_c08_the_gradient_of_a_frozen_parameter_comes_and_goes(device, optimizer, first):
+    """An optimizer steps wherever there is a gradient."""
+    weights, twins = ([nn.Parameter(torch.ones(3, device=device)) for _ in range(2)] for _ in range(2))
+    ours, theirs = optimizer(weights), optimizer(twins)
+    step = pg.record(ours.step, warmup=1)
+    for n in range(12):
+        for some in (weights, twins):
+            some[0].requires_grad_(False)
+            there = (n // 4 % 2 == 0) is (first == "has one")
+            for p, wanted in zip(some, (there, True), strict=True):
+                p.grad = (torch.full_like(p, 0.5) if p.grad is None else p.grad) if wanted else None
+        theirs.step()
+        step()
+        assert_same([weights, ours], [twins, theirs])
+    assert pg.stats(step).replayed >= 4, reasons(step)
+
+
 def attempt(function):
     try:
         return function()

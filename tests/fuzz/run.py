@@ -2,6 +2,8 @@
 
     python -m tests.fuzz.run --programs 3000 --seed 1 --device cuda --out benchmarks/out/fuzz.json
 
+With `--training` they are training loops around recorded models.
+
 Program number i of seed s is always the same one, so that several processes can share the work (`--first`), and
 
     python -m tests.fuzz.run --join benchmarks/results/fuzz.json benchmarks/out/fuzz_*.json
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 import phonograph as pg
-from tests.fuzz.programs import Program, check, make_program, shrink
+from tests.fuzz import programs, training
 
 
 def main() -> int:
@@ -34,14 +36,15 @@ def main() -> int:
     device = torch.device(options.device)
     started, recorded, replayed = time.perf_counter(), 0, 0
     failures: list[dict[str, Any]] = []
+    kind = training if options.training else programs
     torch.set_num_threads(1)
     gc.freeze()  # the collection after each program need not walk through torch
     for i in range(options.first, options.first + options.programs):
-        program = make_program(random.Random(f"{options.seed}-{i}").choice)
+        program = kind.make_program(random.Random(f"{options.seed}-{i}").choice)
         try:
-            ran = check(program, device)
+            ran = kind.check(program, device)
         except Exception as error:
-            failures.append(_failure(i, program, error, device))
+            failures.append(_failure(kind, i, program, error, device))
             print(f"program {i} failed: {failures[-1]['error']}\n{failures[-1]['smallest']}", file=sys.stderr)
             if len(failures) >= options.max_failures:
                 break
@@ -75,6 +78,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=3000, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first one, to share them out")
+    parser.add_argument("--training", action="store_true", help="training loops around recorded models")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--join", nargs="+", metavar="FILE", help="write to the first file what all others say together")
@@ -98,18 +102,18 @@ def _join(into: pathlib.Path, *parts: pathlib.Path) -> int:
     return bool(whole["failures"])
 
 
-def _failure(i: int, program: Program, error: Exception, device: torch.device) -> dict[str, Any]:
+def _failure(kind: Any, i: int, program: Any, error: Exception, device: torch.device) -> dict[str, Any]:
     return {
         "index": i,
         "error": f"{type(error).__name__}: {error}",
-        "smallest": repr(shrink(program, lambda p: _fails(p, device))),
+        "smallest": repr(kind.shrink(program, lambda p: _fails(kind, p, device))),
         "program": repr(program),
     }
 
 
-def _fails(program: Program, device: torch.device) -> bool:
+def _fails(kind: Any, program: Any, device: torch.device) -> bool:
     try:
-        check(program, device)
+        kind.check(program, device)
     except Exception:
         return True
     return False
