@@ -10,7 +10,7 @@ recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,6 +136,7 @@ class Backward:
 
     def __post_init__(self) -> None:
         self.arguments = [s.number for s in self.sources]
+        self.upstream = _upstream(self.ends)
         self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]
 
     def reached(self) -> tuple[Any, ...]:
@@ -163,6 +164,18 @@ class Backward:
             self.stop(_CHANGES)
         return found
 
+    def between(self, result: int, grad: torch.Tensor, others: list[int]) -> list[torch.Tensor | None]:
+        """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by
+        their places among those that are attached."""
+        edges = [self.ends[i] for i in others]
+        with self.recompute, _cut(edges, [None] * len(edges)):
+            return list(torch.autograd.grad([self.ends[result]], edges, [grad], retain_graph=True, allow_unused=True))
+
+    def beyond(self, others: list[int], grads: Sequence[torch.Tensor | None]) -> Gradients:
+        """As a call, but nothing flows to these results from others: their gradients are complete."""
+        with _cut([self.ends[i] for i in others], [grads[i] for i in others]):
+            return self(*grads)
+
     def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         if self.nested:
             return self._accumulating(ends, grads)
@@ -182,6 +195,44 @@ class Backward:
         own = [outer.get(index[id(p)]) for p in self.parameters]
         arrived = [s.arrived.pop() if s.arrived else None for s in self.sources]
         return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
+
+
+def _upstream(ends: list[GradientEdge]) -> list[list[int]]:
+    """For each of some results, the others on which it depends."""
+    if len(ends) < 2:
+        return [[] for _ in ends]
+    places = {(end.node, end.output_nr): i for i, end in enumerate(ends)}
+    found = []
+    for i, end in enumerate(ends):
+        met, seen, work = set[int](), {end.node}, [end.node]
+        while work:
+            for node, number in work.pop().next_functions:
+                if node is None:
+                    continue
+                met.add(places.get((node, number), i))
+                if node not in seen:
+                    seen.add(node)
+                    work.append(node)
+        found.append(sorted(met - {i}))
+    return found
+
+
+@contextmanager
+def _cut(edges: list[GradientEdge], grads: list[torch.Tensor | None]) -> Iterator[None]:
+    """Where a gradient arrives at these edges, this goes on."""
+    wanted: dict[Any, dict[int, torch.Tensor | None]] = {}
+    for edge, grad in zip(edges, grads, strict=True):
+        wanted.setdefault(edge.node, {})[edge.output_nr] = grad
+
+    def instead(numbers: dict[int, torch.Tensor | None]) -> Callable[..., Any]:
+        return lambda arrived: tuple([numbers.get(i, grad) for i, grad in enumerate(arrived)])
+
+    handles = [node.register_prehook(instead(numbers)) for node, numbers in wanted.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -9,12 +9,17 @@ What the forward has saved is lent to the autograd function, as a result is lent
 a backward, or the graph is dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a
 second one. There are as many as there are forwards in flight.
 
+Where one result depends on another, whose gradient is looked at (`retain_grad`, a hook, `autograd.grad`), that one node is not
+enough: a gradient flows from the one to the other. So such results come out of nodes of their own, behind it. As long as nobody
+looks, they just pass on what arrives.
+
 Eager notices when a tensor that was saved is written before its backward. The same is done here, for those that the backward
 of the given gradients reads: they are known once it has run live.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,6 +33,8 @@ from .torch_private import alias, backward_id, keeps_graph, may_run_backward, wh
 
 __all__ = ["TWICE", "Joint"]
 
+_SEEN = Refusal("has a gradient of one result with respect to another, through what cannot be run by itself",
+                "record what contains that backward as well")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """A backward that is itself to be differentiated has to run live."""
 
@@ -55,12 +62,18 @@ class Joint:
         at = {id(t): i for i, t in enumerate(self._constant)}
         self._index = {n: at[id(t)] for n, t in traced.constant.items()}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
+        self._inner = {k for others in traced.upstream for k in others}
+        # Those that others depend on come first.
+        apart = [i for i, others in enumerate(traced.upstream) if others or i in self._inner]
+        self._apart = sorted(apart, key=lambda i: len(traced.upstream[i]))
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor]) -> None:
         """Give those of a call's results their history that have one. `results` are all of them."""
         traced = self.traced
-        given = [results[i] for i in traced.attached]
+        made = [results[i] for i in traced.attached]
+        # What comes out of a node of its own takes the tensor that is handed out.
+        given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]
         # Detached, so that they do not hold themselves; they share their version with the result.
         saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
@@ -69,7 +82,12 @@ class Joint:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
         with self._joining():
-            joined = _Joined.apply(flight, given, *sources)  # type: ignore[no-untyped-call]
+            joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
+            for i in self._apart:
+                others = [joined[k] for k in traced.upstream[i]]
+                joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)  # type: ignore[no-untyped-call]
+                if i in self._inner:
+                    flight.watch(i, joined[i])
         for i, t in zip(traced.attached, joined, strict=True):
             results[i] = t
 
@@ -81,11 +99,14 @@ class Joint:
         flight.refresh()
         if self.traced.recompute.rewind is not None:
             self.traced.recompute.rewind.begins = flight.begins
+        cut, flight.cut = sorted(flight.cut), set()
         with self.traced.noting() as numbers:
-            found, added = self.backward(*grads)
-        if known is None:
-            places = {self._index[n] for n in numbers if n in self._index}
-            known = self._read[pattern] = _Read(frozenset(numbers), tuple(places))
+            found, added = self.traced.beyond(cut, grads) if cut else self.backward(*grads)
+        if cut:
+            known = self._noted(numbers)
+            flight.check(known)
+        elif known is None:
+            known = self._read[pattern] = self._noted(numbers)
             flight.check(known)
         if not keeps_graph():
             flight.landed(pattern, known)
@@ -99,6 +120,26 @@ class Joint:
             if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
                 _keep_quiet(p)
         return found
+
+    def between(self, flight: _Flight, i: int, grad: torch.Tensor) -> list[torch.Tensor | None]:
+        """What of a result's gradient flows to others, if their gradients are looked at."""
+        others = self.traced.upstream[i]
+        seen = [k for k in others if flight.seen(k)]
+        if not seen:
+            return [None] * len(others)
+        if self.traced.nested or self.traced.only_captured:
+            self.traced.stop(_SEEN)
+            raise RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
+        flight.begin(None)
+        flight.refresh()
+        with self.traced.noting() as numbers:
+            found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
+        flight.check(self._noted(numbers))
+        flight.cut.update(seen)
+        return [found.get(k) for k in others]
+
+    def _noted(self, numbers: set[int]) -> _Read:
+        return _Read(frozenset(numbers), tuple({self._index[n] for n in numbers if n in self._index}))
 
 
 class _Read(NamedTuple):
@@ -121,6 +162,19 @@ class _Flight:
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
+        self.cut: set[int] = set()  # results whose gradients the running backward has made complete
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}  # results on which others depend
+
+    def watch(self, i: int, t: torch.Tensor) -> None:
+        """To know what hooks a result will get, also once it is gone."""
+        t.register_hook(_unseen)
+        self._watched[i] = weakref.ref(t), t._backward_hooks  # type: ignore[assignment]
+
+    def seen(self, i: int) -> bool:
+        """Whether somebody looks at the gradient of a result, in the running backward."""
+        ref, hooks = self._watched[i]
+        t = ref()
+        return len(hooks) > 1 or (t is not None and t.retains_grad) or not may_run_backward()
 
     def check(self, read: _Read) -> None:
         for i in read.places if self._saved else ():
@@ -186,6 +240,10 @@ def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def _unseen(_: Any) -> None:
+    """The hook of a result that nobody has set a hook on."""
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, results: list[torch.Tensor], *sources: Any) -> Any:
@@ -203,3 +261,20 @@ class _Joined(torch.autograd.Function):
                 "function or module runs live."
             )
         return (None, None, *flight.joint.run(flight, grads))
+
+
+class _Apart(torch.autograd.Function):
+    """One result, and those that it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, i: int, result: list[torch.Tensor], t: torch.Tensor, *others: torch.Tensor) -> Any:
+        ctx.flight, ctx.i, ctx.others = flight, i, len(others)
+        ctx.set_materialize_grads(False)
+        return result[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        flight: _Flight = ctx.flight
+        if grad is None or torch.is_grad_enabled():  # which ends at the node behind this one
+            return (None, None, None, grad, *[None] * ctx.others)
+        return (None, None, None, grad, *flight.joint.between(flight, ctx.i, grad))

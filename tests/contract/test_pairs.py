@@ -512,44 +512,123 @@ def test_c06_hooks_of_tensors_outside(device):
 
 
 class Layered(nn.Module):
-    """One of its results depends on the other."""
+    """Each result depends on those before it, and two on the same."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        hidden = self.linear(x)
-        return hidden, hidden.tanh()
+        a = self.first(x)
+        b = self.second(a.tanh())
+        return {"a": a, "b": b, "c": self.third(a * b).tanh(), "d": self.third(b)}
 
 
-def kept_gradient(hidden, y):
-    hidden.retain_grad()
-    y.sum().backward()
-    return hidden.grad
+def loss(out, *names):
+    return sum(out[name].square().sum() for name in names)
 
 
-def hook_that_scales(hidden, y):
-    hidden.register_hook(lambda g: g * 2)
-    y.sum().backward()
+def retained(out):
+    for name in "abc":
+        out[name].retain_grad()
+    loss(out, "c", "d").backward()
+    return [out[name].grad for name in "abc"]
 
 
-def asked_for(hidden, y):
-    return torch.autograd.grad(y.sum(), hidden, allow_unused=True)
+def retained_and_used(out):
+    out["a"].retain_grad()
+    loss(out, "a", "b", "d").backward()
+    return out["a"].grad
 
 
-@pytest.mark.xfail(strict=True, reason="one node of autograd stands for the whole call: no gradient flows between its results")
-@pytest.mark.parametrize("use", [kept_gradient, hook_that_scales, asked_for])
-def test_c06_the_gradient_of_one_result_with_respect_to_another(device, use):
+def hooks_that_scale(out):
+    seen = []
+    for name, by in (("a", 2), ("b", 3), ("d", 5)):
+        out[name].register_hook(lambda g, by=by: seen.append(g.clone()) or g * by)
+    loss(out, "a", "c", "d").backward()
+    return seen
+
+
+def a_hook_of_one_that_is_gone(out):
+    seen = []
+    out["b"].register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    total = loss(out, "c")
+    out.clear()
+    total.backward()
+    return seen
+
+
+def a_hook_that_is_removed(out):
+    out["a"].register_hook(lambda g: g * 2).remove()
+    loss(out, "c").backward()
+
+
+def asked_for(out):
+    return torch.autograd.grad(loss(out, "c", "d"), [out["a"], out["b"]], allow_unused=True)
+
+
+def asked_for_what_it_does_not_depend_on(out):
+    return torch.autograd.grad(loss(out, "a"), [out["b"], out["a"]], allow_unused=True)
+
+
+def asked_for_with_parameters(module, out):
+    return torch.autograd.grad(loss(out, "a", "c"), [out["b"], *module.parameters()], allow_unused=True)
+
+
+def one_after_the_other(out):
+    out["a"].retain_grad()
+    loss(out, "c").backward(retain_graph=True)
+    loss(out, "b").backward(retain_graph=True)
+    loss(out, "a").backward()
+    return out["a"].grad
+
+
+def only_the_first(out):
+    out["a"].retain_grad()
+    loss(out, "a").backward()
+    return out["a"].grad
+
+
+def one_is_written(out):
+    out["d"].mul_(2)
+    out["b"].retain_grad()
+    loss(out, "d").backward()
+    return out["b"].grad
+
+
+LOOKS = [retained, retained_and_used, hooks_that_scale, a_hook_of_one_that_is_gone, a_hook_that_is_removed, asked_for,
+         asked_for_what_it_does_not_depend_on, asked_for_with_parameters, one_after_the_other, only_the_first,
+         one_is_written]  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
     torch.manual_seed(0)
     both = Both(Layered().to(device))
-    for n in range(4):
+    for n in range(5):
         x, _ = batch(device, n)
         found = []
         for module in both:
             module.zero_grad()
-            found.append((use(*module(x)), grads(module)))
+            args = (module,) if look is asked_for_with_parameters else ()
+            found.append((look(*args, module(x)), grads(module)))
+        assert_same(*found, tolerance=1e-6)  # a parameter gets one sum from each result that is looked at
+    assert pg.stats(both.recorded).replayed == 4
+
+
+def test_c06_results_that_nobody_looks_at_cost_one_backward(device):
+    torch.manual_seed(0)
+    both = Both(Layered().to(device))
+    for n in range(6):
+        x, _ = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            loss(module(x), "a", "b", "c", "d").backward()
+            found.append(grads(module))
         assert_same(*found)
+    (backward,) = pg.api._recorded(both.recorded)._backwards
+    assert (pg.stats(backward).live, pg.stats(backward).replayed) == (1, 4)
 
 
 # ---------------------------------------------------------------------------------------------------
