@@ -95,10 +95,7 @@ class Joint:
         """The backward of one call."""
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
-        flight.begin(known)
-        flight.refresh()
-        if self.traced.recompute.rewind is not None:
-            self.traced.recompute.rewind.begins = flight.begins
+        self._begin(flight, known)
         cut, flight.cut = sorted(flight.cut), set()
         with self.traced.noting() as numbers:
             found, added = self.traced.beyond(cut, grads) if cut else self.backward(*grads)
@@ -128,15 +125,22 @@ class Joint:
         if not seen:
             return [None] * len(others)
         if self.traced.nested or self.traced.only_captured:
+            if not any(flight.watched(k) for k in seen):
+                return [None] * len(others)
             self.traced.stop(_SEEN)
             raise RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
-        flight.begin(None)
-        flight.refresh()
+        self._begin(flight, None)
         with self.traced.noting() as numbers:
             found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
         flight.check(self._noted(numbers))
         flight.cut.update(seen)
         return [found.get(k) for k in others]
+
+    def _begin(self, flight: _Flight, known: _Read | None) -> None:
+        flight.begin(known)
+        flight.refresh()
+        if self.traced.recompute.rewind is not None:
+            self.traced.recompute.rewind.begins = flight.begins
 
     def _noted(self, numbers: set[int]) -> _Read:
         return _Read(frozenset(numbers), tuple({self._index[n] for n in numbers if n in self._index}))
@@ -166,15 +170,19 @@ class _Flight:
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}  # results on which others depend
 
     def watch(self, i: int, t: torch.Tensor) -> None:
-        """To know what hooks a result will get, also once it is gone."""
+        """From now on it is known what hooks a result gets, also once it is gone."""
         t.register_hook(_unseen)
         self._watched[i] = weakref.ref(t), t._backward_hooks  # type: ignore[assignment]
 
-    def seen(self, i: int) -> bool:
-        """Whether somebody looks at the gradient of a result, in the running backward."""
+    def watched(self, i: int) -> bool:
+        """Whether somebody has asked for the gradient of a result."""
         ref, hooks = self._watched[i]
         t = ref()
-        return len(hooks) > 1 or (t is not None and t.retains_grad) or not may_run_backward()
+        return len(hooks) > 1 or (t is not None and t.retains_grad)
+
+    def seen(self, i: int) -> bool:
+        """Whether somebody may look at it in the running backward: that of chosen inputs does not say which they are."""
+        return self.watched(i) or not may_run_backward()
 
     def check(self, read: _Read) -> None:
         for i in read.places if self._saved else ():

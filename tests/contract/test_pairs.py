@@ -616,6 +616,37 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
     assert pg.stats(both.recorded).replayed == 4
 
 
+class AlsoHidden(nn.Module):
+    """Recomputes one result from the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return hidden, checkpoint(F.dropout, hidden, use_reentrant=False)
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c06_the_gradient_of_one_result_with_respect_to_another_is_recomputed(device, warmup):
+    """With the random numbers of that forward, also if another has come between."""
+    torch.manual_seed(0)
+    both = Both(AlsoHidden().to(device), warmup=warmup)
+    for n in range(6):
+        found = []
+        for module in both:
+            torch.manual_seed(n)
+            (h, y), (_, later) = module(batch(device, n)[0]), module(batch(device, n + 1)[0])
+            h.retain_grad()
+            asked = torch.autograd.grad(later.sum(), list(module.parameters()))
+            y.square().sum().backward()
+            found.append((asked, h.grad, grads(module), torch.rand(2, device=device)))
+            module.zero_grad()
+        assert_same(*found, tolerance=1e-6)
+    assert pg.stats(both.recorded).replayed >= 10
+
+
 def test_c06_results_that_nobody_looks_at_cost_one_backward(device):
     torch.manual_seed(0)
     both = Both(Layered().to(device))
