@@ -71,7 +71,7 @@ class Recompute:
     """What has to be done around each run of a backward that recomputes parts of its forward."""
 
     def __init__(self, parts: list[Any], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
-        self._parts = parts  # what `checkpoint` knows of each
+        self.parts = parts  # what `checkpoint` knows of each
         self._code = code  # held for them
         # What selective recompute keeps instead, which a backward uses up.
         self._selections = [(kept, {key: selected_anew(entries) for key, entries in kept.items()}) for kept in selections]
@@ -84,7 +84,7 @@ class Recompute:
             kept.update({key: selected_anew(entries) for key, entries in first.items()})
 
     def __exit__(self, *_: object) -> None:
-        for part in self._parts:
+        for part in self.parts:
             forget_recomputed(part)
 
 
@@ -138,6 +138,11 @@ class Backward:
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it can be run, and in parts: what is recomputed may write (running statistics)."""
+        return not (self.nested or self.only_captured or self.recompute.parts)
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""

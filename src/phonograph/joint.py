@@ -124,7 +124,7 @@ class Joint:
         seen = [k for k in others if flight.seen(k)]
         if not seen:
             return [None] * len(others)
-        if self.traced.nested or self.traced.only_captured:
+        if not self.traced.repeatable:
             if not any(flight.watched(k) for k in seen):
                 return [None] * len(others)
             self.traced.stop(_SEEN)
@@ -209,7 +209,7 @@ class _Flight:
         """A backward has run that does not retain the graph: of the results in the pattern, and it has read this."""
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
-        if not (self._waiting and self._unread) and self._memory:
+        if not (self._waiting and self._unread) and self._memory is not None:
             self._memory, self._saved, self._storages, self.arguments = None, [], [], []
 
 

@@ -12,7 +12,7 @@ Four rules keep to what is promised.
   of a part with `use_reentrant=True` that has no parameters. Both then begin anew: no graphs, no gradients, fresh buffers.
 * Where three gradients and more meet at a tensor in one backward, eager adds them up in an order of its own. A backward
   through several calls runs only if no more than two do.
-* A recorded call is one node of autograd: nothing asks for the gradient of one of its results with respect to another.
+* Where parts are recomputed, nobody looks at the gradient of one result with respect to another: that is an error.
 * What was written or used up since a forward makes most backwards raise. They are left out, unless a step asks for it.
 """
 
@@ -133,6 +133,13 @@ class Hook(NamedTuple):
     kind: str = "scale"
 
 
+class Look(NamedTuple):
+    """At the gradient of a held output, on which another result of its call may depend: by `retain_grad`, or a hook."""
+
+    back: int = 0
+    kind: str = "retain"
+
+
 class Freeze(NamedTuple):
     """A parameter; the second time, undo it."""
 
@@ -175,8 +182,8 @@ class Draw(NamedTuple):
 
 
 Action = (
-    Forward | Backward | Drop | ZeroGrad | Step | Schedule | Clip | KeepGradient | Hook | Freeze | WriteInput | WriteOutput
-    | Change | Copy | Reset | Draw
+    Forward | Backward | Drop | ZeroGrad | Step | Schedule | Clip | KeepGradient | Hook | Look | Freeze | WriteInput
+    | WriteOutput | Change | Copy | Reset | Draw
 )  # fmt: skip
 
 
@@ -303,12 +310,11 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Holding(NamedTuple):
-    """An output, its number, the calls in its history, and whether the other result of its call depends on it."""
+    """An output, its number, and the calls in its history."""
 
     tensor: torch.Tensor
     number: int
     calls: frozenset[int]
-    inner: bool = False
 
 
 class Ran(NamedTuple):
@@ -446,7 +452,7 @@ class Machine:
             self.uses.append(self._used(i, source))
             calls |= {len(self.uses) - 1}
         for t in results if isinstance(results, tuple) else (results,):
-            self.held.append(self._holding(t, calls)._replace(inner=isinstance(results, tuple) and t is results[0]))
+            self.held.append(self._holding(t, calls))
         del self.held[:-MAX_HELD]
 
     def _used(self, i: int, source: Holding) -> Counter[Any]:
@@ -487,7 +493,7 @@ class Machine:
         if action.loss == "weighted" and len(losses) > 1:
             torch.autograd.backward(losses, retain_graph=action.retain)
         elif action.loss == "sum" and self.step % 3 == 0:
-            leaves = [p for p in [*self._all(), *(h.tensor for h in self.inputs if not h.inner)] if p.requires_grad]
+            leaves = [p for p in [*self._all(), *(h.tensor for h in self.inputs)] if p.requires_grad]
             found = torch.autograd.grad(sum(losses), leaves, retain_graph=action.retain, allow_unused=True)
             self._keep(*(g for g in found[-2:] if g is not None))
             return [None if g is None else noted(g) for g in found]
@@ -552,6 +558,15 @@ class Machine:
             self.alive.append(p)
             self.hooks[key] = HOOKS[action.kind](p, self.heard)
 
+    def _look(self, action: Look) -> None:
+        if self.held and not any(net.recompute for net in self.nets):
+            t = self.held[-1 - action.back % len(self.held)].tensor
+            if t.requires_grad and not t.is_leaf:
+                if action.kind == "retain":
+                    t.retain_grad()
+                else:
+                    t.register_hook(lambda grad: grad * 0.5)
+
     def _freeze(self, action: Freeze) -> None:
         p = self._one(action.parameter)
         p.requires_grad_(not p.requires_grad)
@@ -607,6 +622,7 @@ class Machine:
         return {
             "outcome": outcome,
             "held": [(noted(h.tensor), h.tensor.is_leaf) for h in self.held],
+            "looked at": [noted(h.tensor.grad) for h in self.held if h.tensor.retains_grad and h.tensor.grad is not None],
             "inputs": [(noted(t), t.grad if t.grad is None else noted(t.grad)) for t in inputs if t.is_leaf],
             "kept": [*map(noted, self.kept)],
             "parameters": [*map(noted, parameters)],
@@ -789,6 +805,8 @@ class _Palette:
             yield KeepGradient(parameter, choose((False, True)))
         elif kind == "hook":
             yield Hook(parameter, choose(tuple(HOOKS)))
+        elif kind == "look":
+            yield Look(back, choose(("retain", "scale")))
         elif kind == "freeze":
             yield Freeze(parameter)
         elif kind == "input":
@@ -805,8 +823,8 @@ class _Palette:
             yield Draw()
 
 
-EVENTS = ("forward", "backward", "rows", "drop", "zero", "step", "keep", "keep", "hook", "freeze", "input", "output", "output",
-              "change", "change", "copy", "reset", "draw")  # fmt: skip
+EVENTS = ("forward", "backward", "rows", "drop", "zero", "step", "keep", "keep", "hook", "look", "look", "freeze", "input",
+          "output", "output", "change", "change", "copy", "reset", "draw")  # fmt: skip
 
 
 def shrink(program: Training, fails: Callable[[Training], bool]) -> Training:
