@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,11 @@ from .errors import Refusal, RunsLive, Unrecordable
 from .keys import NoSignature
 from .observe import Observed, Stats, logger
 from .options import Options, switched_off
-from .player import Player
 from .progress import progress
 from .reach import Reach
 from .recorded import Recorded, counted, rebuilt
 from .recorder import check, transaction
-from .reliance import Grads, Snapshot, same
+from .reliance import Grads, same
 from .signature import Call, describe
 from .trees import Node, flatten, unflatten
 from .verify import State
@@ -69,30 +68,8 @@ class _Pad(NamedTuple):
     to: int
 
 
-_Cuts: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+_Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """The results' dimensions that are cut: for each leaf pairs of a dimension and the size that it gets."""
-
-
-class _Trial:
-    """That padding was found to change nothing but sizes, as long as all is as it was then: until it is recorded that is looked
-    at each time, and afterwards the recordings which were made meanwhile know what they rely on."""
-
-    def __init__(self, cuts: _Cuts, then: Snapshot) -> None:
-        self.cuts = cuts
-        self._then: Snapshot | None = then
-        self._players: weakref.WeakSet[Player] = weakref.WeakSet()
-
-    def holds(self, player: Player | None) -> bool:
-        """Whether it does for a call that this one would play."""
-        if player is not None and player in self._players:
-            return True
-        return self._then is not None and not self._then.changes()
-
-    def played(self, player: Player | None) -> None:
-        """It did, and this one would play the next."""
-        if player is not None and self._then is not None:
-            self._players.add(player)
-            self._then = None
 
 
 class _TakenBack(Exception):
@@ -119,7 +96,7 @@ class Padded(Observed):
         self.__wrapped__ = function
         self.options = options
         self._declared = _declared(function, options)
-        self._known: dict[Any, _Trial | Refusal] = {}
+        self._known: dict[Any, _Cuts | Refusal] = {}
         self._bound: weakref.WeakKeyDictionary[Recorded[Any, Any], Padded] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -153,24 +130,21 @@ class Padded(Observed):
             return self.recorded(*args, **kwargs)
         padded = _padded(pads, args, kwargs)
         try:
-            call = describe(*padded)
+            key = describe(*padded).key, tuple(pad.size for pad in pads)
         except NoSignature:
             return self.recorded(*args, **kwargs)
-        key = call.key, tuple(pad.size for pad in pads)
         known = self._known.get(key)
-        if isinstance(known, Refusal):
-            return self.recorded(*args, **kwargs)
-        if known is None or not known.holds(self.recorded.playing(call)):
+        if known is None:
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            found, result = self._try(pads, args, kwargs)
-            self._known[key] = found
-            if isinstance(found, Refusal):
-                self._say(found)
+            known, result = self._try(pads, args, kwargs)
+            self._known[key] = known
+            if isinstance(known, Refusal):
+                self._say(known)
             return result
-        result = _cut(self.recorded(*padded[0], **padded[1]), known.cuts)
-        known.played(self.recorded.playing(call))
-        return result
+        if isinstance(known, Refusal):
+            return self.recorded(*args, **kwargs)
+        return _cut(self.recorded(*padded[0], **padded[1]), known)
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record every size, largest first. See `phonograph.prepare`."""
@@ -201,7 +175,7 @@ class Padded(Observed):
 
     # -- trying
 
-    def _try(self, pads: list[_Pad], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Trial | Refusal, Any]:
+    def _try(self, pads: list[_Pad], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Cuts | Refusal, Any]:
         """Whether calls of this kind may be padded, and the result of this one, which runs live."""
         counters, function = counted(self.recorded), self.recorded.__wrapped__
         counters.calls += 1
@@ -221,8 +195,7 @@ class Padded(Observed):
                 return Refusal(f"raises {type(e).__name__} where {_said(pads)}", _MASK), function(*args, **kwargs)
             before = State(call, reach)
             result = function(*args, **kwargs)
-            cuts = _judged(pads, call, zeros, others, _Outcome(result, before.left()))
-            return cuts if isinstance(cuts, Refusal) else _Trial(cuts, Snapshot(reach)), result
+            return _judged(pads, call, zeros, others, _Outcome(result, before.left())), result
 
     def _tried(self, padded: tuple[Any, Any], call: Call, reach: Reach) -> _Outcome:
         """What a padded call gives and leaves, all of which is taken back."""

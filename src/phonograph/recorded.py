@@ -460,11 +460,6 @@ class Recorded(Observed, Generic[P, R]):
 
     # -- recording
 
-    def playing(self, call: Call) -> Player | None:
-        """What would play a call now."""
-        with lock:
-            return self._shelf.find(call).player
-
     def looked_at(self, call: Call) -> Reach:
         """What a call can reach.
 

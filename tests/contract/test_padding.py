@@ -125,37 +125,6 @@ def test_a_size_that_saturates_is_tried_for_each_size(device):
     assert all(torch.equal(a, b) for a, b in results)
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 5])
-@pytest.mark.parametrize("change", ["train", "flag", "weights"])
-def test_c08_what_was_tried_is_tried_again_where_something_has_changed(device, change, when):
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.flag = nn.BatchNorm1d(2).to(device), False
-
-        def forward(self, x):
-            return self.norm(x) - (x.mean() if self.flag else 0)
-
-    ours = Norm().eval()
-    theirs = copy.deepcopy(ours)
-    pg.record(ours, shapes=ROWS)
-    for n in range(9):
-        if n == when:
-            for m in (ours, theirs):
-                if change == "train":
-                    m.train()
-                elif change == "flag":
-                    m.flag = True
-                else:
-                    m.norm.weight = nn.Parameter(torch.full((2,), 3.0, device=device))
-        x = torch.randn(3, 2, device=device) * 4
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore", pg.RunsLive)
-            torch.testing.assert_close(ours(x), theirs(x), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-3, atol=1e-3)
-    assert bool(pg.stats(ours).refusals) is (change != "weights")
-
-
 def test_trying_leaves_nothing_behind(device):
     """What the two padded calls do to state, gradients, generators and objects is taken back; the live one's stays."""
 
