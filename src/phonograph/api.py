@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -11,31 +11,29 @@ import torch
 from . import torch_private
 from .observe import Observed, Stats
 from .options import Options
-from .padding import Padded
 from .recorded import Recorded, live
 
-__all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
+__all__ = ["explain", "live", "record", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
-Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 
 
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           max_bytes: int | None = None, name: str | None = None,
            split_at: Iterable[Any] = ()) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           max_bytes: int | None = None, name: str | None = None,
            split_at: Iterable[Any] = ()) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None, shapes: Shapes | None = None,
+           max_bytes: int | None = None, name: str | None = None,
            split_at: Iterable[Any] = ()) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
@@ -67,11 +65,6 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
             recently played goes first, and the newest stays in any case. None: no bound.
         name: what the function is called in reports.
-        shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument of another size
-            is padded with zeros to the next of them, and the results are cut to the size that they would have had; larger
-            ones are recorded as they are. The first call with each size runs live, and beside it is tried whether padding
-            changes the result (a mean over the padded dimension, say). If so, such calls are not padded, and `RunsLive` says
-            why. Padded results agree with those of the call as it is as far as the kernels for the two sizes do.
 
     Returns:
         A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
@@ -87,7 +80,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    chosen = Options(**{key: value for key, value in options.items() if key != "shapes" or value is not None})
+    chosen = Options(**options)
     if fn is None:
         return lambda function: wrap(function, chosen)
     return wrap(fn, chosen)
@@ -97,36 +90,15 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
     """What `record` returns for a function or module; `kind` makes the recorded function."""
     if not callable(fn):
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
-    if isinstance(fn, Recorded | Padded):
+    if isinstance(fn, Recorded):
         fn = fn.__wrapped__
-    make = Padded if options.shapes else kind
     if isinstance(fn, torch.nn.Module):
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
-        call = before.__wrapped__ if isinstance(before, Recorded | Padded) else before or torch_private.own_call(fn)
+        call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, make(call, replace(options, name=name)))
+        torch_private.call_through(fn, kind(call, replace(options, name=name)))
         return fn
-    return make(fn, options)
-
-
-def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Record all sizes of `shapes` before they are needed, the largest first, so that the smaller ones find memory. A bar shows
-    how far it is, on a terminal and with rich installed.
-
-    The function is called with these arguments, cut or padded with zeros to each size, as often as that takes: its first
-    calls run live, with all that they do.
-
-    Args:
-        f: a function or module on which `pg.record` was called with `shapes`.
-        *args, **kwargs: an example of its arguments, of any size up to the largest.
-
-    Raises:
-        TypeError: there are no sizes to prepare.
-    """
-    padded = _recorded(f)
-    if not isinstance(padded, Padded):
-        raise TypeError("pg.prepare is for what was recorded with shapes={...}")
-    padded.prepare(args, kwargs)
+    return kind(fn, options)
 
 
 def stats(f: Any) -> Stats:
@@ -145,7 +117,7 @@ def reset(f: Any) -> None:
     recorded then."""
     recorded = _recorded(f)
     recorded.reset()
-    if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded | Padded):
+    if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
         call = recorded.__wrapped__
         torch_private.call_through(f, None if call == torch_private.own_call(f) else call)
 

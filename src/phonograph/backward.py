@@ -141,8 +141,9 @@ class Backward:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it can be run, and in parts: what is recomputed may write (running statistics)."""
-        return not (self.nested or self.only_captured or self.recompute.parts)
+        """Whether parts of it can be run twice: no code of the user's runs in it, and nothing is recomputed, which may write
+        (running statistics)."""
+        return self.function is None and not (self.nested or self.only_captured or self.recompute.parts)
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""

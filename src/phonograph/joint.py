@@ -29,7 +29,8 @@ import torch
 
 from .backward import Backward, Gradients
 from .errors import Refusal
-from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends
+from .signature import unseen
+from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
 __all__ = ["TWICE", "Joint"]
 
@@ -83,6 +84,8 @@ class Joint:
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
         with self._joining():
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
+            if self._apart:
+                flight.joined(joined[0].grad_fn)
             for i in self._apart:
                 others = [joined[k] for k in traced.upstream[i]]
                 joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)  # type: ignore[no-untyped-call]
@@ -96,7 +99,7 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         self._begin(flight, known)
-        cut, flight.cut = sorted(flight.cut), set()
+        cut = self._cut(flight)
         with self.traced.noting() as numbers:
             found, added = self.traced.beyond(cut, grads) if cut else self.backward(*grads)
         if cut:
@@ -120,21 +123,33 @@ class Joint:
 
     def between(self, flight: _Flight, i: int, grad: torch.Tensor) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to others, if their gradients are looked at."""
-        others = self.traced.upstream[i]
-        seen = [k for k in others if flight.seen(k)]
+        others, look = self.traced.upstream[i], flight.look()
+        seen = [k for k in others if k in look.seen]
         if not seen:
             return [None] * len(others)
         if not self.traced.repeatable:
-            if not any(flight.watched(k) for k in seen):
-                return [None] * len(others)
-            self.traced.stop(_SEEN)
-            raise RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
+            if flight.joined_runs() and not any(flight.watched(k) for k in seen):
+                return [None] * len(others)  # parameters are asked for, or they are asked for as well
+            raise self._unseen()
         self._begin(flight, None)
         with self.traced.noting() as numbers:
             found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
         flight.check(self._noted(numbers))
-        flight.cut.update(seen)
+        look.cut.update(seen)
         return [found.get(k) for k in others]
+
+    def _cut(self, flight: _Flight) -> list[int]:
+        """The results whose gradients the running backward has made complete."""
+        look = flight.looks.pop(backward_id(), None)
+        if look is None:
+            return []
+        if any(flight.watched(k) and k not in look.seen for k in self._inner):
+            raise self._unseen()  # a hook was set while the backward ran, and has seen a part
+        return sorted(look.cut)
+
+    def _unseen(self) -> RuntimeError:
+        self.traced.stop(_SEEN)
+        return RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
 
     def _begin(self, flight: _Flight, known: _Read | None) -> None:
         flight.begin(known)
@@ -153,6 +168,14 @@ class _Read(NamedTuple):
     places: tuple[int, ...]
 
 
+class _Look(NamedTuple):
+    """What one backward has to do with results on which others depend: those whose gradients are looked at, and those of which
+    they are complete."""
+
+    seen: frozenset[int]
+    cut: set[int]
+
+
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
@@ -166,12 +189,13 @@ class _Flight:
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
-        self.cut: set[int] = set()  # results whose gradients the running backward has made complete
+        self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
+        self._joined: Any = None  # the node, weakly: it has this
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}  # results on which others depend
 
     def watch(self, i: int, t: torch.Tensor) -> None:
         """From now on it is known what hooks a result gets, also once it is gone."""
-        t.register_hook(_unseen)
+        t.register_hook(unseen)
         self._watched[i] = weakref.ref(t), t._backward_hooks  # type: ignore[assignment]
 
     def watched(self, i: int) -> bool:
@@ -180,9 +204,23 @@ class _Flight:
         t = ref()
         return len(hooks) > 1 or (t is not None and t.retains_grad)
 
-    def seen(self, i: int) -> bool:
-        """Whether somebody may look at it in the running backward: that of chosen inputs does not say which they are."""
-        return self.watched(i) or not may_run_backward()
+    def look(self) -> _Look:
+        """At which results' gradients somebody looks in the running backward, or may: that of chosen inputs does not say which
+        they are. It stays so until its end."""
+        number, looks = backward_id(), self.looks
+        if number not in looks:
+            asked = not may_run_backward()
+            looks[number] = _Look(frozenset(k for k in self._watched if asked or self.watched(k)), set())
+            when_backward_ends(lambda: looks.pop(number, None) and None)
+        return looks[number]
+
+    def joined(self, node: Any) -> None:
+        self._joined = weakref.ref(node)
+
+    def joined_runs(self) -> bool:
+        """Whether the running backward comes to the node of the whole call: if not, somebody asks for one of its results."""
+        node = self._joined()
+        return node is None or will_run(node)
 
     def check(self, read: _Read) -> None:
         for i in read.places if self._saved else ():
@@ -248,8 +286,10 @@ def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _unseen(_: Any) -> None:
-    """The hook of a result that nobody has set a hook on."""
+def _no_more_than_once(flight: _Flight) -> RuntimeError:
+    flight.joint.traced.stop(TWICE)
+    return RuntimeError("phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, "
+                        "the function or module runs live.")  # fmt: skip
 
 
 class _Joined(torch.autograd.Function):
@@ -263,11 +303,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
         if torch.is_grad_enabled():
-            flight.joint.traced.stop(TWICE)
-            raise RuntimeError(
-                "phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, the "
-                "function or module runs live."
-            )
+            raise _no_more_than_once(flight)
         return (None, None, *flight.joint.run(flight, grads))
 
 
@@ -283,6 +319,8 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         flight: _Flight = ctx.flight
-        if grad is None or torch.is_grad_enabled():  # which ends at the node behind this one
+        if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)
+        if torch.is_grad_enabled():
+            raise _no_more_than_once(flight)
         return (None, None, None, grad, *flight.joint.between(flight, ctx.i, grad))

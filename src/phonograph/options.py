@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +25,6 @@ class Options:
     name: str | None = None
     split_at: Any = ()
     """After the check: names of overloads, which can be pickled."""
-    shapes: Any = ()
-    """After the check: pairs of a parameter's name and its (dimension, sizes)."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
 
     def __post_init__(self) -> None:
@@ -42,10 +39,6 @@ class Options:
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
         object.__setattr__(self, "split_at", frozenset(names))
-        if isinstance(self.shapes, Mapping):
-            object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
-        elif not isinstance(self.shapes, tuple):
-            raise TypeError('shapes must be like {"x": {0: [1, 2, 4, 8]}}')
 
 
 def at_least(name: str, value: object, least: int) -> None:
@@ -77,21 +70,6 @@ def overloads(operator: object) -> list[OpOverload]:
     except AttributeError:
         raise ValueError(f"split_at: there is no operator {operator}") from None
     return overloads(found)
-
-
-def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    if not isinstance(name, str) or not isinstance(dims, Mapping):
-        raise TypeError('shapes must be like {"x": {0: [1, 2, 4, 8]}}: sizes by dimension by parameter')
-    found = []
-    for dim, sizes in dims.items():
-        at_least(f"a dimension of {name} in shapes", dim, 0)
-        sizes = list(sizes)
-        for size in sizes:
-            at_least(f"a size of {name} in shapes", size, 1)
-        if not sizes:
-            raise ValueError(f"shapes gives no sizes for dimension {dim} of {name}")
-        found.append((dim, tuple(sorted(set(sizes)))))
-    return tuple(found)
 
 
 _environment: Any = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04

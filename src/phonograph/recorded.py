@@ -181,7 +181,9 @@ class Recorded(Observed, Generic[P, R]):
     def __reduce__(self) -> Any:
         if self._made_for is not None:
             return (_no_recordings, ())  # an instance's own: its copy makes new ones
-        return rebuilt(self, self._function, self.options)
+        if _found_by_name(self):
+            return str(self.__dict__["__qualname__"])  # as a function: by its name
+        return (_rebuild, (self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return None if self._made_for is not None else Recorded(copy.deepcopy(self._function, memo), self.options)
@@ -460,16 +462,6 @@ class Recorded(Observed, Generic[P, R]):
 
     # -- recording
 
-    def looked_at(self, call: Call) -> Reach:
-        """What a call can reach.
-
-        Raises:
-            Refusal: it cannot be recorded.
-        """
-        reach = self._reach(call)
-        self._device(call, reach)
-        return reach
-
     def _reach(self, call: Call) -> Reach:
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
@@ -625,14 +617,7 @@ def _never(function: Any) -> Refusal | None:
     return optimizers.never(function)
 
 
-def rebuilt(recorded: Any, function: Any, options: Options) -> Any:
-    """How what stands for a function is pickled: by its name, as a function is, or as a new one."""
-    if _found_by_name(recorded):
-        return str(recorded.__dict__["__qualname__"])
-    return type(recorded), (function, options)
-
-
-def _found_by_name(recorded: Any) -> bool:
+def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
     """Whether this is what stands under the function's name in its module."""
     found: Any = sys.modules.get(getattr(recorded, "__module__", ""))
     for part in getattr(recorded, "__qualname__", "").split("."):
@@ -653,6 +638,10 @@ def _difference(key: Any, call: Call) -> str:
 
 def _no_recordings() -> None:
     """What stands for an instance's recordings in a pickle of it."""
+
+
+def _rebuild(function: Any, options: Options) -> Any:
+    return Recorded(function, options)
 
 
 def live(function: Callable[P, R]) -> Callable[P, R]:

@@ -47,7 +47,7 @@ from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 
-__all__ = ["SMALL", "check", "fed", "record", "recording_here", "settled", "transaction"]
+__all__ = ["SMALL", "fed", "record", "recording_here", "settled"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -94,11 +94,11 @@ def record(
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names.
     """
-    check(reach, call, tracing is not None)
+    _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
     try:
-        with transaction(reach, grads) as snapshot:
+        with _transaction(reach, grads) as snapshot:
             in_place = tracing is None and not isinstance(function, Backward)
             arguments, fixed = _arguments(call, device, in_place)
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
@@ -201,7 +201,7 @@ def _backward(
                             any("hook" in name for name in reach.mentions.names))  # fmt: skip
 
 
-def check(reach: Reach, call: Call, traced: bool) -> None:
+def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
         trained = "._trainer." in reach.iterators[0]
@@ -420,8 +420,7 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
 
 
 @contextmanager
-def transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
-    """What the block does to Python's objects, to gradients and to random generators of the host is taken back if it raises."""
+def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
     host, snapshot = _HostRandom(reach), Snapshot(reach)
     torch.clear_autocast_cache()
     try:

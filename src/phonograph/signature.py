@@ -21,7 +21,7 @@ from .keys import NoSignature, plain_key
 from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "tensor_key"]
+__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "tensor_key", "unseen"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -120,9 +120,18 @@ def attributes(t: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in t.__dict__.items() if not name.startswith("_dynamo_")}
 
 
+def unseen(_: Any) -> None:
+    """The hook of a recorded call's result that nobody has set a hook on."""
+
+
+unseen.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn that it is left out
+
+
 def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
-    hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
-    return bool(hooks) or (t.is_leaf and t.grad is not None)
+    hooks = t._backward_hooks
+    if hooks and any(hook is not unseen for hook in hooks.values()):
+        return True
+    return bool(getattr(t, "_post_accumulate_grad_hooks", None)) or (t.is_leaf and t.grad is not None)
 
 
 def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:

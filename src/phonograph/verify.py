@@ -19,19 +19,18 @@ from .signature import Call
 from .trees import flatten
 from .watch import storage_id
 
-__all__ = ["State", "verified"]
+__all__ = ["verified"]
 
 
-class State:
+class _State:
     """The contents of everything that a call can reach, copied."""
 
     def __init__(self, call: Call, reach: Reach) -> None:
         named = [(f"argument {i}", t) for i, t in enumerate(call.tensors)]
         named += [(name, t) for name, t in reach.tensors.values()]
         named += [(f"{name}.grad", t.grad) for name, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
-        unique = {storage_id(t): (name, _bytes(t), t.dtype) for name, t in named if t.layout is torch.strided}
-        self._contents = [(name, b, b.clone()) for name, b, _ in unique.values()]
-        self._dtypes = [dtype for _, _, dtype in unique.values()]
+        unique = {storage_id(t): (name, _bytes(t)) for name, t in named if t.layout is torch.strided}
+        self._contents = [(name, b, b.clone()) for name, b in unique.values()]
         self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
         self._generators = [(g, g.get_state()) for g in _generators(reach)]
 
@@ -43,15 +42,6 @@ class State:
                 t.grad = grad
         for g, state in self._generators:
             g.set_state(state)
-
-    def left(self) -> dict[str, torch.Tensor]:
-        """What is not now as it is noted here, by name: contents, gradients, states of random generators."""
-        changed = {name: b.view(d) if b.nbytes % d.itemsize == 0 else b for (name, b, copy), d in
-                   zip(self._contents, self._dtypes, strict=True) if not torch.equal(b, copy)}  # fmt: skip
-        changed |= {f"{name}.grad": g for name, t, grad in self._grads if (g := t.grad) is not None and g is not grad}
-        changed |= {f"the state of generator {i}": now for i, (g, state) in enumerate(self._generators)
-                    if not torch.equal(now := g.get_state(), state)}  # fmt: skip
-        return {name: t.detach().clone() for name, t in changed.items()}
 
     def difference(self) -> str | None:
         """The name of something that is not now as it is noted here."""
@@ -82,9 +72,9 @@ def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play:
     Raises:
         Mismatch: they differ; the state is then the live run's.
     """
-    before = State(call, reach)
+    before = _State(call, reach)
     expected = _noted(live())
-    after = State(call, reach)
+    after = _State(call, reach)
     grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
     before.restore()
     result = play()

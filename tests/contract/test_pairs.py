@@ -596,9 +596,52 @@ def one_is_written(out):
     return out["b"].grad
 
 
-LOOKS = [retained, retained_and_used, hooks_that_scale, a_hook_of_one_that_is_gone, a_hook_that_is_removed, asked_for,
-         asked_for_what_it_does_not_depend_on, asked_for_with_parameters, one_after_the_other, only_the_first,
-         one_is_written]  # fmt: skip
+def first_one_of_them_and_then_all(out):
+    found = torch.autograd.grad(loss(out, "c"), out["b"], retain_graph=True)
+    loss(out, "c", "d").backward()
+    return found
+
+
+def as_a_weight(out):
+    (grad,) = torch.autograd.grad(loss(out, "c"), out["a"], retain_graph=True)
+    (loss(out, "c") * grad.norm()).backward()
+
+
+def from_where_another_backward_ended(out):
+    (grad,) = torch.autograd.grad(loss(out, "c"), out["a"], retain_graph=True)
+    out["a"].backward(grad)
+
+
+def a_hook_that_raises(module, out):
+    handle = out["a"].register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss(out, "c").backward(retain_graph=True)
+    handle.remove()
+    module.zero_grad()
+    loss(out, "c").backward()
+
+
+def a_backward_in_a_hook(out):
+    found = []
+
+    def inner(_):
+        found.extend(torch.autograd.grad(out["b"], out["a"], torch.ones_like(out["b"]), retain_graph=True))
+
+    out["c"].register_hook(inner)
+    loss(out, "c", "d").backward()
+    return found
+
+
+def a_hook_that_removes_another(out):
+    handle = out["a"].register_hook(lambda g: None)
+    out["b"].register_hook(lambda g: handle.remove())
+    loss(out, "c", "d").backward()
+
+
+LOOKS = [first_one_of_them_and_then_all, as_a_weight, from_where_another_backward_ended, a_hook_that_raises,
+         a_backward_in_a_hook, a_hook_that_removes_another, retained, retained_and_used, hooks_that_scale,
+         a_hook_of_one_that_is_gone, a_hook_that_is_removed, asked_for, asked_for_what_it_does_not_depend_on,
+         asked_for_with_parameters, one_after_the_other, only_the_first, one_is_written]  # fmt: skip
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -610,7 +653,7 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
         found = []
         for module in both:
             module.zero_grad()
-            args = (module,) if look is asked_for_with_parameters else ()
+            args = (module,) if look in (asked_for_with_parameters, a_hook_that_raises) else ()
             found.append((look(*args, module(x)), grads(module)))
         assert_same(*found, tolerance=1e-6)  # a parameter gets one sum from each result that is looked at
     assert pg.stats(both.recorded).replayed == 4
@@ -631,7 +674,7 @@ class AlsoHidden(nn.Module):
 @may_run_live
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_c06_the_gradient_of_one_result_with_respect_to_another_through_what_is_recomputed(device, warmup):
-    """It would be recomputed once more. So that is an error, after which the model runs live; who does not ask gets no error."""
+    """It would be recomputed once more. So that is an error, after which the model runs live; who does not ask gets none."""
     torch.manual_seed(0)
     both = Both(AlsoHidden().to(device), warmup=warmup)
     for n in range(8):
@@ -652,6 +695,99 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another_through_what_is_
         else:
             assert_same(*found)
     assert pg.stats(both.recorded).replayed == 6 - warmup
+
+
+@may_run_live
+def test_c06_a_hook_on_a_result_that_is_set_while_the_backward_runs(device):
+    """It would see a part of the gradient."""
+    torch.manual_seed(0)
+    both = Both(Layered().to(device))
+    for n in range(4):
+        for module in both:
+            out = module(batch(device, n)[0])
+            out["b"].register_hook(lambda _, out=out: out["a"].register_hook(lambda g: None) and None)
+            if n == 2 and module is both.recorded:
+                with pytest.raises(RuntimeError, match="with respect to another"):
+                    loss(out, "c").backward()
+            elif n != 1 or module is not both.recorded:
+                loss(out, "c").backward()
+            module.zero_grad()
+
+
+@may_run_live
+def test_c06_a_graph_of_the_gradient_of_one_result_with_respect_to_another(device):
+    torch.manual_seed(0)
+    both = Both(Layered().to(device))
+    x = batch(device, 0)[0]
+    for _ in range(3):
+        out = both.recorded(x)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss(out, "a", "c"), out["a"], create_graph=True)
+    found = []
+    for module in both:
+        out = module(x)
+        (grad,) = torch.autograd.grad(loss(out, "a", "c"), out["a"], create_graph=True)
+        grad.square().sum().backward()
+        found.append((grad, grads(module)))
+    assert_same(*found, tolerance=1e-6)
+
+
+calls_of_a_backward = []
+
+
+class Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        calls_of_a_backward.append(1)
+        return grad * 2
+
+
+@may_run_live
+def test_c06_code_in_a_backward_runs_once_where_a_result_is_looked_at(device):
+    torch.manual_seed(0)
+    a, b = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+
+    def function(x):
+        hidden = a(x).tanh()
+        return hidden, Counting.apply(b(hidden))
+
+    f = pg.record(function, warmup=1)
+    for n in range(6):
+        hidden, y = f(batch(device, n)[0])
+        if n >= 3:
+            hidden.retain_grad()
+        calls_of_a_backward.clear()
+        if n == 3:
+            with pytest.raises(RuntimeError, match="with respect to another"):
+                (y.sum() + hidden.sum()).backward()
+        else:
+            (y.sum() + hidden.sum()).backward()
+            assert n in (1, 2) or len(calls_of_a_backward) == 1
+            assert n < 3 or hidden.grad is not None
+
+
+def test_c14_a_result_on_which_others_depend_is_an_argument_like_any_other(device, tmp_path):
+    torch.manual_seed(0)
+    model, head = Layered().to(device), nn.Linear(4, 2).to(device)
+    both = [(model, head), copy.deepcopy((model, head))]
+    for module in both[0]:
+        pg.record(module, warmup=1)
+    for n in range(6):
+        found = []
+        for first, second in both:
+            out = first(batch(device, n)[0])
+            (second(out["b"]).sum() + loss(out, "c")).backward()
+            found.append((grads(first), grads(second)))
+            torch.save(out["b"], tmp_path / "b.pt")
+            first.zero_grad()
+            second.zero_grad()
+        assert_same(*found)
+    assert pg.stats(head).replayed == 5
+    assert not pg.stats(head).refusals
 
 
 def test_c06_a_second_backward_through_nothing_but_weights(device):
