@@ -39,6 +39,10 @@ _SEEN = Refusal("has a gradient of one result with respect to another, through w
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """A backward that is itself to be differentiated has to run live."""
 
+MANY = 32
+"""Up to so many parameters a backward is played on the caller's stream, where autograd waits for another at each of them. On that
+other stream it waits at each gradient that comes in, and the allocator polls until those have been read."""
+
 _WRITTEN = ("one of the variables needed for gradient computation has been modified by an inplace operation: a {}, between the "
             "forward of a recorded function and its backward")  # fmt: skip
 
@@ -51,7 +55,7 @@ class Joint:
     """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
 
     def __init__(
-        self, traced: Backward, backward: Callable[..., Gradients], joining: Callable[[], AbstractContextManager[None]]
+        self, traced: Backward, backward: Callable[..., Gradients], joining: Callable[[bool], AbstractContextManager[None]]
     ) -> None:
         self.traced = traced
         self.backward = backward
@@ -82,7 +86,7 @@ class Joint:
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
-        with self._joining():
+        with self._joining(len(traced.parameters) > MANY):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
                 flight.joined(joined[0].grad_fn)

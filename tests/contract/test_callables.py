@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import phonograph as pg
 from phonograph import callables as room
-from phonograph import recorder
+from phonograph import joint, recorder
 from phonograph.devices import device_for
 from phonograph.spans import Spans
 from phonograph.testing import assert_same
@@ -406,8 +406,10 @@ def test_c06_c15_a_pipeline(device, monkeypatch, order, in_flight, given, width)
     assert not any(b.refusals for b in backwards)
 
 
-def test_c06_gradients_are_added_up_before_their_memory_is_used_again(cuda, monkeypatch):
+@pytest.mark.parametrize("many", [0, 1000], ids=["played there", "played elsewhere"])
+def test_c06_gradients_are_added_up_before_their_memory_is_used_again(cuda, monkeypatch, many):
     """Autograd adds them up on the stream on which it first met a parameter, which may be far behind: here its hooks are."""
+    monkeypatch.setattr(joint, "MANY", many)
     memory_is(cuda, monkeypatch, scarce=True)
     torch.manual_seed(0)
     modules, live = beside([perceptron(cuda, 160) for _ in range(2)])
@@ -419,8 +421,10 @@ def test_c06_gradients_are_added_up_before_their_memory_is_used_again(cuda, monk
     assert sum(pg.stats(b).replayed for m in modules for b in pg.api._recorded(m)._backwards) > 10
 
 
-def test_c06_a_gradient_is_read_before_its_memory_is_used_again(cuda, monkeypatch):
+@pytest.mark.parametrize("many", [0, 1000], ids=["played there", "played elsewhere"])
+def test_c06_a_gradient_is_read_before_its_memory_is_used_again(cuda, monkeypatch, many):
     """What reads the gradient of an argument may run on another stream than the backward that comes next; here that is slow."""
+    monkeypatch.setattr(joint, "MANY", many)
     memory_is(cuda, monkeypatch, scarce=True)
     torch.manual_seed(0)
     ours, theirs = beside([perceptron(cuda, 160) for _ in range(3)])

@@ -75,8 +75,8 @@ class Device(Protocol):
         """A replay begins on the current stream: it waits for the last one, if that was on another, and within a backward for
         whatever still reads the gradients of replays before."""
 
-    def joining(self) -> AbstractContextManager[None]:
-        """Where a node of autograd is made whose backward replays a recording."""
+    def joining(self, many: bool) -> AbstractContextManager[None]:
+        """Where a node of autograd is made whose backward replays a recording, and gives gradients to `many` parameters."""
 
     def anchor(self, place: Spans) -> Any:
         """What owns the pool's memory at a place: it stays for as long as this is referred to."""

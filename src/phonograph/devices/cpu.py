@@ -496,7 +496,7 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
-    def joining(self) -> Any:
+    def joining(self, many: bool) -> Any:
         return nullcontext()
 
     def anchor(self, place: Spans) -> Any:

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -762,12 +762,14 @@ class CudaDevice:
                 if other is not current:
                     self._wait(current, other)
 
-    def joining(self) -> AbstractContextManager[None]:
-        """A backward's replay runs on the stream on which parameters that were first met in a warm-up call get their gradients
-        added up. On the user's, autograd would wait for the other stream at each of them: 10 us a parameter."""
+    def joining(self, many: bool) -> AbstractContextManager[None]:
+        """Parameters that were first met in a warm-up call get their gradients added up on the stream of that. Where there are
+        many, the backward is played there as well, or autograd would wait for the other stream at each."""
         users = self._current(raw_stream(self.index))
         if users not in self._joined and users != self._stream:
             self._joined.append(users)
+        if not many:
+            return nullcontext()
         return OnStream(self._stream) if current_device() == self.index else torch.cuda.stream(self._stream)
 
     def _current(self, stream: int) -> torch.cuda.Stream:
