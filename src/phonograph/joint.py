@@ -40,8 +40,8 @@ TWICE = Refusal("has a backward with create_graph=True", "record what contains t
 """A backward that is itself to be differentiated has to run live."""
 
 MANY = 32
-"""Up to so many parameters a backward is played on the caller's stream, where autograd waits for another at each of them. On that
-other stream it waits at each gradient that comes in, and the allocator polls until those have been read."""
+"""Up to so many parameters a backward is played on the caller's stream, and autograd waits for another at each of them. On that
+other one it waits at each gradient that comes in, and the allocator polls until those have been read."""
 
 _WRITTEN = ("one of the variables needed for gradient computation has been modified by an inplace operation: a {}, between the "
             "forward of a recorded function and its backward")  # fmt: skip

@@ -627,8 +627,9 @@ def a_backward_in_a_hook(out):
     def inner(_):
         found.extend(torch.autograd.grad(out["b"], out["a"], torch.ones_like(out["b"]), retain_graph=True))
 
-    out["c"].register_hook(inner)
+    handle = out["c"].register_hook(inner)
     loss(out, "c", "d").backward()
+    handle.remove()  # or it would keep what it refers to, itself among it
     return found
 
 
@@ -705,12 +706,13 @@ def test_c06_a_hook_on_a_result_that_is_set_while_the_backward_runs(device):
     for n in range(4):
         for module in both:
             out = module(batch(device, n)[0])
-            out["b"].register_hook(lambda _, out=out: out["a"].register_hook(lambda g: None) and None)
+            handle = out["b"].register_hook(lambda _, out=out: out["a"].register_hook(lambda g: None) and None)
             if n == 2 and module is both.recorded:
                 with pytest.raises(RuntimeError, match="with respect to another"):
                     loss(out, "c").backward()
             elif n != 1 or module is not both.recorded:
                 loss(out, "c").backward()
+            handle.remove()
             module.zero_grad()
 
 
