@@ -151,7 +151,8 @@ class WriteInput(NamedTuple):
 
 
 class WriteOutput(NamedTuple):
-    """The caller writes a held output; autograd is told, or not."""
+    """The caller writes a held output; autograd is told, or not. (Not what a reentrant part has made of its own input: that
+    is a view which eager must not be asked about any more.)"""
 
     back: int = 0
     grad: bool = False
@@ -586,7 +587,7 @@ class Machine:
         self.spent |= set(range(len(self.uses)))
 
     def _writeoutput(self, action: WriteOutput) -> None:
-        if self.held:
+        if self.held and not any("relu in place" in m.layers and m.recompute == "reentrant" for m in self.program.models):
             i = -1 - action.back % len(self.held)
             with contextlib.nullcontext() if action.grad else torch.no_grad():
                 self.held[i].tensor.mul_(0.5)
@@ -622,7 +623,7 @@ class Machine:
         return {
             "outcome": outcome,
             "held": [(noted(h.tensor), h.tensor.is_leaf) for h in self.held],
-            "looked at": [noted(h.tensor.grad) for h in self.held if h.tensor.retains_grad and h.tensor.grad is not None],
+            "looked at": [_looked_at(h.tensor) for h in self.held],
             "inputs": [(noted(t), t.grad if t.grad is None else noted(t.grad)) for t in inputs if t.is_leaf],
             "kept": [*map(noted, self.kept)],
             "parameters": [*map(noted, parameters)],
@@ -633,6 +634,14 @@ class Machine:
             "generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state(),
             "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "kept": self.kept, "gradients": grads})),
         }
+
+
+def _looked_at(t: torch.Tensor) -> Any:
+    """Its gradient, if somebody wanted that to be kept."""
+    try:
+        return noted(t.grad) if t.retains_grad and t.grad is not None else None
+    except RuntimeError as error:  # a view that was made in an autograd function, and written since
+        return type(error)
 
 
 def _scale(p: torch.Tensor, heard: Counter[str]) -> Any:
