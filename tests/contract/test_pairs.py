@@ -698,6 +698,40 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another_through_what_is_
     assert pg.stats(both.recorded).replayed == 6 - warmup
 
 
+def by_a_backward(out):
+    loss(out, "c").backward()
+
+
+def by_asking(out):
+    torch.autograd.grad(loss(out, "c"), out["a"])
+
+
+def by_retaining(out):
+    out["a"].retain_grad()
+    loss(out, "c").backward()
+
+
+@pytest.mark.parametrize("look", [by_a_backward, by_asking, by_retaining])
+@pytest.mark.parametrize("written", ["a", "b", "weight"])
+def test_c06_what_was_saved_for_another_result_is_written(device, look, written):
+    """Results that come out of nodes of their own are those whose versions count."""
+    torch.manual_seed(0)
+    both = Both(Layered().to(device))
+    for n in range(5):
+        x, _ = batch(device, n)
+        for module in both:
+            out = module(x)
+            if n != 1:
+                with torch.no_grad():
+                    (module.third.weight if written == "weight" else out[written]).mul_(2)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    look(out)
+            else:
+                look(out)
+            module.zero_grad()
+    assert pg.stats(both.recorded).replayed == 4
+
+
 @may_run_live
 def test_c06_a_hook_on_a_result_that_is_set_while_the_backward_runs(device):
     """It would see a part of the gradient."""
