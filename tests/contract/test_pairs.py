@@ -827,16 +827,19 @@ def test_c14_a_result_on_which_others_depend_is_an_argument_like_any_other(devic
 
 
 def test_c06_a_second_backward_through_nothing_but_weights(device):
+    """Of its first layer it needs the bias alone, and of what it has saved the weight of the second."""
     torch.manual_seed(0)
-    both = Both(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device))
-    for n in range(4):
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    both = Both(nn.Sequential(layer, layer).to(device))
+    for n in range(5):
         for module in both:
-            module[0].weight.requires_grad_(False)
             y = module(batch(device, n)[0])
             y.sum().backward()
             with pytest.raises(RuntimeError, match="a second time"):
                 y.sum().backward()
         assert_same(*map(grads, both))
+    assert pg.stats(both.recorded).replayed == 4
 
 
 def test_c06_results_that_nobody_looks_at_cost_one_backward(device):

@@ -316,3 +316,17 @@ def test_c11_an_operator_that_counts_on_the_host_is_named(device):
 def test_c19_operators_are_checked(options, error):
     with pytest.raises(error, match="split_at"):
         pg.record(lambda x: x, **options)
+
+
+@may_run_live
+def test_c18_a_signature_whose_recordings_have_gone_leaves_no_place_behind(device):
+    """It gave another shape; then other signatures come, more than there is room for."""
+    f = pg.record(lambda x: x[x > 0] * 2, fallback="split", max_recordings=2)
+    for values in ([1.0, -1.0], [1.0, -1.0], [1.0, -1.0], [1.0, 1.0]):
+        x = torch.tensor(values, device=device)
+        assert torch.equal(f(x), x[x > 0] * 2)
+    for size in (3, 4, 5, 6):
+        for _ in range(4):
+            x = ramp(device, size, start=1.0)
+            assert torch.equal(f(x), x * 2)
+    assert len(f._shelf) == 2
