@@ -91,6 +91,8 @@ class Shelf:
         players = self._by_key.get(key, [])
         gone = [p for p in players if unwanted(p)]
         players[:] = [p for p in players if p not in gone]
+        if gone and not players:
+            del self._by_key[key]
         return gone
 
     def clear(self) -> list[Player]:

@@ -556,13 +556,13 @@ def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     """A smaller program that still fails: without actions, instructions and results that are not needed."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _smaller(program):
-            if fails(candidate):
-                program, smaller = candidate, True
-                break
+    return shrunk(program, _smaller, fails)
+
+
+def shrunk(program: T, smaller: Callable[[T], Iterator[T]], fails: Callable[[T], bool]) -> T:
+    """The smallest that is found by taking a `smaller` one that still fails, again and again."""
+    while (found := next(filter(fails, smaller(program)), None)) is not None:
+        program = found
     return program
 
 

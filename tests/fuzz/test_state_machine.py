@@ -3,14 +3,12 @@
 PHONOGRAPH_FUZZ_PROGRAMS programs (300) from seed PHONOGRAPH_FUZZ_SEED (0); `python -m tests.fuzz.run` runs more.
 """
 
-import os
 import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 
+from tests.fuzz.drawing import by_hypothesis
 from tests.fuzz.programs import (
     Call,
     Change,
@@ -27,27 +25,8 @@ from tests.fuzz.programs import (
     shrink,
 )
 
-PROGRAMS = int(os.environ.get("PHONOGRAPH_FUZZ_PROGRAMS", "300"))
-SEED = int(os.environ.get("PHONOGRAPH_FUZZ_SEED", "0"))
 
-
-@st.composite
-def programs(draw):
-    return make_program(lambda options: draw(st.sampled_from(options)))
-
-
-@seed(SEED)
-@settings(
-    max_examples=PROGRAMS,
-    deadline=None,
-    database=None,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,  # the device is the same for every program
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
-@given(program=programs())
+@by_hypothesis(make_program, "PHONOGRAPH_FUZZ_PROGRAMS", 300)
 def test_random_programs_do_what_eager_does(device, program):
     check(program, device)
 

@@ -4,16 +4,14 @@ PHONOGRAPH_FUZZ_TRAINING programs (60) from seed PHONOGRAPH_FUZZ_SEED (0); `pyth
 """
 
 import dataclasses
-import os
 import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 
 from phonograph.testing import assert_same
 from tests.fuzz import training
+from tests.fuzz.drawing import by_hypothesis
 from tests.fuzz.training import (
     Backward,
     Change,
@@ -38,28 +36,8 @@ from tests.fuzz.training import (
     shrink,
 )
 
-PROGRAMS = int(os.environ.get("PHONOGRAPH_FUZZ_TRAINING", "60"))
-SEED = int(os.environ.get("PHONOGRAPH_FUZZ_SEED", "0"))
 
-
-@st.composite
-def programs(draw):
-    return make_program(lambda options: draw(st.sampled_from(options)))
-
-
-@seed(SEED)
-@settings(
-    max_examples=PROGRAMS,
-    deadline=None,
-    database=None,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,  # the device is the same for every program
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.large_base_example,
-    ],
-)
-@given(program=programs())
+@by_hypothesis(make_program, "PHONOGRAPH_FUZZ_TRAINING", 60)
 def test_random_training_loops_do_what_eager_does(device, program):
     check(program, device)
 

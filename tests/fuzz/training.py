@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import phonograph as pg
 from phonograph.devices import device_for
 from phonograph.testing import aliasing, assert_same
-from tests.fuzz.programs import Choose, noted, results_up_to
+from tests.fuzz.programs import Choose, noted, results_up_to, shrunk
 
 WIDTH = 4
 MAX_HELD = 6
@@ -838,14 +838,7 @@ EVENTS = ("forward", "backward", "rows", "drop", "zero", "step", "keep", "keep",
 
 def shrink(program: Training, fails: Callable[[Training], bool]) -> Training:
     """A smaller program that still fails: without steps, layers and options that are not needed."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _smaller(program):
-            if fails(candidate):
-                program, smaller = candidate, True
-                break
-    return program
+    return shrunk(program, _smaller, fails)
 
 
 def _smaller(program: Training) -> Iterator[Training]:
