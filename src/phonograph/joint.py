@@ -9,9 +9,9 @@ What the forward has saved is lent to the autograd function, as a result is lent
 a backward, or the graph is dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a
 second one. There are as many as there are forwards in flight.
 
-Where one result depends on another, whose gradient is looked at (`retain_grad`, a hook, `autograd.grad`), that one node is not
-enough: a gradient flows from the one to the other. So such results come out of nodes of their own, behind it. As long as nobody
-looks, they just pass on what arrives.
+Where there are several results, that one node is not enough. A hook of one must not hear of a backward of the others, and where
+one depends on another, whose gradient is looked at (`retain_grad`, a hook, `autograd.grad`), a gradient flows from the one to
+the other. So each comes out of a node of its own, behind it. As long as nobody looks, these just pass on what arrives.
 
 Eager notices when a tensor that was saved is written before its backward. The same is done here, for those that the backward
 of the given gradients reads: they are known once it has run live.
@@ -69,9 +69,8 @@ class Joint:
         self._index = {n: at[id(t)] for n, t in traced.constant.items()}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
         self._inner = {k for others in traced.upstream for k in others}
-        # Those that others depend on come first.
-        apart = [i for i, others in enumerate(traced.upstream) if others or i in self._inner]
-        self._apart = sorted(apart, key=lambda i: len(traced.upstream[i]))
+        several = range(len(traced.attached)) if len(traced.attached) > 1 else ()
+        self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor]) -> None:

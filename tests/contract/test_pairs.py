@@ -660,6 +660,35 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
     assert pg.stats(both.recorded).replayed == 4
 
 
+class TwoHeads(nn.Module):
+    """Results that do not depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.value = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.policy(x), self.value(x)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_c06_a_hook_of_a_result_hears_of_no_backward_of_another(device, used):
+    torch.manual_seed(0)
+    both = Both(TwoHeads().to(device))
+    for n in range(5):
+        x, _ = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            results = module(x)
+            results[1 - used].register_hook(lambda grad: grad * 0.5)
+            results[1 - used].retain_grad()
+            results[used].square().sum().backward()
+            found.append((results[1 - used].grad, grads(module)))
+        assert_same(*found)
+    assert pg.stats(both.recorded).replayed == 4
+
+
 class AlsoHidden(nn.Module):
     """Recomputes one result from the other."""
 
