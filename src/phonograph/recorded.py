@@ -40,7 +40,7 @@ from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, overloads, switched_off
 from .player import GRAD, Player
 from .reach import Reach
-from .recorder import fed, record, recording_here, settled
+from .recorder import Terms, fed, record, recording_here, settled
 from .recording import Entangled, Recording
 from .segments import Diverged, Unseen
 from .shelf import Found, Shelf
@@ -523,11 +523,10 @@ class Recorded(Observed, Generic[P, R]):
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
+            terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes)
             try:
                 with Within():
-                    recording = record(self.name, self._function, call, reach, device, blocked=blocked, apart=apart,
-                                       borrow=borrow, tracing=tracing, turns=turns,
-                                       notes=history.notes)  # fmt: skip
+                    recording = record(self.name, self._function, call, reach, device, terms)
                 settled(tracing)
                 if recording.live_parts and self.options.verify:
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")

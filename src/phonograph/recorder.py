@@ -21,6 +21,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from operator import is_
 from types import CodeType
 from typing import Any
@@ -47,7 +48,7 @@ from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 
-__all__ = ["SMALL", "fed", "record", "recording_here", "settled"]
+__all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "settled"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -66,47 +67,48 @@ def recording_here() -> bool:
     return mine or (bool(_recording) and isinstance(threading.current_thread(), threading._DummyThread))
 
 
-def record(
-    name: str,
-    function: Callable[..., Any],
-    call: Call,
-    reach: Reach,
-    device: Any,
-    *,
-    blocked: int = 0,
-    apart: bool = False,
-    borrow: bool = False,
-    follow: tuple[str, ...] = (*LIVE, *CYCLED),
-    tracing: Tracing | None = None,
-    turns: bool = False,
-    notes: Notes | None = None,
-) -> Recording:
-    """Capture this call and return its recording, not yet played.
+@dataclass(frozen=True)
+class Terms:
+    """How a call is to be captured.
 
     `blocked` recordings of the same signature could not be played, because outputs are held in their memory. Then a
     second one takes turns with the first; a third hands out copies of its outputs and is in nobody's way again.
-    `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`, results may be attached to
-    the graph of autograd, and the recording has a `backward` for them. `notes` tell of the operators that ran live in a call of
-    this signature.
+    What it means that a recording keeps `apart`, or takes `turns`: see `_clearance`. With `borrow`, it hands out its own
+    memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
+    results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
+    operators that ran live in a call of this signature.
+    """
+
+    blocked: int = 0
+    apart: bool = False
+    turns: bool = False
+    borrow: bool = False
+    follow: tuple[str, ...] = (*LIVE, *CYCLED)
+    tracing: Tracing | None = None
+    notes: Notes | None = None
+
+
+def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
+    """Capture this call and return its recording, not yet played.
 
     Raises:
         Attached: a result is attached, and there is no `tracing`.
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names.
     """
+    tracing = terms.tracing
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
-    protected, copies_out = _clearance(device, blocked, apart, turns, tracing is not None, function)
+    protected, copies_out = _clearance(device, terms, function)
     try:
         with _transaction(reach, grads) as snapshot:
             in_place = tracing is None and not isinstance(function, Backward)
             arguments, fixed = _arguments(call, device, in_place)
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
             small = 0 if isinstance(function, Backward) else SMALL
-            most = 0 if borrow else math.inf if copies_out else small
-            with recordable(reach.optimizers), probing(reach, follow) as dials, fit_to_step(reach.optimizers):
-                captured = _capture(name, function, call, reach, device, grads, arguments, fixed, protected, dials, most,
-                                    tracing, notes)  # fmt: skip
+            most = 0 if terms.borrow else math.inf if copies_out else small
+            with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
+                captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms)
             changes = snapshot.changes()
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -131,8 +133,7 @@ def record(
     except _Unfollowed:
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
-        return record(name, function, call, reach, device, blocked=blocked, apart=apart, borrow=borrow, follow=fewer,
-                      tracing=tracing, turns=turns, notes=notes)  # fmt: skip
+        return record(name, function, call, reach, device, replace(terms, follow=fewer))
     leaves: list[Any] = []
     return Recording(
         name=name,
@@ -142,7 +143,7 @@ def record(
         slots=slots,
         shape=flatten(captured.result, leaves),
         outputs=plan,
-        leases=() if borrow else tuple(leases.values()),
+        leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(reach, snapshot, grads, dials),
@@ -150,7 +151,7 @@ def record(
         like=outputs.skeleton(captured.result),
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
-        borrow=borrow,
+        borrow=terms.borrow,
         backward=backward,
         live_parts=captured.watch.parts,
     )
@@ -252,7 +253,7 @@ class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
 
-def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool, function: Any) -> tuple[Spans, bool]:
+def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
     """Which addresses the new recording keeps clear of, and whether it hands out copies.
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
@@ -265,22 +266,22 @@ def _clearance(device: Any, blocked: int, apart: bool, turns: bool, traced: bool
     all others. Their backwards share one place, and hand out copies, because gradients are held for long.
     """
     pool = device.pool
-    everything, turns = pool.footprints() | pool.protected(), turns or pool.takes_turns
+    everything, turns = pool.footprints() | pool.protected(), terms.turns or pool.takes_turns
     one_of_many = turns and isinstance(function, Backward)
-    if apart or (pool.footprints().nbytes <= device.roomy and blocked < _TAKING_TURNS):
+    if terms.apart or (pool.footprints().nbytes <= device.roomy and terms.blocked < _TAKING_TURNS):
         return everything, one_of_many
-    if traced and (blocked or turns):
+    if terms.tracing is not None and (terms.blocked or turns):
         return everything, True
     if one_of_many:
         return pool.leased() | pool.of_forwards(), True
-    return (pool.leased(), True) if blocked else (pool.protected(), False)
+    return (pool.leased(), True) if terms.blocked else (pool.protected(), False)
 
 
 def _capture(
-    name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads,
-    arguments: list[torch.Tensor], fixed: list[bool], protected: Spans,
-    dials: Dials, most: float, tracing: Tracing | None, notes: Notes | None,
+    function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads, arguments: list[torch.Tensor],
+    fixed: list[bool], protected: Spans, dials: Dials, most: float, terms: Terms,
 ) -> Any:  # fmt: skip
+    tracing = terms.tracing
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
     backwards: list[CodeType] = []
@@ -305,7 +306,7 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        cuts = Cuts(notes, reach, watch, outer, apart)
+        cuts = Cuts(terms.notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
             try:
                 result = function(*args, **kwargs)

@@ -9,55 +9,41 @@ disturb is host state only, and each piece of it is set and put back here, on ev
 * Python's garbage collector, which must not run a destructor with CUDA calls in the middle;
 * the allocator's history, which is how a recording learns its footprint.
 
-`thread_local` capture mode leaves other threads alone: a data loader may pin memory meanwhile. There is no synchronize
-and no empty_cache. torch's own context manager does both each time, hides the real exception behind "operation failed
-due to a previous error during capture", and leaves the thread on the capture stream then.
+The graphs themselves are next door, in `cuda_graphs`; what a call must not do while they are captured, in `cuda_watch`; how
+captures keep off memory that is still held, in `cuda_memory`.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import threading
-import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
 
 from .. import torch_private
 from ..dials import Dials
-from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
-from ..operators import Meaning, tensors_in
-from ..pool import Fill, Pool, Spot, dense, extent, place_of, unowned
+from ..pool import Pool, Spot, extent, place_of, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
-from ..recording import Program, Recording, Tensors
-from ..segments import Break, Segments
+from ..recording import Program, Recording
+from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import OnStream, address, backward_id, current_device, maker, raw_stream
+from ..torch_private import OnStream, backward_id, current_device, raw_stream
 from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
-from ..where import users_line
-from . import cuda_memory, driver
+from . import cuda_memory
 from .base import Captured, Made
+from .cuda_graphs import GraphProgram, Graphs, quietly
+from .cuda_watch import CudaWatch
 
 __all__ = ["CudaDevice"]
 
-_thread = threading.local()
-
-_HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
-_UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
-
 _STEP = 4  # numbers that a thread draws at once
-
-_SMALL = 32 << 10  # bytes that the kernel for all copies in about the time of a memcpy node
 
 _REMEDIES: Mapping[str, str] = {
     "Cannot copy between CPU and CUDA tensors":
@@ -81,135 +67,7 @@ class _Anchor:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-            _quietly(self._graph.capture_end)
-
-
-def _quietly(end: Callable[[], None]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
-        end()
-
-
-class CudaWatch(OperatorWatch):
-    """Also refuses host tensors: what runs on the host during a capture would not run again at a replay."""
-
-    def __init__(
-        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
-        free: Spans, rewind: Rewind | None,
-    ) -> None:  # fmt: skip
-        super().__init__(device, reach, slots, borrowed)
-        self._rewind = rewind
-        self._rewound = False  # numbers are drawn that the forward has drawn
-        self._draws: set[bool] = set()  # the values that this had when something was drawn
-        self.sets_states = False
-        self._registered = generators
-        self._performing = 0  # operators that run within each other
-        self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
-        self.next_segment: Callable[[], None] = _nothing
-        self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
-
-    def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        super()._see(m, args, kwargs, tensors)
-        hosts = [t for t in tensors if t.is_cpu]
-        copies = m.name in ("aten::_to_copy", "aten::copy_")
-        if copies and len(hosts) < len(tensors):
-            target = kwargs.get("device")
-            to_host = (target is not None and torch.device(target).type == "cpu") or (
-                m.name == "aten::copy_" and args[0].device.type == "cpu"
-            )
-            if to_host:
-                raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
-        if not hosts:
-            return
-        if copies and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
-            raise Refusal(f"{m.name} copies a host tensor to the device",
-                          "copy it before the call and pass it as an argument")  # fmt: skip
-        for t in hosts:
-            name = self.known.get(storage_id(t))
-            if name:
-                raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
-                              "move it to the device; a replay could not see it change")  # fmt: skip
-
-    def frames(self) -> Starts:
-        path, called = torch_private.COMPILED_GRAPH
-        return {
-            called: [(path, self._compiled, _UNSAID)],
-            "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
-        }
-
-    def _compiled(self, frame: FrameType) -> bool:
-        """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
-        written = torch_private.written_by_graph(frame)
-        for t in written or ():
-            self.writes(t, version=-1)  # it has been counted on already
-        return written is None
-
-    def _launched(self, frame: FrameType) -> bool:
-        """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
-        if not self._performing:
-            given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
-            for t in given:
-                if isinstance(t, torch.Tensor):
-                    self.writes(t)
-        return False
-
-    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
-        if m.random and _on_host(args, kwargs):
-            raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
-        if m.random and self._rewind is not None:
-            self._draws.add(self._rewound)
-            if len(self._draws) > 1:
-                raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
-                                           "draw them in the forward"))  # fmt: skip
-        self._performing += 1
-        try:
-            return super().perform(func, m, args, kwargs)
-        finally:
-            self._performing -= 1
-
-    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        if self.sets_states or self.states.held():
-            raise Refusal(f"runs {part.form.operator.name()} live, and keeps a state of a random generator", "call it outside")
-        self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
-        self.next_segment()
-
-    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
-        self.states.read(state, self._rewound)
-
-    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
-        if of.type == "cuda" and of.index != self.device.index:
-            raise Refusal(f"sets the state of the generator of {of}", "do that outside")
-        rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
-        if of.type == "cuda":
-            self.sets_states = True
-            self._rewound = rewound
-
-    def stranger(self, m: Meaning, t: torch.Tensor) -> None:
-        # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
-        # address. Host constants need no watching: they are baked in.
-        if t.is_cuda:
-            place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-            if place not in self.strangers and not self._free.covers(*place):
-                self.strangers[place] = (m.name, users_line())
-        else:
-            super().stranger(m, t)
-
-    def meet(self, generator: torch.Generator) -> None:
-        super().meet(generator)
-        if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
-            self._registered.append(generator)
-            raise Refusal("uses a random generator that was not known before the capture", final=False)
-
-
-def _nothing() -> None:
-    """What comes before anything is captured."""
-
-
-def _on_host(args: Any, kwargs: Any) -> bool:
-    tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
-    if tensors:
-        return all(t.device.type == "cpu" for t in tensors)
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+            quietly(self._graph.capture_end)
 
 
 def _slot(t: torch.Tensor) -> torch.Tensor:
@@ -226,11 +84,6 @@ def _places(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return [*map(_slot, arguments)]
     except torch.OutOfMemoryError:
         return []
-
-
-def _same(a: torch.Generator, b: torch.Generator) -> bool:
-    """Two Python objects may stand for one generator."""
-    return a is b or getattr(a, "_cdata", a) == getattr(b, "_cdata", b)
 
 
 class _Ghost:
@@ -251,238 +104,6 @@ class _Ghost:
             return alive
         with torch.no_grad():
             return self._spot.tensor().clone()
-
-
-class _Edges:
-    """Copies at the beginning of a graph, from the arguments to their slots, and at its end, from results to memory of
-    the caller's own. They are nodes of the graph itself, and get their outer addresses before each launch: that costs
-    the CPU less than a copy beside the graph, and the GPU less than another launch.
-
-    A memcpy node for each, but one kernel for several small ones: to give it their addresses costs 1.8 us in all, and a
-    memcpy node 1.1 us. But the kernel has one block for each 512 KiB, so that 4 MiB take it 50 us, and a node 10 (H200).
-
-    Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
-    """
-
-    def __init__(self, stream: int, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
-        """Must be made where the capture has begun, before anything else is captured."""
-        self.slots = slots
-        self.addresses: list[int] = []
-        self.nodes: set[int] = set()
-        self._stream = stream
-        self.usable = all(map(dense, arguments)) and len(set(map(address, arguments))) == len(arguments)
-        if self.usable:
-            self._copy(slots, arguments)
-            self.addresses += map(address, arguments)
-            self.nodes |= driver.captured_nodes(stream)
-
-    def copy_out(self, results: list[torch.UntypedStorage]) -> None:
-        """To be called last in the capture."""
-        if self.usable:
-            before = driver.captured_nodes(self._stream)
-            with torch.inference_mode(False), torch.no_grad():
-                ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
-                theirs = [torch.empty_like(t) for t in ours]
-            self._copy(theirs, ours)
-            self.addresses += map(address, theirs)
-            self.nodes |= driver.captured_nodes(self._stream) - before
-
-    @staticmethod
-    def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        together: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for i, (t, s) in enumerate(zip(targets, sources, strict=True)):
-            dtype = torch.int64 if _wide(t) and _wide(s) else torch.uint8
-            together[dtype if s.nbytes <= _SMALL else i].append((_row(t, dtype), _row(s, dtype)))
-        for pairs in together.values():
-            if len(pairs) == 1:
-                pairs[0][0].copy_(pairs[0][1])
-            else:
-                torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
-
-
-class _Segment:
-    """One graph, as it is captured: with its copies at the edges, and the nodes of optimizers' steps."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, edges: _Edges) -> None:
-        self.graph = graph
-        self.edges = edges
-        self.steps: set[int] = set()
-
-
-class _Graphs:
-    """The graphs of one call, captured one after the other in one pool: there is one, and another after each live operator."""
-
-    def __init__(
-        self, stream: int, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
-    ) -> None:
-        self.segments: list[_Segment] = []
-        self._stream = stream
-        self._handle = handle
-        self._generators = generators
-        self._dials = dials
-        self._open = False
-
-    def begin(self) -> None:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for g in self._generators:
-            graph.register_generator_state(g)
-        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        self._open = True
-        self.segments.append(_Segment(graph, _Edges(self._stream, [], [])))
-        if self._dials is not None:
-            self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
-
-    def copy_in(self, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
-        """To be called when the first has begun."""
-        self.segments[0].edges = _Edges(self._stream, slots, arguments)
-
-    def end(self) -> None:
-        driver.end_broken_capture(self._stream)
-        self._open = False
-        _quietly(self.segments[-1].graph.capture_end)
-
-    def next(self) -> None:
-        with torch_private.without_modes():  # a generator's numbers are put into the graph by operators
-            self.end()
-            self.begin()
-
-    def give_up(self) -> None:
-        if self._open:
-            self.end()
-        for segment in self.segments:
-            segment.graph.reset()
-        self.segments.clear()
-
-
-def _collecting(stream: int, nodes: set[int]) -> Callable[[bool], None]:
-    """Collects the nodes that are captured between a call with True and one with False."""
-    before: list[set[int]] = []
-
-    def tell(begins: bool) -> None:
-        now = driver.captured_nodes(stream)
-        if begins:
-            before.append(now)
-        elif before:
-            nodes.update(now - before.pop())
-
-    return tell
-
-
-def _wide(t: torch.Tensor) -> bool:
-    return not (t.nbytes % 8 or t.data_ptr() % 8 or t.storage_offset() * t.element_size() % 8)
-
-
-def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a dense tensor as a row of another type."""
-    start = t.storage_offset() * t.element_size() // dtype.itemsize
-    with torch.inference_mode(False), torch.no_grad():
-        row = torch.empty(0, dtype=dtype, device=t.device)
-        return row.set_(t.untyped_storage(), start, (t.nbytes // dtype.itemsize,), (1,))
-
-
-class GraphProgram:
-    """An instantiated CUDA graph."""
-
-    def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, states: Known, keep: Any, device: int,
-                 rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
-        graph, edges = segment.graph, segment.edges
-        self.footprint = footprint
-        self.operators = watch.operators
-        self.owned = Spans()
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._keep = keep
-        self._device = device
-        graph.instantiate()
-        self._stream = -1
-        self._launch: Callable[[], int] = int  # on that stream
-        self._states = states
-        self.mixed: Callable[[], bool] | None = states.mixed if len(states.generators) > 1 else None
-        self._numbers: driver.KernelNumbers | None = None
-        self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
-        # Known after the first launch.
-        self._random: bool | None = True if watch.sets_states else None
-        self._rewind = rewind if watch.sets_states else None
-        self._surplus = surplus
-        self.outs: tuple[torch.Tensor, ...] = ()
-        self._new: list[Callable[[], torch.Tensor]] = []
-        self._fill = Fill(edges.slots)
-        self._context = driver.context()
-        self._pointers: driver.Pointers | None = None
-        if edges.nodes:
-            try:
-                self._pointers = driver.Pointers(graph.raw_cuda_graph_exec(), edges.nodes, edges.addresses)
-            except driver.DriverError:
-                driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
-
-    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
-        self.outs = outs
-        self._new = [maker(o) for o in outs]
-
-    def run(self, sources: Tensors) -> list[torch.Tensor]:
-        if current_device() != self._device or not hasattr(_thread, "has_context"):
-            return self._run_elsewhere(sources)
-        targets = [new() for new in self._new]
-        if self._pointers is not None:
-            self._pointers.set([*map(address, sources), *map(address, targets)])
-            self._go() if self._random is False else self._go_random()
-        else:
-            with torch.no_grad():
-                self._fill(sources)
-                self._go_random()
-                if targets:
-                    torch._foreach_copy_(targets, self.outs)
-        return targets
-
-    def _run_elsewhere(self, sources: Tensors) -> list[torch.Tensor]:
-        """On a thread that has not used CUDA yet, or with another device current: the null stream is that device's."""
-        if driver.context() is None:
-            driver.set_context(self._context)
-        _thread.has_context = True
-        with torch.cuda.device(self._device):
-            return self.run(sources)
-
-    def _go(self) -> None:
-        stream = raw_stream(self._device)
-        if stream != self._stream:
-            assert self._graph is not None
-            self._stream, self._launch = stream, driver.launcher(self._graph.raw_cuda_graph_exec(), stream)
-        code = self._launch()
-        if code:
-            raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
-
-    def _go_random(self) -> None:
-        """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
-        there is anything to move."""
-        assert self._graph is not None
-        generators = self._states.generators
-        generator, before, now = generators[0], [], None
-        if self._random is None:
-            before = [g.get_offset() for g in generators]
-        if self._rewind is not None:
-            now = generator.get_state()
-            self._rewind.begin()
-        with self._states.lent():
-            self._graph.replay()
-        if now is not None:
-            generator.set_state(now)
-        elif self._surplus:
-            generator.set_offset(generator.get_offset() - self._surplus)
-        if self._random is None:
-            self._random = before != [g.get_offset() for g in generators]
-
-    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
-        if not numbers:
-            return True
-        assert self._graph is not None
-        if self._numbers is None:
-            self._numbers = driver.KernelNumbers(self._steps, numbers)
-        return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
-
-    def close(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph = None
-        self._keep = None
 
 
 class CudaDevice:
@@ -596,7 +217,7 @@ class CudaDevice:
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind)
                 watch.dials = dials
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                graphs = _Graphs(self._stream.cuda_stream, handle, self._generators, dials)
+                graphs = Graphs(self._stream.cuda_stream, handle, self._generators, dials)
                 watch.next_segment = graphs.next
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
@@ -639,7 +260,7 @@ class CudaDevice:
         generator = torch.cuda.default_generators[self.index]
         now = generator.get_state()
         with self._on_stream():
-            graphs = _Graphs(self._stream.cuda_stream, torch.cuda.graph_pool_handle(), self._generators)
+            graphs = Graphs(self._stream.cuda_stream, torch.cuda.graph_pool_handle(), self._generators)
             with self._capturing(graphs, Known([generator, *self._generators])):
                 result = call()
                 if rewind is not None:
@@ -691,7 +312,7 @@ class CudaDevice:
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
-    def _capturing(self, graphs: _Graphs, states: Known) -> Iterator[None]:
+    def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()
         try:

@@ -1,0 +1,280 @@
+"""CUDA graphs: how they are captured, and how they are played.
+
+While a stream is captured, what is launched on it does not run: it becomes a node of a graph, a kernel or a copy with all its
+parameters, that waits for other nodes. `Graphs` captures those of one call. A graph is then *instantiated*: from there on a
+launch of the whole costs the CPU about as much as one kernel, and which nodes there are is settled. Their parameters are not.
+`GraphProgram` sets two kinds of them anew before a launch: the addresses of the copies at the graph's ends (`_Edges`), and
+numbers in the kernels of optimizers' steps, such as the learning rate. The driver wants to be told the node of the graph as it
+was captured; so that one is kept as well.
+
+A launch can go to the driver directly. But where a graph draws random numbers, its kernels read from memory where the generator
+stands, and only torch can write that: so such a launch goes through torch, and so does the first one, which shows it.
+
+`thread_local` capture mode leaves other threads alone: a data loader may pin memory meanwhile. There is no synchronize
+and no empty_cache. torch's own context manager does both each time, hides the real exception behind "operation failed
+due to a previous error during capture", and leaves the thread on the capture stream then.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..dials import Dials
+from ..pool import Fill, dense
+from ..randomness import Known, Rewind
+from ..recording import Tensors
+from ..spans import Spans
+from ..torch_private import address, current_device, maker, raw_stream
+from . import driver
+from .cuda_watch import CudaWatch
+
+__all__ = ["GraphProgram", "Graphs", "quietly"]
+
+_thread = threading.local()
+
+_SMALL = 32 << 10  # bytes that the kernel for all copies in about the time of a memcpy node
+
+
+class _Edges:
+    """Copies at the beginning of a graph, from the arguments to their slots, and at its end, from results to memory of
+    the caller's own. They are nodes of the graph itself, and get their outer addresses before each launch: that costs
+    the CPU less than a copy beside the graph, and the GPU less than another launch.
+
+    A memcpy node for each, but one kernel for several small ones: to give it their addresses costs 1.8 us in all, and a
+    memcpy node 1.1 us. But the kernel has one block for each 512 KiB, so that 4 MiB take it 50 us, and a node 10 (H200).
+
+    Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
+    """
+
+    def __init__(self, stream: int, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """Must be made where the capture has begun, before anything else is captured."""
+        self.slots = slots
+        self.addresses: list[int] = []
+        self.nodes: set[int] = set()
+        self._stream = stream
+        self.usable = all(map(dense, arguments)) and len(set(map(address, arguments))) == len(arguments)
+        if self.usable:
+            self._copy(slots, arguments)
+            self.addresses += map(address, arguments)
+            self.nodes |= driver.captured_nodes(stream)
+
+    def copy_out(self, results: list[torch.UntypedStorage]) -> None:
+        """To be called last in the capture."""
+        if self.usable:
+            before = driver.captured_nodes(self._stream)
+            with torch.inference_mode(False), torch.no_grad():
+                ours = [torch.empty(0, dtype=torch.uint8, device=r.device).set_(r) for r in results]
+                theirs = [torch.empty_like(t) for t in ours]
+            self._copy(theirs, ours)
+            self.addresses += map(address, theirs)
+            self.nodes |= driver.captured_nodes(self._stream) - before
+
+    @staticmethod
+    def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        together: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for i, (t, s) in enumerate(zip(targets, sources, strict=True)):
+            dtype = torch.int64 if _wide(t) and _wide(s) else torch.uint8
+            together[dtype if s.nbytes <= _SMALL else i].append((_row(t, dtype), _row(s, dtype)))
+        for pairs in together.values():
+            if len(pairs) == 1:
+                pairs[0][0].copy_(pairs[0][1])
+            else:
+                torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+
+
+class _Segment:
+    """One graph, as it is captured: with its copies at the edges, and the nodes of optimizers' steps."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, edges: _Edges) -> None:
+        self.graph = graph
+        self.edges = edges
+        self.steps: set[int] = set()
+
+
+class Graphs:
+    """The graphs of one call, captured one after the other in one pool: there is one, and another after each live operator."""
+
+    def __init__(
+        self, stream: int, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
+    ) -> None:
+        self.segments: list[_Segment] = []
+        self._stream = stream
+        self._handle = handle
+        self._generators = generators
+        self._dials = dials
+        self._open = False
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for g in self._generators:
+            graph.register_generator_state(g)
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        self._open = True
+        self.segments.append(_Segment(graph, _Edges(self._stream, [], [])))
+        if self._dials is not None:
+            self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
+
+    def copy_in(self, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """To be called when the first has begun."""
+        self.segments[0].edges = _Edges(self._stream, slots, arguments)
+
+    def end(self) -> None:
+        driver.end_broken_capture(self._stream)
+        self._open = False
+        quietly(self.segments[-1].graph.capture_end)
+
+    def next(self) -> None:
+        with torch_private.without_modes():  # a generator's numbers are put into the graph by operators
+            self.end()
+            self.begin()
+
+    def give_up(self) -> None:
+        if self._open:
+            self.end()
+        for segment in self.segments:
+            segment.graph.reset()
+        self.segments.clear()
+
+
+def quietly(end: Callable[[], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
+        end()
+
+
+def _collecting(stream: int, nodes: set[int]) -> Callable[[bool], None]:
+    """Collects the nodes that are captured between a call with True and one with False."""
+    before: list[set[int]] = []
+
+    def tell(begins: bool) -> None:
+        now = driver.captured_nodes(stream)
+        if begins:
+            before.append(now)
+        elif before:
+            nodes.update(now - before.pop())
+
+    return tell
+
+
+def _wide(t: torch.Tensor) -> bool:
+    return not (t.nbytes % 8 or t.data_ptr() % 8 or t.storage_offset() * t.element_size() % 8)
+
+
+def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a dense tensor as a row of another type."""
+    start = t.storage_offset() * t.element_size() // dtype.itemsize
+    with torch.inference_mode(False), torch.no_grad():
+        row = torch.empty(0, dtype=dtype, device=t.device)
+        return row.set_(t.untyped_storage(), start, (t.nbytes // dtype.itemsize,), (1,))
+
+
+class GraphProgram:
+    """An instantiated CUDA graph."""
+
+    def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, states: Known, keep: Any, device: int,
+                 rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
+        graph, edges = segment.graph, segment.edges
+        self.footprint = footprint
+        self.operators = watch.operators
+        self.owned = Spans()
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._keep = keep
+        self._device = device
+        graph.instantiate()
+        self._stream = -1
+        self._launch: Callable[[], int] = int  # on that stream
+        self._states = states
+        self.mixed: Callable[[], bool] | None = states.mixed if len(states.generators) > 1 else None
+        self._numbers: driver.KernelNumbers | None = None
+        self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
+        # Known after the first launch.
+        self._random: bool | None = True if watch.sets_states else None
+        self._rewind = rewind if watch.sets_states else None
+        self._surplus = surplus
+        self.outs: tuple[torch.Tensor, ...] = ()
+        self._new: list[Callable[[], torch.Tensor]] = []
+        self._fill = Fill(edges.slots)
+        self._context = driver.context()
+        self._pointers: driver.Pointers | None = None
+        if edges.nodes:
+            try:
+                self._pointers = driver.Pointers(graph.raw_cuda_graph_exec(), edges.nodes, edges.addresses)
+            except driver.DriverError:
+                driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
+
+    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
+        self.outs = outs
+        self._new = [maker(o) for o in outs]
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        if current_device() != self._device or not hasattr(_thread, "has_context"):
+            return self._run_elsewhere(sources)
+        targets = [new() for new in self._new]
+        if self._pointers is not None:
+            self._pointers.set([*map(address, sources), *map(address, targets)])
+            self._go() if self._random is False else self._go_random()
+        else:
+            with torch.no_grad():
+                self._fill(sources)
+                self._go_random()
+                if targets:
+                    torch._foreach_copy_(targets, self.outs)
+        return targets
+
+    def _run_elsewhere(self, sources: Tensors) -> list[torch.Tensor]:
+        """On a thread that has not used CUDA yet, or with another device current: the null stream is that device's."""
+        if driver.context() is None:
+            driver.set_context(self._context)
+        _thread.has_context = True
+        with torch.cuda.device(self._device):
+            return self.run(sources)
+
+    def _go(self) -> None:
+        stream = raw_stream(self._device)
+        if stream != self._stream:
+            assert self._graph is not None
+            self._stream, self._launch = stream, driver.launcher(self._graph.raw_cuda_graph_exec(), stream)
+        code = self._launch()
+        if code:
+            raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+
+    def _go_random(self) -> None:
+        """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
+        there is anything to move."""
+        assert self._graph is not None
+        generators = self._states.generators
+        generator, before, now = generators[0], [], None
+        if self._random is None:
+            before = [g.get_offset() for g in generators]
+        if self._rewind is not None:
+            now = generator.get_state()
+            self._rewind.begin()
+        with self._states.lent():
+            self._graph.replay()
+        if now is not None:
+            generator.set_state(now)
+        elif self._surplus:
+            generator.set_offset(generator.get_offset() - self._surplus)
+        if self._random is None:
+            self._random = before != [g.get_offset() for g in generators]
+
+    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
+        if not numbers:
+            return True
+        assert self._graph is not None
+        if self._numbers is None:
+            self._numbers = driver.KernelNumbers(self._steps, numbers)
+        return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+        self._keep = None

@@ -1,0 +1,169 @@
+"""Watching a call while it is captured as CUDA graphs.
+
+A capture writes down what is launched, with the addresses and numbers that it is launched with. Whatever else the call does
+happens now, once, and would not happen again at a replay. So this watch refuses, besides what no device can record:
+
+* copies between the host and the device, and operators on tensors of the host that are there outside the call. Constants that
+  the call itself makes there are another matter: their values are built in;
+* random numbers that are drawn on the host;
+* a random generator that is met only when the capture has begun, because a graph has to know of it before. That refusal is
+  not final: now it is known, and the next capture begins with it.
+
+Not every kernel comes from an operator. Inductor's code and Triton launch theirs by themselves; so the watch hears of the
+Python functions that do (`frames`), and asks what they write. A tensor that they have made is new to it. Whether it is really
+the call's own shows at the end, when the footprint is known: by its address.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..effects import ANYONE, Effect, Starts
+from ..errors import Refusal
+from ..operators import Meaning, tensors_in
+from ..pool import Spot
+from ..randomness import Rewind
+from ..reach import Reach
+from ..segments import Break
+from ..spans import Spans
+from ..watch import OperatorWatch, storage_id
+from ..where import users_line
+
+__all__ = ["CudaWatch"]
+
+_HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
+_UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
+
+
+class CudaWatch(OperatorWatch):
+    """Watches one call. Its `cuts` are the live operators at which a graph ended and the next began, with what each reads and
+    gives."""
+
+    def __init__(
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
+        free: Spans, rewind: Rewind | None,
+    ) -> None:  # fmt: skip
+        super().__init__(device, reach, slots, borrowed)
+        self._rewind = rewind
+        self._rewound = False  # numbers are drawn that the forward has drawn
+        self._draws: set[bool] = set()  # the values that this had when something was drawn
+        self.sets_states = False
+        self._registered = generators
+        self._performing = 0  # operators that run within each other
+        self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
+        self.next_segment: Callable[[], None] = _nothing
+        self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
+
+    def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        super()._see(m, args, kwargs, tensors)
+        hosts = [t for t in tensors if t.is_cpu]
+        copies = m.name in ("aten::_to_copy", "aten::copy_")
+        if copies and len(hosts) < len(tensors):
+            target = kwargs.get("device")
+            to_host = (target is not None and torch.device(target).type == "cpu") or (
+                m.name == "aten::copy_" and args[0].device.type == "cpu"
+            )
+            if to_host:
+                raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
+        if not hosts:
+            return
+        if copies and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
+            raise Refusal(f"{m.name} copies a host tensor to the device",
+                          "copy it before the call and pass it as an argument")  # fmt: skip
+        for t in hosts:
+            name = self.known.get(storage_id(t))
+            if name:
+                raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
+                              "move it to the device; a replay could not see it change")  # fmt: skip
+
+    def frames(self) -> Starts:
+        path, called = torch_private.COMPILED_GRAPH
+        return {
+            called: [(path, self._compiled, _UNSAID)],
+            "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
+        }
+
+    def _compiled(self, frame: FrameType) -> bool:
+        """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
+        written = torch_private.written_by_graph(frame)
+        for t in written or ():
+            self.writes(t, version=-1)  # it has been counted on already
+        return written is None
+
+    def _launched(self, frame: FrameType) -> bool:
+        """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
+        if not self._performing:
+            given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
+            for t in given:
+                if isinstance(t, torch.Tensor):
+                    self.writes(t)
+        return False
+
+    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.random and _on_host(args, kwargs):
+            raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
+        if m.random and self._rewind is not None:
+            self._draws.add(self._rewound)
+            if len(self._draws) > 1:
+                raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
+                                           "draw them in the forward"))  # fmt: skip
+        self._performing += 1
+        try:
+            return super().perform(func, m, args, kwargs)
+        finally:
+            self._performing -= 1
+
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        if self.sets_states or self.states.held():
+            raise Refusal(f"runs {part.form.operator.name()} live, and keeps a state of a random generator", "call it outside")
+        self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
+        self.next_segment()
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self.states.read(state, self._rewound)
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        if of.type == "cuda" and of.index != self.device.index:
+            raise Refusal(f"sets the state of the generator of {of}", "do that outside")
+        rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
+        if of.type == "cuda":
+            self.sets_states = True
+            self._rewound = rewound
+
+    def stranger(self, m: Meaning, t: torch.Tensor) -> None:
+        # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
+        # address. Host constants need no watching: they are baked in.
+        if t.is_cuda:
+            place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            if place not in self.strangers and not self._free.covers(*place):
+                self.strangers[place] = (m.name, users_line())
+        else:
+            super().stranger(m, t)
+
+    def meet(self, generator: torch.Generator) -> None:
+        super().meet(generator)
+        if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
+            self._registered.append(generator)
+            raise Refusal("uses a random generator that was not known before the capture", final=False)
+
+
+def _nothing() -> None:
+    """What comes before anything is captured."""
+
+
+def _on_host(args: Any, kwargs: Any) -> bool:
+    tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
+    if tensors:
+        return all(t.device.type == "cpu" for t in tensors)
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+
+
+def _same(a: torch.Generator, b: torch.Generator) -> bool:
+    """Two Python objects may stand for one generator."""
+    return a is b or getattr(a, "_cdata", a) == getattr(b, "_cdata", b)
