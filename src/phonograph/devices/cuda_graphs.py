@@ -216,16 +216,16 @@ class GraphProgram:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
-        targets = [new() for new in self._new]
+        targets, inside = [new() for new in self._new], self._pointers is not None  # of the graph: the copies
         if self._pointers is not None:
             self._pointers.set([*map(address, sources), *map(address, targets)])
-            self._go() if self._random is False else self._go_random()
-        else:
+        elif sources:
             with torch.no_grad():
                 self._fill(sources)
-                self._go_random()
-                if targets:
-                    torch._foreach_copy_(targets, self.outs)
+        self._go() if self._random is False else self._go_random()
+        if targets and not inside:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, self.outs)
         return targets
 
     def _run_elsewhere(self, sources: Tensors) -> list[torch.Tensor]:
