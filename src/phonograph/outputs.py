@@ -25,10 +25,11 @@ from .recording import Output
 from .reliance import Grads
 from .signature import Call
 from .spans import Spans
+from .torch_private import bump
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
-__all__ = ["lease", "moulds", "overlap", "plan", "skeleton"]
+__all__ = ["lease", "moulds", "overlap", "plan", "share_version", "skeleton"]
 
 _REMEDIES = {"transformers.cache_utils": "pass use_cache=False, or set model.config.use_cache = False"}
 _MANY = 1 << 16  # elements of two results whose places are compared one by one
@@ -61,6 +62,11 @@ def plan(
         seen[id(leaf)] = i
         if isinstance(leaf, torch.Tensor):
             _faithful(leaf, captured, traced)
+            base = _base(leaf, leaves) if traced else -1
+            if base >= 0:
+                found.append(Output("view", index=base, size=tuple(leaf.shape), stride=leaf.stride(),
+                                    offset=int(leaf.storage_offset()), detached=leaf.grad_fn is None))  # fmt: skip
+                continue
             output = _tensor(leaf, captured, call, reach, grads, leases, device, found)
             found.append(_attached(output) if traced and leaf.grad_fn is not None else output)
         else:
@@ -191,6 +197,25 @@ def _attached(output: Output) -> Output:
         raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                       "return a clone of it")  # fmt: skip
     return replace(output, consumed=False, attached=True)
+
+
+def _base(t: torch.Tensor, leaves: list[Any]) -> int:
+    """Which other result, one with a history, this one is a view of, or is when it is detached; -1 if none."""
+    lazy = t.is_conj() or t.is_neg()
+    for i, x in enumerate(leaves):
+        if not isinstance(x, torch.Tensor) or x is t or x.grad_fn is None or storage_id(x) != storage_id(t) or x._is_view():
+            continue
+        same = x.dtype is t.dtype and not (lazy or x.is_conj() or x.is_neg() or t.is_inference())
+        if same and (t._base is x if t.grad_fn is not None else share_version(t, x)):
+            return i
+    return -1
+
+
+def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write of one is noted for the other: of what `detach` gives it is, and not of `data`. Moves it on."""
+    before = a._version
+    bump([b])
+    return a._version != before
 
 
 def _byte(t: torch.Tensor) -> int:

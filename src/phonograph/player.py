@@ -80,6 +80,7 @@ class Player:
         self._dials = recording.reliances.dials or None
         self._turned = False
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
+        self._views = [(i, o) for i, o in enumerate(recording.outputs) if o.kind == "view"]
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         self.played = 0
 
@@ -254,6 +255,9 @@ class Player:
         if self._attached:
             assert self.joint is not None
             self.joint.attach(made, tensors)
+            for i, o in self._views:
+                base = made[o.index].detach() if o.detached else made[o.index]
+                made[i] = base.as_strided(o.size, o.stride, o.offset)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
@@ -268,6 +272,8 @@ class Player:
             return copy.copy(o.value) if type(o.value) is set else o.value
         if o.kind == "same":
             return made[o.index]
+        if o.kind == "view":
+            return None  # until its base has a history
         if o.kind == "argument":
             assert call is not None
             return call.lent.get(o.index, call.tensors[o.index])

@@ -178,7 +178,8 @@ def _backward(
     if tracing is None or not attached:
         return None
     results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if output.kind == "lease"}
-    if any(outputs.overlap(results[i], results[j]) for i in attached for j in results if i != j):
+    pairs = [(results[i], results[j]) for i in attached for j in results if i != j]
+    if any(outputs.overlap(a, b) and (b.requires_grad or outputs.share_version(a, b)) for a, b in pairs):
         raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
     followed = {storage_id(g) for g in grads.read() if g is not None} | tracing.held.keys()
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in followed for ref in captured.others):

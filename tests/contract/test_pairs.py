@@ -1760,6 +1760,57 @@ def test_c06_a_backward_that_draws_numbers_of_its_own(device, recompute):
     assert pg.stats(recorded).replayed > 3
 
 
+VIEWS = {
+    "its transpose": lambda h: (h, h.t()),
+    "its transpose before it": lambda h: (h.t(), h),
+    "a part of it": lambda h: (h, h[1]),
+    "a part of its transpose": lambda h: (h, h.t()[:2]),
+    "detached": lambda h: (h, h.detach()),
+    "detached before it": lambda h: (h.detach(), h),
+    "a part, detached": lambda h: (h, h.detach()[0]),
+    "its data": lambda h: (h, h.data),
+    "all of them": lambda h: (h[0], h.detach(), h, h.t()),
+}
+USES = {
+    "read": lambda results: results,
+    "the first is written": lambda results: (results[0].mul_(2), *results[1:]),
+    "the last is written": lambda results: (*results[:-1], results[-1].mul_(2)),
+    "the first is dropped": lambda results: results[1:],
+    "the last is dropped": lambda results: results[:-1],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_c06_results_that_are_views_of_another(device, view, use):
+    torch.manual_seed(0)
+    start = torch.randn(4, 4, device=device)
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: VIEWS[view](x @ weight)
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(5):
+        found = []
+        x = torch.randn(4, 4, device=device)
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            results = f(x)
+            kept = [(t.requires_grad, t.shape, t.stride(), t.storage_offset()) for t in results]
+            kept += [[i for i, base in enumerate(results) if t._base is base] for t in results]
+            raised = False
+            try:
+                used = USES[use](results)
+                sum((t * (i + 2)).sum() for i, t in enumerate(used)).backward()
+            except RuntimeError as e:
+                raised = "in-place" in str(e) or "inplace" in str(e) or "does not require grad" in str(e)
+                assert raised, e
+            found.append((kept, raised, weight.grad, [t.detach() for t in results]))
+        assert_same(*found, tolerance=1e-6)
+    assert pg.stats(recorded).replayed == 4, pg.explain(recorded)
+
+
 @may_run_live
 def test_c06_a_function_that_runs_a_backward_inside_as_well(device):
     both = [perceptron(device) for _ in range(2)]
