@@ -1775,6 +1775,8 @@ USES = {
     "read": lambda results: results,
     "the first is written": lambda results: (results[0].mul_(2), *results[1:]),
     "the last is written": lambda results: (*results[:-1], results[-1].mul_(2)),
+    "the first is written when another is saved": lambda results: (results[-1].square(), results[0].mul_(2)),
+    "the last is written when another is saved": lambda results: (results[0].square(), results[-1].mul_(2)),
     "the first is dropped": lambda results: results[1:],
     "the last is dropped": lambda results: results[:-1],
 }
