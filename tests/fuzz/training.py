@@ -239,9 +239,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+RESULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "both": lambda hidden, y: (hidden, y),
+    "view": lambda hidden, y: (y.view(-1, WIDTH), y),
+    "detached": lambda hidden, y: (y, y.detach()),
+}
+
+
 class Net(nn.Module):
     """Layers one after the other. Forms: `plain`; `residual`; `twice`, over and over again; `both`, which also returns what
-    the first layer gives."""
+    the first layer gives; `view` and `detached`, which also return the same once more so."""
 
     def __init__(self, model: Model, shared: nn.Module) -> None:
         super().__init__()
@@ -255,7 +262,7 @@ class Net(nn.Module):
             hidden, y = self._through(y)
         elif self.form == "residual":
             y = x + y
-        return (hidden, y) if self.form == "both" else y
+        return RESULTS.get(self.form, lambda hidden, y: y)(hidden, y)
 
     def _through(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.layers[0](x)
@@ -409,7 +416,7 @@ class Machine:
 
     def _may_pass(self, error: Exception | None) -> bool:
         """Whether a recorded model may do what raises this in eager."""
-        several = any(model.form == "both" for model in self.program.models)
+        several = any(model.form in RESULTS for model in self.program.models)
         return self.written or "use_reentrant=True" in str(error) or (several and "second time" in str(error))
 
     def _recover(self) -> None:
@@ -744,7 +751,7 @@ def make_program(choose: Choose) -> Training:
 def _model(choose: Choose) -> Model:
     common = ("linear", "linear", "tanh", "dropout", "norm", "scale", "batch", "embedding", "shared", "relu")
     layers = tuple(choose((*common, *common, "relu in place")) for _ in range(choose((1, 2, 3, 4))))
-    form = choose(("plain", "plain", "residual", "twice", "both"))
+    form = choose(("plain", "plain", "residual", "twice", "both", "view", "detached"))
     recompute = choose(("", "", "", "plain", "reentrant"))
     return Model(layers, form, recompute, choose((1, 0, 1, 0, 2)), choose((16, 16, 16, 2)))
 
