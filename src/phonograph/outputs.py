@@ -19,13 +19,13 @@ import torch
 from .devices.base import Captured
 from .errors import Attached, Refusal
 from .keys import BY_IDENTITY, NoSignature, plain_key
-from .pool import Lease, dense
+from .pool import Lease, dense, unowned
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
 from .signature import Call
 from .spans import Spans
-from .torch_private import bump
+from .torch_private import bump, original_views, view_like
 from .trees import containers, flatten, unflatten
 from .watch import storage_id
 
@@ -64,8 +64,7 @@ def plan(
             _faithful(leaf, captured, traced)
             base = _base(leaf, leaves) if traced else -1
             if base >= 0:
-                found.append(Output("view", index=base, size=tuple(leaf.shape), stride=leaf.stride(),
-                                    offset=int(leaf.storage_offset()), detached=leaf.grad_fn is None))  # fmt: skip
+                found.append(_view(leaf, leaves[base], base))
                 continue
             output = _tensor(leaf, captured, call, reach, grads, leases, device, found)
             found.append(_attached(output) if traced and leaf.grad_fn is not None else output)
@@ -209,6 +208,13 @@ def _base(t: torch.Tensor, leaves: list[Any]) -> int:
         if same and (t._base is x if t.grad_fn is not None else share_version(t, x)):
             return i
     return -1
+
+
+def _view(t: torch.Tensor, base: torch.Tensor, index: int) -> Output:
+    if t.grad_fn is None:
+        return Output("view", index=index, size=tuple(t.shape), stride=t.stride(), offset=int(t.storage_offset()))
+    with original_views():
+        return Output("view", view_like(t, unowned(base)), index)
 
 
 def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:

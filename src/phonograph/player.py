@@ -25,7 +25,7 @@ from .recording import Output, Recording, memory_of
 from .segments import Diverged
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, use_count
+from .torch_private import address, alias, bump, use_count, view_like
 from .trees import unflatten
 
 __all__ = ["GRAD", "Player"]
@@ -256,8 +256,9 @@ class Player:
             assert self.joint is not None
             self.joint.attach(made, tensors)
             for i, o in self._views:
-                base = made[o.index].detach() if o.detached else made[o.index]
-                made[i] = base.as_strided(o.size, o.stride, o.offset)
+                base = made[o.index]
+                detached = o.value is None
+                made[i] = base.detach().as_strided(o.size, o.stride, o.offset) if detached else view_like(o.value, base)
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:

@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
 from typing import Any
@@ -28,11 +28,11 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
            "dispatch_modes", "donates", "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched",
            "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker",
-           "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "own_call",
+           "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
            "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "use_count",
-           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "view_like", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -129,6 +129,21 @@ below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 
 without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
 """A context in which operators are not shown to a `TorchDispatchMode`."""
+
+
+_original_views: Any = getattr(torch.autograd.grad_mode, "_force_original_view_tracking", None)
+
+
+def original_views() -> AbstractContextManager[None]:
+    """A context in which each view keeps the functions that made it, and not only where it lies in its base."""
+    return nullcontext() if _original_views is None else _original_views(True)  # type: ignore[no-any-return]
+
+
+def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of `base` that `mould` is of its own base, which has the same metadata: made by the same functions, where
+    those were kept. They give gradients of the same strides, for which kernels may round in the same way."""
+    view: torch.Tensor = mould._view_func(base)
+    return view
 
 
 def donates(node: Any) -> bool:

@@ -33,7 +33,7 @@ from .errors import Refusal
 from .keeping import NODE, Contents, kept
 from .pool import Lease, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, code_of, donates, lend_code, lend_module, recomputed_part, use_count
+from .torch_private import alias, code_of, donates, lend_code, lend_module, original_views, recomputed_part, use_count
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -129,7 +129,7 @@ class Tracing:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """What autograd saves inside the block is noted."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._unpack), original_views():
             yield
         if any(t._version != version for t, version in self._versions):
             raise Refusal("writes a tensor that autograd has saved for backward", final=False)
