@@ -138,14 +138,17 @@ class CudaDevice:
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
         slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
         clear_of = self.pool.footprints() | self.pool.protected()
-        with self._on_stream(), self._undisturbed(clear_of):
-            with torch_private.route_to_pool(self.index, self._anchor.handle):
-                places = _places(arguments)
-                yield
-                del places
-            self._end_workspace()
-            segments = torch_private.segments(self._anchor.handle)
-            self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
+        with self._on_stream():
+            with self._undisturbed(clear_of):
+                with torch_private.route_to_pool(self.index, self._anchor.handle):
+                    places = _places(arguments)
+                    yield
+                    del places
+                self._end_workspace()
+                segments = torch_private.segments(self._anchor.handle)
+                self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
+            if torch.is_grad_enabled():
+                self._lend_workspace()
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -293,6 +296,16 @@ class CudaDevice:
                 torch_private.clear_cublas_workspaces()
                 anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
 
+    def _lend_workspace(self) -> None:
+        """The backward of a warm-up call will run on this stream: let cuBLAS work where it does in graphs until the next capture,
+        and not in as much memory again that nobody else could have."""
+        anchor = self._anchor
+        if anchor.workspace is not None:
+            with torch_private.route_to_pool(self.index, anchor.handle):
+                torch_private.take_cublas_workspace()
+            if anchor.workspace[0] not in cuda_memory.taken(anchor.handle):
+                torch_private.clear_cublas_workspaces()
+
     def _surplus(self) -> int:
         """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may
         end where it began. Then a step is added here, which each run takes back."""
@@ -415,6 +428,7 @@ class CudaDevice:
             self.pool.untidy = False
             footprints, (_, workspace) = self.pool.footprints().nbytes, self._anchor.workspace or (0, 0)
             if not footprints or 2 * (footprints + workspace) < self.pool_bytes:
+                torch_private.clear_cublas_workspaces()
                 self._anchor = _Anchor(self.index, self._stream)
             torch.cuda.empty_cache()
 
