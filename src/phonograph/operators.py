@@ -15,7 +15,8 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["Meaning", "check", "constant", "is_constant", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
+__all__ = ["CONVERTING", "Meaning", "check", "constant", "is_constant", "made_integers", "meaning", "operands",
+           "reads_value", "tensors_in", "written_by"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -73,6 +74,9 @@ _METADATA = {f"aten::{name}" for name in (
     "_use_miopen_ctc_loss",
 )}  # fmt: skip
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
+CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
+              "prims::convert_element_type"}  # fmt: skip
+"""Operators that may make integers of any size of floating-point numbers."""
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
@@ -152,6 +156,12 @@ def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
     for name in m.writes_named & kwargs.keys():
         tensors_in(kwargs[name], found)
     return found
+
+
+def made_integers(args: Sequence[Any], out: Any) -> bool:
+    """Whether an operator did: its result has integers, and an argument floating-point numbers."""
+    integers = isinstance(out, torch.Tensor) and not (out.dtype is torch.bool or out.is_floating_point() or out.is_complex())
+    return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))
 
 
 def is_constant(m: Meaning) -> bool:
