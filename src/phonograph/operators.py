@@ -53,6 +53,8 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
+# These do so only in training, which is the argument after the statistics.
+_IN_TRAINING = {name for name, places in _UNDECLARED_WRITES.items() if not name.startswith("aten::batch_norm_") and 4 in places}
 # `repeat_interleave` needs the host only to learn its output's size; `index` only for boolean masks.
 _SHAPE_KNOWN_IF = {
     "aten::repeat_interleave": lambda args, kwargs: kwargs.get("output_size") is not None,
@@ -150,6 +152,8 @@ def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
 def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that this call of the operator may write."""
     found: list[torch.Tensor] = []
+    if m.name in _IN_TRAINING and len(args) > 5 and args[5] is False:
+        return found
     for i in m.writes:
         if i < len(args):
             tensors_in(args[i], found)

@@ -56,7 +56,7 @@ another size adds up in another order."""
 _CLOSE_TF32 = 2e-3
 _BIAS = 5e-4  # as much may all results be off in one direction
 _FILLS = (math.nan, 0.5, -0.5)  # of the largest number that there is
-_KNOWN = 4096  # kinds of calls of which a recording remembers the verdict
+_KNOWN = 4096  # kinds of calls that are tried with one recording
 _FAILURES = 8  # verdicts against padding in quick succession, after which a declared size is not tried any more
 
 _MASK = "mask what is padded, or leave it out of shapes"
@@ -138,7 +138,6 @@ class Padded(Recorded[..., Any]):
                 due = self.options.verify and (self._padded + 1) % self.options.verify == 0
                 if player is not None and known is not None and not due:
                     return True, self._replayed(player, padded, known)
-                self._note_signature(call)
             except (NoSignature, Refusal) as e:  # with its own size it is recorded, or refused for the same reason
                 self._say_once(e)
                 return super()._answer(args, kwargs)
@@ -204,8 +203,6 @@ class Padded(Recorded[..., Any]):
                 return why
             return None
         verdicts = self._verdicts.setdefault(player, {})
-        if len(verdicts) >= _KNOWN:
-            verdicts.clear()
         objection = _objection(player.recording)
         try:
             with Ours("tried a padded call"):
@@ -216,6 +213,8 @@ class Padded(Recorded[..., Any]):
         verdicts[None if objection else call.key] = verdict
         if isinstance(verdict, Unpadded) and history.changed(self._counters.replayed) > _FAILURES:
             history.refusal = verdict
+        elif len(verdicts) > _KNOWN:
+            history.refusal = Unpadded("is called in ever other ways", "pass contiguous tensors, and numbers as tensors")
         return verdict
 
     def _judged(self, pads: _Pads, call: Call, padded: Call, player: Player, result: Any) -> _Moulds:
@@ -228,12 +227,14 @@ class Padded(Recorded[..., Any]):
         theirs = [t for t in (*call.tensors, *(t for _, t in reach.tensors.values())) if t.layout is torch.strided]
         live = _Leaves(result)
         where, (args, kwargs) = self._said(pads), padded.like
-        fills = [padded, *(describe(*_replaced(pads, args, kwargs, partial(_filled, number=n))) for n in _FILLS)]
         with _nothing_drawn(generators_in(reach)):
             first: _Leaves | None = None
-            for filled in fills:
+            for fill in (None, *_FILLS):
                 try:
-                    played = player.play(filled)[0]
+                    other = padded
+                    if fill is not None:
+                        other = describe(*_replaced(pads, args, kwargs, partial(_filled, number=fill)))
+                    played = player.play(other)[0]
                 except Exception as e:
                     raise Unpadded(f"raises {type(e).__name__} where {where}", _MASK) from None
                 finally:
