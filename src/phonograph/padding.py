@@ -7,7 +7,8 @@ by `shapes=`; what can be tried of it is tried, once for each actual size and re
 * The first call with a size runs live, with the user's own arguments: that is its answer, and has its effects. Padded arguments
   are never given to the function itself, but to captures, which are dry, and to replays.
 * Beside it the padded recording is played, with zeros in the padding, and again with others (NaN, very large, very small
-  numbers). All must agree bit by bit, and with the live result row by row within what another order of adding up explains.
+  numbers), and so with other rows. All must agree bit by bit, and with the live result row by row within what another order of
+  adding up explains.
 * So a replay must do nothing besides giving results: what writes, draws random numbers, or has a gradient is not padded.
 
 The verdict belongs to that recording. Where something that it relies on has changed, another one is played, and is tried anew.
@@ -55,7 +56,8 @@ _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.
 another size adds up in another order."""
 _CLOSE_TF32 = 2e-3
 _BIAS = 5e-4  # as much may all results be off in one direction
-_FILLS = (math.nan, 0.5, -0.5)  # of the largest number that there is
+_TRIALS = ((0, (0, math.nan, 0.5, -0.5)), (1, (0, -0.5)), (-1, (0, 0.5)))
+"""What is played: rows, and with each what in the padding (see `_filled`)."""
 _KNOWN = 4096  # kinds of calls that are tried with one recording
 _FAILURES = 8  # verdicts against padding in quick succession, after which a declared size is not tried any more
 
@@ -227,27 +229,29 @@ class Padded(Recorded[..., Any]):
         theirs = [t for t in (*call.tensors, *(t for _, t in reach.tensors.values())) if t.layout is torch.strided]
         live = _Leaves(result)
         where, (args, kwargs) = self._said(pads), padded.like
+        moulds: _Moulds | None = None
         with _nothing_drawn(generators_in(reach)):
-            first: _Leaves | None = None
-            for fill in (None, *_FILLS):
-                try:
-                    other = padded
-                    if fill is not None:
-                        other = describe(*_replaced(pads, args, kwargs, partial(_filled, number=fill)))
-                    played = player.play(other)[0]
-                except Exception as e:
-                    raise Unpadded(f"raises {type(e).__name__} where {where}", _MASK) from None
-                finally:
-                    player.played = max(before, 1)
-                if first is None:
-                    moulds = _moulds(where, pads, _Leaves(played), live, theirs)
-                now = _Leaves(_cut(played, moulds))
-                del played  # the next one has its memory
-                if first is None:
-                    first = now
-                    _compare(where, first, live, moulds, _tolerance(theirs, player.recording.device))
-                elif not all(map(equal, now.leaves, first.leaves)):
-                    raise Unpadded(f"gives another result where {where} with other values", _MASK)
+            for rows, fills in _TRIALS:
+                first: _Leaves | None = None
+                for fill in fills:
+                    try:
+                        other = describe(*_replaced(pads, args, kwargs, partial(_filled, rows=rows, number=fill)))
+                        played = player.play(other)[0]
+                    except Exception as e:
+                        raise Unpadded(f"raises {type(e).__name__} where {where}", _MASK) from None
+                    finally:
+                        player.played = max(before, 1)
+                    if moulds is None:
+                        moulds = _moulds(where, pads, _Leaves(played), live, theirs)
+                        _compare(
+                            where, _Leaves(_cut(played, moulds)), live, moulds, _tolerance(theirs, player.recording.device)
+                        )
+                    now = _Leaves(_cut(played, moulds))
+                    del played  # the next one has its memory
+                    first = first or now
+                    if not all(map(equal, now.leaves, first.leaves)):
+                        raise Unpadded(f"gives another result where {where} with other values", _MASK)
+        assert moulds is not None
         return moulds
 
     def _said(self, pads: _Pads) -> str:
@@ -399,31 +403,38 @@ def _with_zeros(t: torch.Tensor, pads: Sequence[_Pad]) -> torch.Tensor:
     for pad in pads:
         size[pad.dim] = pad.to
     new = torch.empty_permuted(size, order, dtype=t.dtype, device=t.device).zero_()
-    into = new
-    for dim, own, to in pads:
-        into, t = into.narrow(dim, 0, min(own, to)), t.narrow(dim, 0, min(own, to))
-    into.copy_(t)
+    _own(new, pads).copy_(_own(t, pads))
     return new
 
 
-def _filled(t: torch.Tensor, pads: Sequence[_Pad], number: float) -> torch.Tensor:
-    """A padded tensor with other values in its padding: this part of the largest number, or integers that are among its own,
-    which may be indices."""
-    new = t.clone()
-    for dim, own, to in pads:
-        if to > own:
-            known = new.narrow(dim, 0, own)
-            new.narrow(dim, own, to - own).copy_(_other(known, dim, number))
-    return new
+def _filled(t: torch.Tensor, pads: Sequence[_Pad], rows: int, number: float) -> torch.Tensor:
+    """A padded tensor as it may be in other calls.
 
-
-def _other(t: torch.Tensor, dim: int, number: float) -> torch.Tensor:
+    Its rows: as they are (0), or floating-point numbers with their signs turned, and integers all as large (1) or as small (-1)
+    as some row has them. Its padding: zeros, or this part of the largest number, or integers that some row has, because they
+    may be indices.
+    """
+    new, own = t.clone(), _own(t, pads)
+    dims = [pad.dim for pad in pads]
     if t.is_floating_point() or t.is_complex():
-        return t.new_full((), number * torch.finfo(t.dtype).max)
-    first, second = t.amax(dim, keepdim=True), t.amin(dim, keepdim=True)
-    if number < 0:
-        first, second = second, first
-    return torch.where(first != 0, first, second)
+        other, filling = -own, t.new_full((), number * torch.finfo(t.dtype).max)
+    else:
+        high, low = own.amax(dims, keepdim=True), own.amin(dims, keepdim=True)
+        other = high if rows > 0 else low
+        first, second = (low, high) if number < 0 else (high, low)
+        filling = torch.where(first != 0, first, second)
+    for dim, size, to in pads if number != 0 else ():
+        new.narrow(dim, size, to - size).copy_(filling)
+    if rows:
+        _own(new, pads).copy_(other)
+    return new
+
+
+def _own(t: torch.Tensor, pads: Sequence[_Pad]) -> torch.Tensor:
+    """That part of a padded tensor which is not padding."""
+    for dim, size, to in pads:
+        t = t.narrow(dim, 0, min(size, to))
+    return t
 
 
 # -- what comes back

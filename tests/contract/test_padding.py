@@ -382,6 +382,21 @@ def test_c02_what_padding_would_change_is_not_padded(device, function, said):
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (lambda x: x.all(0), lambda n: torch.tensor([[n > 3, True], [False, True], [True, False]])),
+        (lambda x: x - x.max(), lambda n: torch.tensor([3, 0, 2]) - (7 if n > 3 else 0)),
+        (lambda x: x.nan_to_num().amax(0), lambda n: torch.tensor([[3.0], [1.0], [2.0]]) - (7 if n > 3 else 0)),
+        (lambda x: (-x).sort(0).values, lambda n: torch.tensor([[3.0], [1.0], [2.0]]) - (7 if n > 3 else 0)),
+    ],
+)
+def test_rows_that_do_not_show_at_first_that_they_depend_on_others(device, quiet, function, make):
+    f = pg.record(function, shapes=ROWS)
+    for n in range(8):
+        check(f, function, make(n).to(device))
+
+
 def test_a_row_counts_by_itself(device, quiet):
     """An error in a row of small numbers does not hide behind a row of large ones."""
 
