@@ -315,6 +315,23 @@ def test_c06_where_gradients_are_wanted_nothing_is_padded(device, needs):
     assert pg.explain(ours).count("not padded 1x: works with gradients") == 1
 
 
+def test_c06_nor_where_only_a_parameter_in_reach_could_have_one(device):
+    m = layer(device)
+
+    def function(x):
+        with torch.no_grad():
+            return m(x)
+
+    f = pg.record(function, shapes=ROWS)
+    with torch.enable_grad():
+        with pytest.warns(pg.RunsLive, match="works with gradients"):
+            check(f, function, torch.randn(3, 6, device=device))
+        for _ in range(3):
+            check(f, function, torch.randn(3, 6, device=device))
+    assert "float32[3, 6]" in pg.explain(f)
+    assert "float32[4, 6]" not in pg.explain(f)
+
+
 def test_c06_a_result_with_a_gradient_is_not_padded(device, quiet):
     def function(x):
         return (x * torch.ones(2, device=x.device, requires_grad=True)).exp()
