@@ -256,7 +256,8 @@ class Padded(Recorded[..., Any]):
 
     def _said(self, pads: _Pads) -> str:
         of = {at for at, dims in pads.items() if any(pad.size != pad.to for pad in dims)}
-        return f"{' and '.join(one.name for one in self._declared if one.name in of or one.position in of)} is padded"
+        names = [one.name for one in self._declared if one.name in of or one.position in of]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} padded"
 
     def _say_once(self, refusal: Exception) -> None:
         if not isinstance(refusal, Refusal):
