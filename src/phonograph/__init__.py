@@ -5,7 +5,7 @@ See https://pypi.org/project/phonograph for the documentation; start with `recor
 
 from __future__ import annotations
 
-from .api import explain, live, record, reset, stats
+from .api import explain, live, prepare, record, reset, stats
 from .callables import make_graphed_callables
 from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
 from .observe import Stats
@@ -22,6 +22,7 @@ __all__ = [
     "explain",
     "live",
     "make_graphed_callables",
+    "prepare",
     "record",
     "reset",
     "stats",

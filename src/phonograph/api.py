@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -11,30 +12,33 @@ import torch
 from . import torch_private
 from .observe import Observed, Stats
 from .options import Options
+from .padding import Padded
 from .recorded import Recorded, live
 
-__all__ = ["explain", "live", "record", "reset", "stats"]
+__all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
+Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 
 
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None,
-           split_at: Iterable[Any] = ()) -> M: ...  # fmt: skip
+           split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None,
-           split_at: Iterable[Any] = ()) -> Recorded[P, R]: ...  # fmt: skip
+           split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None,
-           split_at: Iterable[Any] = ()) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
+           split_at: Iterable[Any] = (),
+           shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
 def record(fn: Any = None, /, **options: Any) -> Any:
@@ -65,6 +69,13 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
             recently played goes first, and the newest stays in any case. None: no bound.
         name: what the function is called in reports.
+        shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument whose size lies
+            between two of them is padded with zeros to the next, and the results are cut to the size that they would have
+            had; where there is no next one, the call is recorded with its own size. With it you say that no row of a
+            result depends on other rows. The first call with each size runs live, and beside it is tried whether padding
+            changes the result (a mean over the padded dimension does). Then, where gradients are wanted, and where the
+            function writes something or draws random numbers, such calls are recorded with their own sizes, and `RunsLive`
+            says why. Rows of padded results agree with live ones as far as the kernels for the two sizes do.
 
     Returns:
         A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
@@ -72,7 +83,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
 
     Raises:
         TypeError: `fn` is not callable, or an option has the wrong type.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or `shapes` names what is no parameter.
 
     Example:
         >>> import torch, phonograph as pg
@@ -80,7 +91,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    chosen = Options(**options)
+    chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
         return lambda function: wrap(function, chosen)
     return wrap(fn, chosen)
@@ -92,13 +103,37 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
     if isinstance(fn, Recorded):
         fn = fn.__wrapped__
+    make = Padded if options.shapes else kind
     if isinstance(fn, torch.nn.Module):
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, kind(call, replace(options, name=name)))
+        torch_private.call_through(fn, make(call, replace(options, name=name)))
         return fn
-    return kind(fn, options)
+    return make(fn, options)
+
+
+def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Record all sizes of `shapes` before they are needed, the largest first. A bar on stderr shows how far it is, on a
+    terminal and with rich installed.
+
+    Unless `f` was recorded with ``warmup=0``, it runs once with these very arguments, with all that it does. For the other
+    sizes it is captured, which is a dry run, with these arguments cut, or padded with zeros.
+
+    Args:
+        f: a function or module on which `pg.record` was called with `shapes`.
+        *args, **kwargs: an example of its arguments, of any size.
+
+    Raises:
+        TypeError: it was not recorded with `shapes`.
+        ValueError: no argument has the dimensions that `shapes` names, or there are more sizes than `max_recordings`.
+    """
+    recorded = _recorded(f)
+    if not isinstance(recorded, Padded):
+        raise TypeError("pg.prepare is for what was recorded with shapes={...}")
+    if isinstance(f, MethodType):
+        args = (f.__self__, *args)
+    recorded.prepare(args, kwargs)
 
 
 def stats(f: Any) -> Stats:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Attached", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unrecordable"]
+__all__ = ["Attached", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unpadded",
+           "Unrecordable"]  # fmt: skip
 
 
 class PhonographError(Exception):
@@ -39,7 +40,8 @@ class Mismatch(PhonographError):
 
 
 class RunsLive(UserWarning):
-    """A recorded function runs live; said once for each function and reason."""
+    """A recorded function runs live, or its arguments are not padded (``shapes=``); said once for each function and
+    reason."""
 
 
 class Overlooked(Exception):
@@ -78,6 +80,10 @@ class Refusal(Exception):
     def let_go(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
         self.__traceback__ = self.__cause__ = self.__context__ = None
+
+
+class Unpadded(Refusal):
+    """Why a call is recorded with its own sizes, and not padded to those of ``shapes=``."""
 
 
 class Attached(Refusal):

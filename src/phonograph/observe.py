@@ -17,8 +17,9 @@ class Stats:
     """What a recorded function did so far. ``calls == live + replayed``, but for calls that raised.
 
     `recorded` counts recordings made (not those kept), `replayed` calls answered by a recording, the one that was just
-    captured included; `refusals` maps reasons to the number of calls they made run live; `bytes_copied` are bytes of
-    arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's devices share.
+    captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
+    `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
+    devices share.
     """
 
     calls: int = 0

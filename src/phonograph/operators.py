@@ -15,7 +15,8 @@ import torch
 
 from .errors import Refusal
 
-__all__ = ["Meaning", "check", "constant", "is_constant", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
+__all__ = ["CONVERTING", "Meaning", "check", "constant", "is_constant", "made_integers", "meaning", "operands",
+           "reads_value", "tensors_in", "written_by"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -52,6 +53,8 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
+# These do so only in training, which is the argument after the statistics.
+_IN_TRAINING = {name for name, places in _UNDECLARED_WRITES.items() if not name.startswith("aten::batch_norm_") and 4 in places}
 # `repeat_interleave` needs the host only to learn its output's size; `index` only for boolean masks.
 _SHAPE_KNOWN_IF = {
     "aten::repeat_interleave": lambda args, kwargs: kwargs.get("output_size") is not None,
@@ -73,6 +76,9 @@ _METADATA = {f"aten::{name}" for name in (
     "_use_miopen_ctc_loss",
 )}  # fmt: skip
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
+CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
+              "prims::convert_element_type"}  # fmt: skip
+"""Operators that may make integers of any size of floating-point numbers."""
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
@@ -146,12 +152,20 @@ def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
 def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that this call of the operator may write."""
     found: list[torch.Tensor] = []
+    if m.name in _IN_TRAINING and len(args) > 5 and args[5] is False:
+        return found
     for i in m.writes:
         if i < len(args):
             tensors_in(args[i], found)
     for name in m.writes_named & kwargs.keys():
         tensors_in(kwargs[name], found)
     return found
+
+
+def made_integers(args: Sequence[Any], out: Any) -> bool:
+    """Whether an operator did: its result has integers, and an argument floating-point numbers."""
+    integers = isinstance(out, torch.Tensor) and not (out.dtype is torch.bool or out.is_floating_point() or out.is_complex())
+    return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))
 
 
 def is_constant(m: Meaning) -> bool:

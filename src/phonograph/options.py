@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ class Options:
     name: str | None = None
     split_at: Any = ()
     """After the check: names of overloads, which can be pickled."""
+    shapes: Any = ()
+    """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
 
     def __post_init__(self) -> None:
@@ -35,6 +38,10 @@ class Options:
             at_least("max_bytes", self.max_bytes, 0)
         _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
+        if isinstance(self.shapes, Mapping):
+            object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
+        elif not isinstance(self.shapes, tuple):
+            raise TypeError(_LIKE)
         if self.split_at and self.fallback != "split":
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
@@ -52,6 +59,26 @@ def at_least(name: str, value: object, least: int) -> None:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+_LIKE = 'shapes must be like {"x": {0: [1, 2, 4, 8]}}: sizes by dimension by parameter'
+
+
+def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    if not isinstance(name, str) or not isinstance(dims, Mapping):
+        raise TypeError(_LIKE)
+    found = []
+    for dim, given in dims.items():
+        at_least(f"a dimension of {name} in shapes", dim, 0)
+        if not isinstance(given, Iterable) or isinstance(given, (str, bytes, torch.Tensor)):
+            raise TypeError(_LIKE)
+        sizes = tuple(given)
+        for size in sizes:
+            at_least(f"a size of {name} in shapes", size, 1)
+        if not sizes:
+            raise ValueError(f"shapes gives no sizes for dimension {dim} of {name}")
+        found.append((dim, tuple(sorted(set(sizes)))))
+    return tuple(found)
 
 
 def overloads(operator: object) -> list[OpOverload]:

@@ -645,7 +645,7 @@ def _way(kind: type) -> _Enter:
         if issubclass(kind, base):
             return enter
     top = kind.__module__.partition(".")[0]
-    if kind.__module__ == "phonograph.recorded" and kind.__name__ == "Recorded":
+    if any(base.__module__ == "phonograph.recorded" and base.__name__ == "Recorded" for base in kind.__mro__):
         return Reach._recorded
     if kind.__module__.startswith("phonograph.") and hasattr(kind, "reached"):  # a function of our own
         return lambda reach, path, function: reach._fixed(path, function.reached())

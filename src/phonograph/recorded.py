@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from . import optimizers, torch_private
 from .backward import Backward
 from .devices import device_for, lock, owned
-from .errors import Attached, Overlooked, Refusal, RunsLive, Unrecordable
+from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
 from .forms import Notes, noting
 from .joint import TWICE, Joint
@@ -51,7 +51,7 @@ from .verify import verified
 from .where import users_line
 from .within import Within, inside
 
-__all__ = ["Recorded", "counted", "live", "together"]
+__all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +69,7 @@ _UNREPEATED = 64  # signatures in a row that never come again
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
 
 
-class _Ours:
+class Ours:
     """While entered, an exception is a failure of phonograph's own, which is no answer to the call: it is logged, and the
     call runs live."""
 
@@ -86,7 +86,7 @@ class _Ours:
                           "please report it", final=False) from None  # fmt: skip
 
 
-def _waited() -> bool:
+def waited() -> bool:
     """Wait for the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
     until = time.monotonic() + _PATIENCE
     while not lock.acquire(timeout=0.01):
@@ -95,7 +95,7 @@ def _waited() -> bool:
     return True
 
 
-class _History:
+class History:
     """What is known of one signature besides its recordings."""
 
     __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "warm",
@@ -133,7 +133,7 @@ class Recorded(Observed, Generic[P, R]):
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         self._split_at = frozenset(x for name in options.split_at for x in overloads(name))
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
-        self._histories: OrderedDict[Any, _History] = OrderedDict()
+        self._histories: OrderedDict[Any, History] = OrderedDict()
         self._counters = Counters()
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
@@ -167,7 +167,7 @@ class Recorded(Observed, Generic[P, R]):
             return MethodType(self, instance)  # with __slots__, or a class: it is an argument like any other
         mine = kept.get(self._place)
         if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
-            mine = kept[self._place] = Recorded(MethodType(self._function, instance), self.options)
+            mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
             mine._made_for = self
             self._bound.add(mine)
         return mine
@@ -183,10 +183,15 @@ class Recorded(Observed, Generic[P, R]):
             return (_no_recordings, ())  # an instance's own: its copy makes new ones
         if _found_by_name(self):
             return str(self.__dict__["__qualname__"])  # as a function: by its name
-        return (_rebuild, (self._function, self.options))
+        return (_rebuild, (self._kind, self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return None if self._made_for is not None else Recorded(copy.deepcopy(self._function, memo), self.options)
+        return None if self._made_for is not None else self._kind(copy.deepcopy(self._function, memo), self.options)
+
+    @property
+    def _kind(self) -> type[Recorded[Any, Any]]:
+        """What the same is for another function, or for a copy of this one."""
+        return Recorded
 
     # -- the corridor
 
@@ -195,7 +200,7 @@ class Recorded(Observed, Generic[P, R]):
             return self._function(*args, **kwargs)
         if inside() or switched_off() or owned():
             return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
-        if not lock.acquire(False) and not _waited():
+        if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
             return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
@@ -224,20 +229,8 @@ class Recorded(Observed, Generic[P, R]):
         with lock:
             self._counters.calls += 1
             try:
-                if self._never is not None:
-                    raise self._never
-                if self._reset_wanted:
-                    self.reset()
-                if self._stopped is not None and torch.is_grad_enabled():
-                    raise self._stopped
-                self._eligible()
-                with _Ours("described the call"):
-                    call = describe(args, kwargs)
-                if self._entangled and any(map(self._entangled.meets, call.tensors)):
-                    raise Refusal(Entangled.REASON, "pass a clone")
-                if call.lent and self.options.fallback == "split":
-                    raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
-                with _Ours("looked for a recording"):
+                call = self._described(args, kwargs)
+                with Ours("looked for a recording"):
                     found = self._shelf.find(call)
                 if found.player is not None:
                     if found.player.grads_held():
@@ -272,6 +265,28 @@ class Recorded(Observed, Generic[P, R]):
         refusal.let_go()
         return False, refusal
 
+    def _described(self, args: Any, kwargs: Any) -> Call:
+        """The call, taken apart.
+
+        Raises:
+            NoSignature: it cannot be.
+            Refusal: it has to run live, whether there are recordings or not.
+        """
+        if self._never is not None:
+            raise self._never
+        if self._reset_wanted:
+            self.reset()
+        if self._stopped is not None and torch.is_grad_enabled():
+            raise self._stopped
+        self._eligible()
+        with Ours("described the call"):
+            call = describe(args, kwargs)
+        if self._entangled and any(map(self._entangled.meets, call.tensors)):
+            raise Refusal(Entangled.REASON, "pass a clone")
+        if call.lent and self.options.fallback == "split":
+            raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
+        return call
+
     def _eligible(self) -> None:
         if torch_private.dispatch_modes() or (torch_private.function_modes() and torch_private.default_device() is None):
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
@@ -304,7 +319,7 @@ class Recorded(Observed, Generic[P, R]):
 
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
 
-    def _made(self, call: Call, found: Found, history: _History) -> Player:
+    def _made(self, call: Call, found: Found, history: History) -> Player:
         """A new recording of this call, because none fits."""
         if found.broken is not None and not self.options.warmup:
             self._count_change(found, history)
@@ -331,13 +346,13 @@ class Recorded(Observed, Generic[P, R]):
                 history.refusal = refusal
             raise
 
-    def _count_change(self, found: Found, history: _History) -> None:
+    def _count_change(self, found: Found, history: History) -> None:
         if history.changed(self._counters.replayed) > _CHANGES:
             remedy = _STEADY if found.broken == GRAD else "pass it as an argument, or keep it out of the recorded function"
             history.refusal = Refusal(f"{found.broken} changes from call to call", remedy)
             raise history.refusal
 
-    def _needs_a_look(self, refusal: Refusal, history: _History) -> bool:
+    def _needs_a_look(self, refusal: Refusal, history: History) -> bool:
         """Whether a live call will tell what the next capture needs to know: what an operator gives that runs live from now on,
         or that was not seen to run there."""
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
@@ -364,8 +379,8 @@ class Recorded(Observed, Generic[P, R]):
             raise Refusal(f"is called with {_difference(last, call)} nearly each time", "pass numbers that change as "
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
-    def _history(self, key: Any) -> _History:
-        history = self._histories.setdefault(key, _History(self._split_at))
+    def _history(self, key: Any) -> History:
+        history = self._histories.setdefault(key, History(self._split_at))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)
@@ -377,7 +392,7 @@ class Recorded(Observed, Generic[P, R]):
         self._counters.live += 1
         optimizers.stepped(self._function)
         try:
-            with _Ours("looked at what the function can reach"):
+            with Ours("looked at what the function can reach"):
                 reach = self._reach(call)
                 device = self._device(call, reach)
                 optimizers.prepare(reach.optimizers)
@@ -482,7 +497,7 @@ class Recorded(Observed, Generic[P, R]):
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
-        with _Ours("made a recording"):
+        with Ours("made a recording"):
             reach = self._reach(call)
             device = self._device(call, reach)
             if optimizers.prepare(reach.optimizers):
@@ -558,7 +573,7 @@ class Recorded(Observed, Generic[P, R]):
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
         asked for in a capture, which counts on all memory that it has seen."""
-        if inside() or recording_here() or (not lock.acquire(False) and not _waited()):
+        if inside() or recording_here() or (not lock.acquire(False) and not waited()):
             for one in (self, *self._bound):
                 one._reset_wanted, one._fast = True, None
             return
@@ -592,7 +607,10 @@ class Recorded(Observed, Generic[P, R]):
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]
-        lines += [f"live {n}x: {self._reasons.get(reason, reason)}" for reason, n in s.refusals.items()]
+        reasons = {reason: refusal for one in (*self._bound, self) for reason, refusal in one._reasons.items()}
+        for reason, n in s.refusals.items():
+            refusal = reasons.get(reason, reason)
+            lines.append(f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}")
         return "\n".join(lines)
 
 
@@ -639,8 +657,8 @@ def _no_recordings() -> None:
     """What stands for an instance's recordings in a pickle of it."""
 
 
-def _rebuild(function: Any, options: Options) -> Any:
-    return Recorded(function, options)
+def _rebuild(kind: type[Recorded[Any, Any]], function: Any, options: Options) -> Any:
+    return kind(function, options)
 
 
 def live(function: Callable[P, R]) -> Callable[P, R]:

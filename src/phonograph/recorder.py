@@ -149,6 +149,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         reliances=Reliances(reach, snapshot, grads, dials),
         written_outside=_written_outside(captured.watch),
         like=outputs.skeleton(captured.result),
+        effects=_effects(captured.watch, slots, grads),
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
@@ -248,6 +249,16 @@ def _arguments(call: Call, device: Any, in_place: bool) -> tuple[list[torch.Tens
 def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
     return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
+
+
+def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads) -> str:
+    """What a replay does besides giving results."""
+    if watch.written:
+        name = watch.known.get(next(iter(watch.written)), "")
+        return f"writes {name or 'a tensor that outlives the call'}"
+    if grads.written or any(slot.written for slot in slots):
+        return "changes gradients" if grads.written else "writes an argument"
+    return str(watch.more)
 
 
 class _Unfollowed(Exception):

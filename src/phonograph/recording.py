@@ -139,7 +139,7 @@ class Recording:
     What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
     `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled` memory.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
-    memory was given away.
+    memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else.
     """
 
     name: str
@@ -155,6 +155,7 @@ class Recording:
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
     like: Any = None
+    effects: str = ""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()

@@ -176,6 +176,11 @@ class Grads:
         self._created: list[torch.Tensor] = []
         self._lying: list[int] = []
 
+    @property
+    def written(self) -> bool:
+        """Whether the call changes gradients."""
+        return bool(self._left or self._added_to)
+
     def read(self) -> list[torch.Tensor | None]:
         return list(map(_grad, self.parameters))
 

@@ -19,7 +19,7 @@ from .signature import Call
 from .trees import flatten
 from .watch import storage_id
 
-__all__ = ["verified"]
+__all__ = ["equal", "generators_in", "verified"]
 
 
 class _State:
@@ -32,7 +32,7 @@ class _State:
         unique = {storage_id(t): (name, _bytes(t)) for name, t in named if t.layout is torch.strided}
         self._contents = [(name, b, b.clone()) for name, b in unique.values()]
         self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
-        self._generators = [(g, g.get_state()) for g in _generators(reach)]
+        self._generators = [(g, g.get_state()) for g in generators_in(reach)]
 
     def restore(self) -> None:
         for _, b, copy in self._contents:
@@ -61,7 +61,7 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _generators(reach: Reach) -> list[torch.Generator]:
+def generators_in(reach: Reach) -> list[torch.Generator]:
     ours = [torch.default_generator, *reach.generators]
     return ours + (list(torch.cuda.default_generators) if torch.cuda.is_initialized() else [])
 
@@ -80,7 +80,7 @@ def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play:
     result = play()
     wrong = _differs(expected, _noted(result))
     for n, grad, t in grads:
-        if wrong is None and not _equal(grad, t.grad):
+        if wrong is None and not equal(grad, t.grad):
             wrong = f"{n}.grad"
     wrong = wrong or after.difference()
     if wrong is not None:
@@ -100,12 +100,13 @@ def _differs(a: list[Any], b: list[Any]) -> str | None:
     if len(a) != len(b):
         return "the structure of the result"
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        if not _equal(x, y):
+        if not equal(x, y):
             return f"result {i}"
     return None
 
 
-def _equal(x: Any, y: Any) -> bool:
+def equal(x: Any, y: Any) -> bool:
+    """Whether two leaves of results are the same, tensors bit by bit."""
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             return False

@@ -89,6 +89,7 @@ class OperatorWatch(TorchDispatchMode):
         self.parts: tuple[Break, ...] = ()  # these
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these
         self.states = States()
+        self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.dials: Dials | None = None
         self.refusal: Refusal | None = None
@@ -114,6 +115,8 @@ class OperatorWatch(TorchDispatchMode):
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
             out = self._perform(func, m, args, kwargs)
+            if m.name in operators.CONVERTING and operators.made_integers(args, out):
+                self.more = self.more or f"makes integers of floating-point numbers ({m.name}), which may be indices"
             if sizes and sizes != _sizes(m, args, kwargs):
                 raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
             return out
@@ -203,6 +206,8 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif name is None:
                 self.stranger(m, t)
+        if m.random or m.name.startswith(("c10d", "_c10d")):
+            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({m.name})")
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
             raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
         if m.writes or m.writes_named:

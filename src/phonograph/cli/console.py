@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 try:
     import rich.console
     import rich.markup
-    import rich.progress
     import rich.table
 
     HAVE_RICH = True
@@ -20,17 +18,6 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 class CannotRun(Exception):
     """The command could not start; the message says what is missing and how to get it."""
-
-
-@contextmanager
-def progress(label: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield ``advance(n)``. The bar goes to stderr, so that stdout stays clean; nothing is drawn without rich."""
-    if not (shown and HAVE_RICH):
-        yield lambda steps: None
-        return
-    with rich.progress.Progress(console=rich.console.Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda steps: bar.advance(task, steps)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
