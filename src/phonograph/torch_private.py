@@ -136,13 +136,13 @@ _original_views: Any = getattr(torch.autograd.grad_mode, "_force_original_view_t
 
 def original_views() -> AbstractContextManager[None]:
     """A context in which each view keeps the functions that made it, and not only where it lies in its base."""
-    return nullcontext() if _original_views is None else _original_views(True)  # type: ignore[no-any-return]
+    return nullcontext() if _original_views is None else _original_views(True)
 
 
 def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The view of `base` that `mould` is of its own base, which has the same metadata: made by the same functions, where
     those were kept. They give gradients of the same strides, for which kernels may round in the same way."""
-    view: torch.Tensor = mould._view_func(base)
+    view: torch.Tensor = mould._view_func(base)  # type: ignore[attr-defined]
     return view
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from phonograph import padding
+from phonograph import trial
 from phonograph.testing import assert_same
 
 SIZES = [1, 2, 4, 8]
@@ -670,7 +670,7 @@ def test_prepare_records_what_gradients_go_through(device):
 
 
 def test_a_failure_of_our_own_is_no_answer(device, monkeypatch, caplog):
-    monkeypatch.setattr(padding, "_moulds", lambda *_: 1 / 0)
+    monkeypatch.setattr(trial, "_moulds", lambda *_: 1 / 0)
     f = pg.record(twice, shapes=ROWS)
     with pytest.warns(pg.RunsLive, match="phonograph itself failed"):
         [check(f, twice, torch.ones(3, 2, device=device)) for _ in range(4)]

@@ -756,8 +756,8 @@ def _model(choose: Choose) -> Model:
 
 
 def _without_accidents(models: list[Model]) -> tuple[Model, ...]:
-    """Where nothing comes back for a part with `use_reentrant=True`, eager goes on with zeros, and a recording does not; and what
-    such a part makes of its own input in place, or a view of that, eager must not be asked about any more."""
+    """Where no gradient comes back to a part with `use_reentrant=True`, eager goes on with zeros, and a recording does not; and
+    what such a part makes of its own input in place, or a view of that, eager must not be asked about any more."""
     nested = any(model.recompute == "reentrant" for model in models)
     viewed = any(model.form == "view" for model in models)
     instead = {"embedding": "linear"} if nested else {}

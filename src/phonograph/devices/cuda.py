@@ -297,8 +297,8 @@ class CudaDevice:
                 anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
 
     def _lend_workspace(self) -> None:
-        """The backward of a warm-up call will run on this stream: let cuBLAS work where it does in graphs until the next capture,
-        and not in as much memory again that nobody else could have."""
+        """The backward of a warm-up call will run on this stream: until the next capture, let cuBLAS work where it does in
+        graphs, and not in as much memory again that nobody else could have."""
         anchor = self._anchor
         if anchor.workspace is not None:
             with torch_private.route_to_pool(self.index, anchor.handle):
