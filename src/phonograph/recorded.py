@@ -135,6 +135,7 @@ class Recorded(Observed, Generic[P, R]):
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, History] = OrderedDict()
         self._counters = Counters()
+        self.remarks: tuple[str, ...] = ()  # of who has made it, for `explain`
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
@@ -611,7 +612,7 @@ class Recorded(Observed, Generic[P, R]):
         for reason, n in s.refusals.items():
             refusal = reasons.get(reason, reason)
             lines.append(f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.remarks])
 
 
 def counted(recorded: Recorded[Any, Any]) -> Counters:

@@ -24,15 +24,16 @@ import torch.utils._device
 import torch.utils._python_dispatch
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
-           "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "current_device", "default_device",
-           "dispatch_modes", "donates", "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched",
-           "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker",
-           "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
+__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd",
+           "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart",
+           "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
+           "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker", "may_run_backward",
+           "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
            "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "use_count",
-           "view_like", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "unbacked", "use_count", "view_like",
+           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -336,6 +337,34 @@ def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: An
     with patch:
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
     return compiled
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a fake value, or its shape, is known only when it is computed."""
+    if isinstance(value, (tuple, list)):
+        return any(map(depends_on_data, value))
+    free = getattr(sys.modules.get("torch.fx.experimental.symbolic_shapes"), "free_unbacked_symbols", None)
+    symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and free is not None and bool(free(value))
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The mode that a fake tensor, or one of several, belongs to; None for anything else."""
+    if isinstance(value, (tuple, list)):
+        return next((mode for mode in map(fake_mode_of, value) if mode is not None), None)
+    return getattr(value, "fake_mode", None) if isinstance(value, torch.Tensor) else None
+
+
+def compiling_apart(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """A context in which a part of a graph of Dynamo's is compiled by itself: what is noted about it is not about the whole."""
+    mode = fake_mode_of(inputs)
+    return torch._guards.tracing(torch._guards.TracingContext(mode)) if mode is not None else nullcontext()
+
+
+def unbacked(mode: Any) -> AbstractContextManager[None]:
+    """A context in which new sizes that depend on data are nobody's: what is computed is looked at, and forgotten."""
+    env = getattr(mode, "shape_env", None)
+    return nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
 # -- modules and optimizers

@@ -8,22 +8,25 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from ..errors import RunsLive
+from ..errors import Refusal, RunsLive
 from ..options import Options
 from ..recorded import Recorded
-from ..torch_private import compiled_by
+from ..torch_private import compiled_by, compiling_apart, depends_on_data
 from .bound import Graph, named
+from .measured import Measured
+from .partition import Part, checked, parts
 
 __all__ = ["backend", "graphs"]
 
 _RECORDED_WITH = ("warmup", "fallback", "split_at", "verify", "max_recordings", "max_bytes")
-_KNOWN = ("inner", "inner_options", *_RECORDED_WITH)
+_KNOWN = ("inner", "inner_options", "live", "record", *_RECORDED_WITH)
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
@@ -38,7 +41,14 @@ def backend(
         inner: what compiles the graph before it is recorded: ``"inductor"`` (the default), ``"aot_eager"``, the name of any
             other backend; ``"eager"``: nothing does.
         inner_options: options for that.
+        live: what runs live, between recorded parts of the graph: operators (``"mylib::route"``, ``torch.ops.aten.sort``),
+            names of modules with all that is in them (``"layers.*.router"``), functions of a `torch.fx.Node` that return bool.
+        record: what is recorded, in the same words, whatever `live` says and phonograph knows.
         warmup, fallback, split_at, verify, max_recordings, max_bytes: as for `phonograph.record`.
+
+    Where results have shapes that depend on data, or an operator is tagged cudagraph_unsafe, and Dynamo has not ended the graph
+    there, it is split as well. Each recorded part is a graph by itself; `phonograph.explain` says what is live beside it. Parts
+    that are called without gradients are recorded only if that is faster than their code unrecorded, which is measured.
 
     Inference and training, graph breaks and dynamic shapes are for Dynamo, as with any backend; each graph is recorded with
     its backward, and for each shape. Parameters and buffers are read in place. What Inductor compiles for the CPU calls no
@@ -63,16 +73,50 @@ def backend(
         raise TypeError(f"inner must be the name of a backend, not {type(inner).__name__}")
     name = named(gm)
     inner_options = chosen.pop("inner_options", None)
+    live, record = (checked(option, chosen.pop(option, ())) for option in ("live", "record"))
     recorded_with = Options(name=name, **chosen)
-    compiled = gm if inner == "eager" else compiled_by(inner, gm, example_inputs, inner_options)
+
+    def compiled_inside(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return graph if inner == "eager" else compiled_by(inner, graph, inputs, inner_options)
+
     tensors = [x for x in (*example_inputs, *gm.parameters()) if isinstance(x, torch.Tensor)]
     if inner == "inductor" and not any(t.is_cuda for t in tensors):
         remedy = "use options={'inner': 'aot_eager'}"
         warnings.warn(f"{name} runs live: Inductor's code for the CPU calls no operators ({remedy})", RunsLive, stacklevel=2)
-        return compiled
-    graph = Graph(compiled, recorded_with, tuple(_reached_by(compiled)))
+        return compiled_inside(gm, example_inputs)
+    try:
+        split = parts(gm, live, record)
+    except Refusal as refusal:
+        warnings.warn(f"{name} runs live: {refusal}", RunsLive, stacklevel=2)
+        return compiled_inside(gm, example_inputs)
+    if split is None:
+        return _recorded(compiled_inside(gm, example_inputs), recorded_with)
+    return _in_parts(*split, compiled_inside, recorded_with)
+
+
+def _recorded(compiled: Callable[..., Any], options: Options, remarks: Sequence[str] = ()) -> Graph:
+    graph = Graph(compiled, options, tuple(_reached_by(compiled)), remarks=remarks)
     _graphs.add(graph)
     return graph
+
+
+def _in_parts(
+    whole: torch.fx.GraphModule, found: Mapping[str, Part],
+    compiled: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]], options: Options,
+) -> Callable[..., Any]:  # fmt: skip
+    """A graph whose parts have been told apart, with each of them compiled, and recorded or not."""
+    reasons = [f"beside it runs live: {reason}" for part in found.values() for reason in part.reasons]
+    for number, (name, part) in enumerate(found.items()):
+        if part.live and any(map(depends_on_data, part.inputs)):
+            function: Callable[..., Any] = part.graph
+        else:
+            with compiling_apart(part.inputs):
+                function = compiled(part.graph, part.inputs)
+        if not part.live:
+            function = Measured(_recorded(function, replace(options, name=f"{options.name}, part {number}"), reasons))
+        whole.delete_submodule(name)
+        setattr(whole, name, part.called(function))
+    return whole
 
 
 def graphs() -> list[Recorded[Any, Any]]:

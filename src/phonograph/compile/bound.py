@@ -58,6 +58,7 @@ class Bound:
         self._order = graph.order
         self.state = state
         self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
+        self.recorded.remarks = graph.remarks
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
@@ -72,11 +73,13 @@ class Graph(Observed):
     """Stands in the place of a graph, or of any function of a flat list of arguments."""
 
     def __init__(
-        self, inner: Callable[..., Any], options: Options, reached: tuple[Any, ...], state: Sequence[int] | None = None
-    ) -> None:
+        self, inner: Callable[..., Any], options: Options, reached: tuple[Any, ...], state: Sequence[int] | None = None,
+        remarks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """`state`: which arguments are parameters and buffers; None: those that look like some, in the first call. `reached`:
-        what `inner` can reach of the world."""
+        what `inner` can reach of the world. `remarks` are for `phonograph.explain`."""
         self.inner = inner
+        self.remarks = tuple(remarks)
         self.options = options
         self.order: list[int] = []  # for each argument its place among those that are bound, and the others after them
         self.bound: weakref.WeakValueDictionary[tuple[int, ...], Bound] = weakref.WeakValueDictionary()
