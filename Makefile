@@ -40,7 +40,7 @@ endif
 demo: $(call READY,demo)
 	$(RUN) -m phonograph demo $(ARGS)
 
-test: $(call READY,test loops)
+test: $(call READY,test loops pipelines)
 	$(RUN) -m pytest $(OPTIONS) $(ARGS)
 
 lint: $(call READY,test dev)
@@ -67,6 +67,11 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)." >&2; \
 	  echo "If it has torch already:  make $(MAKECMDGOALS) PYTHON_ENV=system" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.ready-pipelines: pipelines.txt | $(VENV)/.made
+	@$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r pipelines.txt || \
+	  echo "lightning-thunder and torchtitan could not be installed: their tests are skipped." >&2
 	@touch $@
 
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/.made

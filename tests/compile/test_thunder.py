@@ -98,7 +98,7 @@ def test_c06_training(device):
         sides.step(ramp(device, n))
         for optimizer in optimizers:
             optimizer.step()
-    assert sides.counts() == [(1, 1, 5), (1, 1, 5)]
+    assert sides.counts() == [(1, 1, 5), (2, 1, 4)]
 
 
 def test_c06_parameters_are_never_copied(device):
@@ -120,7 +120,7 @@ def test_c06_gradients_over_micro_batches(device):
             for i in range(3):
                 f(ramp(device, 3 * n + i)).square().sum().backward()
         sides.check()
-    assert sides.counts() == [(1, 1, 14), (1, 1, 14)]
+    assert sides.counts() == [(1, 1, 14), (2, 1, 13)]
 
 
 def test_c06_two_forwards_before_their_backwards(device):
@@ -142,7 +142,7 @@ def test_c07_another_shape(device):
     sides = Sides(network(device))
     for n in range(8):
         sides.step(ramp(device, n, rows=3 + n % 2))
-    assert sides.counts() == [(1, 1, 3)] * 4
+    assert sides.counts() == [(1, 1, 3), (2, 1, 2)] * 2
 
 
 def test_c08_parameters_that_are_replaced(device):
@@ -188,7 +188,7 @@ def test_functions_and_their_parameters(device):
             results.append((out.detach(), w.grad, seen.clone()))
         found.append(results)
     assert_same(*found)
-    assert all(pg.stats(region).replayed == 4 for region in transform.regions())
+    assert [pg.stats(region).replayed for region in transform.regions()] == [4, 3]
 
 
 def test_what_asks_for_a_value_stays_outside(device):
@@ -226,7 +226,7 @@ def test_under_autocast(device):
     for n in range(4):
         with torch.autocast(device.type, torch.bfloat16):
             sides.step(ramp(device, n))
-    assert [replayed for *_, replayed in sides.counts()] == [3, 3]
+    assert [replayed for *_, replayed in sides.counts()] == [3, 2]
 
 
 def test_c17_recordings_go_with_the_jitted_module(device):
