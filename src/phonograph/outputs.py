@@ -24,7 +24,7 @@ from .pool import Lease, dense, unowned
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
-from .signature import Call
+from .signature import Call, attributes
 from .spans import Spans
 from .torch_private import bump, original_views, view_like
 from .trees import containers, flatten, unflatten
@@ -215,17 +215,29 @@ def _base(t: torch.Tensor, leaves: list[Any], hooked: bool) -> int:
 
 
 def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
-    """Whether between this view and its base autograd has nothing but views that nobody sees: no code (a function that returns
-    a view, a hook of a module), and no other result, whose gradient this one's would be a part of."""
-    base = t._base
-    ends = [(x.grad_fn, x.output_nr) for x in others if x is not base and x.grad_fn is not None]
-    edge: Any = (t.grad_fn, t.output_nr)
+    """Whether between this view and its base autograd has nothing but views, and no code (a function that gives a view, a hook
+    of a module); and whether no other result depends on it, whose gradient would be a part of this one's."""
+    base, start = t._base, (t.grad_fn, t.output_nr)
+    edge: Any = start
     while base is not None and edge != (base.grad_fn, base.output_nr):
         before = [e for e in edge[0].next_functions if e[0] is not None]
-        if isinstance(edge[0], NODE) or len(before) != 1 or before[0] in ends:
+        if isinstance(edge[0], NODE) or len(before) != 1:
             return False
         edge = before[0]
-    return base is not None
+    return base is not None and any(x is base for x in others) and start not in _edges(others)
+
+
+def _edges(tensors: list[torch.Tensor]) -> set[Any]:
+    """What is between the nodes of the graph behind these: each a node, and which of its outputs."""
+    found: set[Any] = set()
+    seen = {t.grad_fn for t in tensors if t.grad_fn is not None}
+    work: list[Any] = [*seen]
+    while work:
+        edges = [edge for edge in work.pop().next_functions if edge[0] is not None]
+        found.update(edges)
+        work += {node for node, _ in edges} - seen
+        seen.update(node for node, _ in edges)
+    return found
 
 
 def _written_with(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
@@ -266,6 +278,8 @@ def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if not traced and t.grad_fn is not None and not (captured.ran_backward and _consumed(t.grad_fn)):
         raise Attached("returns a tensor whose backward would run outside",
                        "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
+    if storage_id(t) in captured.made and attributes(t):
+        raise Refusal("returns a tensor with attributes of its own", "set them outside, or return the values")
     if t.grad_fn is not None and (t.retains_grad or t._backward_hooks):
         raise Refusal("returns a tensor with a hook, or one that retains its gradient", "ask for that outside")
     if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:

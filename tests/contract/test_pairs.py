@@ -1856,6 +1856,7 @@ def set_on(t, kind):
 NOT_MERELY_VIEWS = {
     "a view of a view": lambda h: (lambda v: (h, v, v[1]))(h.view(2, 8)),
     "a view of a view before it": lambda h: (lambda v: (v[1], v, h))(h.view(2, 8)),
+    "a view on which another depends": lambda h: (lambda v: (h, v, v[1].tanh()))(h.view(2, 8)),
     "by a function": lambda h: (h, Trebled.apply(h)),
     "of one by a function": lambda h: (h, Trebled.apply(h).t()),
     "by a module with a hook": lambda h: (h, HOOKED["full"](h)),
