@@ -18,12 +18,13 @@ import torch
 
 from .devices.base import Captured
 from .errors import Attached, Refusal
+from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, plain_key
 from .pool import Lease, dense, unowned
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
-from .signature import Call
+from .signature import Call, attributes
 from .spans import Spans
 from .torch_private import bump, original_views, view_like
 from .trees import containers, flatten, unflatten
@@ -62,7 +63,7 @@ def plan(
         seen[id(leaf)] = i
         if isinstance(leaf, torch.Tensor):
             _faithful(leaf, captured, traced)
-            base = _base(leaf, leaves) if traced else -1
+            base = _base(leaf, leaves, captured.sets_hooks) if traced else -1
             if base >= 0:
                 found.append(_view(leaf, leaves[base], base))
                 continue
@@ -198,16 +199,53 @@ def _attached(output: Output) -> Output:
     return replace(output, consumed=False, attached=True)
 
 
-def _base(t: torch.Tensor, leaves: list[Any]) -> int:
-    """Which other result, one with a history, this one is a view of, or is when it is detached; -1 if none."""
+def _base(t: torch.Tensor, leaves: list[Any], hooked: bool) -> int:
+    """Which other result, one with a history, this one is a view of, or is when it is detached; -1 if none. Some tensor of the
+    call may be `hooked`."""
     lazy = t.is_conj() or t.is_neg()
-    for i, x in enumerate(leaves):
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x is not t]
+    viewed = (not hooked and _merely_viewed(t, tensors)) if t.grad_fn is not None else not _written_with(t, tensors)
+    for i, x in enumerate(leaves if viewed else ()):
         if not isinstance(x, torch.Tensor) or x is t or x.grad_fn is None or storage_id(x) != storage_id(t) or x._is_view():
             continue
         same = x.dtype is t.dtype and not (lazy or x.is_conj() or x.is_neg() or t.is_inference())
         if same and (t._base is x if t.grad_fn is not None else share_version(t, x)):
             return i
     return -1
+
+
+def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether between this view and its base autograd has nothing but views, and no code (a function that gives a view, a hook
+    of a module); and whether no other result depends on it, whose gradient would be a part of this one's."""
+    base, start = t._base, (t.grad_fn, t.output_nr)
+    edge: Any = start
+    while base is not None and edge != (base.grad_fn, base.output_nr):
+        before = [e for e in edge[0].next_functions if e[0] is not None]
+        if isinstance(edge[0], NODE) or len(before) != 1:
+            return False
+        edge = before[0]
+    return base is not None and any(x is base for x in others) and start not in _edges(others)
+
+
+def _edges(tensors: list[torch.Tensor]) -> set[Any]:
+    """What is between the nodes of the graph behind these: each a node, and which of its outputs."""
+    found: set[Any] = set()
+    seen = {t.grad_fn for t in tensors if t.grad_fn is not None}
+    work: list[Any] = [*seen]
+    while work:
+        edges = [edge for edge in work.pop().next_functions if edge[0] is not None]
+        found.update(edges)
+        work += {node for node, _ in edges} - seen
+        seen.update(node for node, _ in edges)
+    return found
+
+
+def _written_with(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    """Whether a detached tensor and another result are views of one that is detached as well: what is written into the one
+    with a history gives the other that history."""
+    return any(
+        x.grad_fn is None and (x._base is t or (t._base is not None and (t._base is x or t._base is x._base))) for x in others
+    )
 
 
 def _view(t: torch.Tensor, base: torch.Tensor, index: int) -> Output:
@@ -240,6 +278,10 @@ def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if not traced and t.grad_fn is not None and not (captured.ran_backward and _consumed(t.grad_fn)):
         raise Attached("returns a tensor whose backward would run outside",
                        "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
+    if storage_id(t) in captured.made and attributes(t):
+        raise Refusal("returns a tensor with attributes of its own", "set them outside, or return the values")
+    if t.grad_fn is not None and (t.retains_grad or t._backward_hooks):
+        raise Refusal("returns a tensor with a hook, or one that retains its gradient", "ask for that outside")
     if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:
         raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on it outside")
 

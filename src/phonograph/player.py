@@ -258,7 +258,8 @@ class Player:
             for i, o in self._views:
                 base = made[o.index]
                 detached = o.value is None
-                made[i] = base.detach().as_strided(o.size, o.stride, o.offset) if detached else view_like(o.value, base)
+                part = base.detach().as_strided(o.size, o.stride, o.offset) if detached else view_like(o.value, base)
+                made[i] = part.detach() if detached else part  # what is detached is no view: it may be detached in place
         return unflatten(self.recording.shape, iter(made), self.recording.like)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:

@@ -199,9 +199,15 @@ def _backward(
         outside[storage_id(t)].append(t)
     if any(t.grad_fn is not None and key in captured.watch.touched for key, tensors in outside.items() for t in tensors):
         raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
-    return tracing.backward(function, results, attached, captured.made, outside,
-                            lambda key: outputs.lease(key, captured, leases, device),
-                            any("hook" in name for name in reach.mentions.names))  # fmt: skip
+    return tracing.backward(
+        function,
+        results,
+        attached,
+        captured.made,
+        outside,
+        lambda key: outputs.lease(key, captured, leases, device),
+        captured.sets_hooks,
+    )
 
 
 def _check(reach: Reach, call: Call, traced: bool) -> None:
@@ -296,7 +302,7 @@ def _capture(
     tracing = terms.tracing
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
-    backwards: list[CodeType] = []
+    ran: set[CodeType] = set()
     watches: list[OperatorWatch] = []
     apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
 
@@ -326,7 +332,7 @@ def _capture(
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
                 raise
-        backwards.extend(code for code in listener.ran if code.co_name == "_engine_run_backward")
+        ran.update(listener.ran)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
             raise listener.found[0]
@@ -353,7 +359,9 @@ def _capture(
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
-        return captured._replace(containers=frozenset(given), ran_backward=bool(backwards))
+        backward = any(code.co_name == "_engine_run_backward" for code in ran)
+        hooks = torch.Tensor.register_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
+        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks)
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

@@ -1812,6 +1812,132 @@ def test_c06_results_that_are_views_of_another(device, view, use):
     assert pg.stats(recorded).replayed == 4, pg.explain(recorded)
 
 
+class Trebled(torch.autograd.Function):
+    """Gives a view of what it gets, and another gradient than that of a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.view(2, 8)
+
+
+def with_hooks(kind):
+    module = Halves()
+    if kind == "full":
+        module.register_full_backward_hook(lambda module, grads, given: (7 * grads[0],))
+    else:
+        module.register_full_backward_pre_hook(lambda module, given: (7 * given[0],))
+    return module
+
+
+HOOKED = {kind: with_hooks(kind) for kind in ("full", "pre")}
+
+
+def set_on(t, kind):
+    if kind == "tensor":
+        t.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    elif kind == "node":
+        t.grad_fn.register_hook(lambda grads, given: (5 * grads[0],))
+    elif kind == "before the node":
+        t.grad_fn.register_prehook(lambda given: (5 * given[0],))
+    else:
+        t.retain_grad()
+    return t
+
+
+NOT_MERELY_VIEWS = {
+    "a view of a view": lambda h: (lambda v: (h, v, v[1]))(h.view(2, 8)),
+    "a view of a view before it": lambda h: (lambda v: (v[1], v, h))(h.view(2, 8)),
+    "a view on which another depends": lambda h: (lambda v: (h, v, v[1].tanh()))(h.view(2, 8)),
+    "by a function": lambda h: (h, Trebled.apply(h)),
+    "of one by a function": lambda h: (h, Trebled.apply(h).t()),
+    "by a module with a hook": lambda h: (h, HOOKED["full"](h)),
+    "by a module with a hook before": lambda h: (h, HOOKED["pre"](h)),
+    "by a part with a backward of its own": lambda h: checkpoint(lambda t: (y := t.tanh(), y.t()), h, use_reentrant=True),
+    "a hook on a view": lambda h: (h, set_on(h.t(), "tensor")),
+    "a hook on a hidden view": lambda h: (h, set_on(h.view(2, 8), "tensor")[1]),
+    "a hook on a hidden view's node": lambda h: (h, set_on(h.view(2, 8), "node")[1]),
+    "a hook before a hidden view's node": lambda h: (h, set_on(h.view(2, 8), "before the node")[1]),
+    "a hook on the base": lambda h: (set_on(h, "tensor"), h.t()),
+    "a hook, and no view": lambda h: (set_on(h, "tensor"),),
+    "a gradient that is retained": lambda h: (set_on(h, "retain"), h.t()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("look", ["nobody", "hook", "retain", "grad"])
+@pytest.mark.parametrize("results", NOT_MERELY_VIEWS)
+def test_c06_results_that_are_more_than_views_of_another(device, results, look):
+    """What autograd has between a view and its base: another result, code, hooks. And hooks on results, which come first."""
+    torch.manual_seed(0)
+    start = torch.randn(4, 4, device=device)
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+
+    function = NOT_MERELY_VIEWS[results]  # one alone: what names hooks is taken to set some
+
+    def make(weight):
+        return lambda x: function(x @ weight)
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        for i in range(len(make(weights[1])(x))):
+            found = []
+            for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+                weight.grad, seen, given = None, [], f(x)
+                loss = sum((t * t.detach() * (k + 2)).sum() for k, t in enumerate(given))
+                if look == "grad":
+                    seen += torch.autograd.grad(loss, [given[i]], retain_graph=True)
+                elif look == "hook":
+                    given[i].register_hook(lambda g, seen=seen: (seen.append(g), 2 * g)[1])
+                elif look == "retain":
+                    given[i].retain_grad()
+                if results != "by a part with a backward of its own" or look != "grad":
+                    loss.backward()
+                found.append((weight.grad, seen, [t.grad if t.retains_grad else None for t in given]))
+            assert_same(*found)
+
+
+def test_c06_a_detached_result_is_detached_once_more(device):
+    """In place, which a view cannot be."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    recorded = pg.record(lambda x: (h := weight * x, h.detach()), warmup=1)
+    for n in range(4):
+        y, detached = recorded(torch.full((4,), float(n), device=device))
+        assert detached.detach_() is detached
+        assert not detached._is_view()
+        y.sum().backward()
+    assert pg.stats(recorded).replayed == 3
+
+
+@may_run_live
+def test_c06_parts_of_a_detached_result_get_a_history_together(device):
+    both = [nn.Parameter(torch.ones(4, device=device)) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: (h := weight * x, d := h.detach(), d[:2])
+
+    recorded, live = pg.record(make(both[0]), warmup=1), make(both[1])
+    for n in range(4):
+        found = []
+        for f, weight in ((recorded, both[0]), (live, both[1])):
+            weight.grad = None
+            _, whole, part = f(torch.full((4,), float(n), device=device))
+            whole.mul_(weight)
+            assert part.requires_grad
+            part.sum().backward()
+            found.append((weight.grad, whole, part))
+        assert_same(*found)
+
+
 @may_run_live
 def test_c06_a_function_that_runs_a_backward_inside_as_well(device):
     both = [perceptron(device) for _ in range(2)]

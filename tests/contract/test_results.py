@@ -640,6 +640,18 @@ def test_c04_results_keep_their_structure(device, structure):
 
 
 @may_run_live
+def test_c04_a_result_with_attributes(device):
+    def f(x):
+        y = x * 2
+        y.scale = 2
+        return y
+
+    recorded = pg.record(f)
+    for n in range(4):
+        assert recorded(torch.full((3,), float(n), device=device)).scale == 2
+
+
+@may_run_live
 @pytest.mark.parametrize("lazily", [lambda x: torch.complex(x, x).conj(), lambda x: torch.complex(x, x).conj().imag])
 def test_c04_lazily_conjugated_and_negated_results(device, lazily):
     both = plain(lazily, hold=True)
