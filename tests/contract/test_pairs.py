@@ -1760,6 +1760,40 @@ def test_c06_a_backward_that_draws_numbers_of_its_own(device, recompute):
     assert pg.stats(recorded).replayed > 3
 
 
+class Striding(torch.autograd.Function):
+    """Its backward asks for the strides of what it has saved, as compiled code does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad * x * (x.stride(0) + 10 * x.stride(1))
+
+
+PARTS = [lambda x: x[:, 0], lambda x: x[:, 0].t(), lambda x: x[:, :1, 0].expand(4, 3), lambda x: x[1:, 0]]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_c06_views_of_an_argument_are_saved_with_their_strides(device, part):
+    weights = [nn.Parameter(torch.full((), 2.0, device=device)) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: Striding.apply(part(x), weight.expand(part(x).shape))
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(4):
+        x = torch.arange(24.0, device=device).reshape(4, 2, 3) + n
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            f(x).sum().backward()
+        assert_same(weights[0].grad, weights[1].grad)
+    assert pg.stats(recorded).replayed == 3
+
+
 VIEWS = {
     "its transpose": lambda h: (h, h.t()),
     "its transpose before it": lambda h: (h.t(), h),
