@@ -86,6 +86,24 @@ def _places(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
 
 
+class _Calling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call()
+        return None, grad
+
+
+def _on_autograds_thread(device: torch.device, call: Callable[[], object]) -> None:
+    """Call something where autograd runs what has run on the current stream of this device."""
+    x = torch.empty(0, device=device, requires_grad=True)
+    torch.autograd.grad(_Calling.apply(call, x), x, torch.empty(0, device=device))  # type: ignore[no-untyped-call]
+
+
 class _Ghost:
     """A gradient in the pool from before the call, not kept alive: brought back from its address if it has to be."""
 
@@ -297,12 +315,12 @@ class CudaDevice:
                 anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
 
     def _lend_workspace(self) -> None:
-        """The backward of a warm-up call will run on this stream: until the next capture, let cuBLAS work where it does in
-        graphs, and not in as much memory again that nobody else could have."""
+        """The backward of a warm-up call will run on this stream, and on a thread of autograd's, which has a handle of cuBLAS's
+        for itself: until the next capture, let that work where others do in graphs, and not in as much memory again."""
         anchor = self._anchor
         if anchor.workspace is not None:
             with torch_private.route_to_pool(self.index, anchor.handle):
-                torch_private.take_cublas_workspace()
+                _on_autograds_thread(self.torch_device, torch_private.take_cublas_workspace)
             if anchor.workspace[0] not in cuda_memory.taken(anchor.handle):
                 torch_private.clear_cublas_workspaces()
 
