@@ -131,6 +131,17 @@ def test_c11_a_rule_that_nothing_meets(device, shown):
     assert replayed() == [4]
 
 
+def test_c11_a_rule_that_names_only_what_takes_a_result_apart(device, shown):
+    class Halves(Read):
+        def forward(self, x):
+            left, right = (self.linear(x) * 1).add_(1).chunk(2, 1)
+            return left * 2, right
+
+    run(Halves(), device, live=[lambda node: node.name == "left"])
+    assert shown == [[]]
+    assert replayed() == [4]
+
+
 class Selected(nn.Module):
     """Works on some rows, whose number depends on data, and goes on with all."""
 

@@ -85,6 +85,8 @@ def parts(gm: GraphModule, live: Sequence[Rule], record: Sequence[Rule]) -> tupl
     if facts.unclear:
         raise Refusal(f"cannot be split where {_list(why)[0]}: {facts.unclear}", "do that outside of what is compiled")
     _together(gm, why)
+    if not why:  # the rules named nothing but what goes with something else
+        return None
     order = min((_ordered(gm, why, facts, first) for first in (False, True)), key=len)
     number = {node: i for i, (_, nodes) in enumerate(order) for node in nodes}
     if _shared(gm, number, facts):
