@@ -131,6 +131,17 @@ def test_c11_a_rule_that_nothing_meets(device, shown):
     assert replayed() == [4]
 
 
+def test_c11_a_rule_that_names_only_what_takes_a_result_apart(device, shown):
+    class Halves(Read):
+        def forward(self, x):
+            left, right = (self.linear(x) * 1).add_(1).chunk(2, 1)
+            return left * 2, right
+
+    run(Halves(), device, live=[lambda node: node.name == "left"])
+    assert shown == [[]]
+    assert replayed() == [4]
+
+
 class Selected(nn.Module):
     """Works on some rows, whose number depends on data, and goes on with all."""
 
@@ -260,9 +271,9 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.zeros(8))
 
     def forward(self, x):
-        h = torch.sort(self.linear(x) + self.seen, 1)[0]
-        self.seen.add_(h.detach()[0])
-        return torch.sort(h * 2, 1)[0] + self.seen
+        h = torch.sort(x * 2 + self.seen, 1)[0]
+        self.seen.add_(h[0])
+        return torch.sort(self.linear(h), 1)[0] + self.seen
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
@@ -270,6 +281,44 @@ def test_c08_a_buffer_that_a_part_writes(device, inner, shown):
     torch.manual_seed(0)
     run(Counting(), device, live=["aten::sort"], inner=inner)
     assert [live for live, _ in shown[0]] == [False, True, False, True, False]
+
+
+class Scaling(nn.Module):
+    """What a compiler saves for the gradients is the buffer, and not the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        h = torch.sort(self.linear(x) * (self.seen + 1), 1)[0]
+        self.seen.add_(1)
+        return h
+
+
+def test_c06_a_buffer_that_is_written_after_a_part_with_gradients_has_read_it(device):
+    module = Scaling().to(device)
+    fast = torch.compile(module, backend="phonograph", options={"inner": "aot_eager", "live": ["aten::sort"]})
+    with pytest.warns(pg.RunsLive, match="may have saved for its backward"):
+        fast(torch.randn(4, 8, device=device)).sum().backward()
+    with torch.no_grad():  # where nothing is saved, it is split
+        run(module, device, live=["aten::sort"])
+    assert len(graphs()) == 2
+
+
+def test_c06_statistics_that_are_written_twice(device, shown):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            return self.norm(torch.sort(self.norm(x), 1)[0])
+
+    torch.manual_seed(0)
+    run(Twice(), device, live=["aten::sort"])
+    assert [live for live, _ in shown[0]] == [False, True, False]
 
 
 class Overwritten(nn.Module):
@@ -327,6 +376,143 @@ def test_c05_results_that_are_kept(device):
     xs = [torch.randn(4, 8, device=device) for _ in range(8)]
     assert_same([fast(x) for x in xs], [module(x) for x in xs])
     assert replayed() == [7]
+
+
+def _draws(x):
+    return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rule", ["phonograph_partition::draws", "aten::rand_like"])
+def test_c02_custom_operators_stay_in_their_order(device, inner, rule, shown):
+    with torch.library._scoped_library("phonograph_partition", "FRAGMENT") as library:
+        library.define("draws(Tensor x) -> Tensor")  # and does not say that it does
+        library.impl("draws", _draws, "CompositeExplicitAutograd")
+        torch.library.register_fake("phonograph_partition::draws", torch.empty_like, lib=library)
+
+        class Draws(Read):
+            def forward(self, x):
+                a = torch.rand_like(x)
+                b = torch.ops.phonograph_partition.draws(x)
+                return self.linear(a + 2 * b + 3 * torch.rand_like(x))
+
+        run(Draws(), device, live=[rule], inner=inner)
+    assert [live for live, _ in shown[0]] == ([False, True, False] if "draws" in rule else [True, False, True, False])
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.sort(self.linear(x), 1)[0]
+        return torch.cond(h.sum() > 0, lambda h: h + 1, lambda h: h - 1, (h,))
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_c11_operators_of_a_higher_order(device, inner):
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(Branching(), device, live=["aten::sort"], inner=inner)
+    assert any("what it does cannot be told" in str(w.message) for w in said)
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x)
+        h.register_hook(lambda g: g * 2)
+        return torch.sort(h, 1)[0]
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_c11_hooks_on_what_goes_from_part_to_part(device, inner):
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(Hooked(), device, live=["aten::sort"], inner=inner)
+    assert any("cannot register a hook" in str(w.message) for w in said)
+
+
+class Counted(Selected):
+    """Asks for the number of rows again, where that is a result."""
+
+    def forward(self, x):
+        h = torch.sort(self.before(x), 1)[0]
+        rows = torch.nonzero(h > 0)
+        n = rows.shape[0]
+        return (torch.zeros(n, 8, device=x.device) + self.within(h[rows[:, 0]])).sum(0) * n + self.within(h)
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+def test_c11_a_size_without_a_name(device):
+    torch.manual_seed(0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(Counted(), device, live=["aten::sort"], record=["aten::nonzero"], inner="eager")
+    assert any("cannot be split where" in str(w.message) for w in said)
+
+
+class Pieces(nn.Module):
+    """Writes some of what it has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x) * 1
+        h[:, :2] = 0
+        h[h > 1] = 1.0
+        return torch.sort(h + 0, 1)[0]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_c11_items_that_are_set(device, inner, shown):
+    torch.manual_seed(0)
+    run(Pieces(), device, live=["aten::sort"], inner=inner)
+    assert [live for live, _ in shown[0]] == [False, True]
+
+
+class Doubled(nn.Module):
+    """One of its arguments is a tensor of another kind, whose views nobody sees."""
+
+    def forward(self, x, y):
+        z = y * 1
+        view = z.view(8, 4)
+        k = torch.sort(x, 1)[0]
+        view.add_(1)
+        return z * 2 + k, view
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+def test_c03_tensors_of_other_kinds(device):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    module = Doubled()
+    rules = [lambda node: node.name in ("add_", "mul"), "aten::sort"]
+    fast = torch.compile(module, backend="phonograph", options={"inner": "aot_eager", "live": rules})
+    said = []
+    for _ in range(3):
+        x, y = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+        pair = TwoTensor(y, y * 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = fast(x, pair)
+        said += [str(w.message) for w in caught]
+        assert_same([(t.a, t.b) for t in ours], [(t.a, t.b) for t in module(x, pair)])
+    assert any("of other kinds" in message for message in said)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no cuda device")
@@ -389,6 +575,20 @@ def test_c20_without_gradients_a_part_is_played_only_if_that_is_faster(device, f
     for _ in range(2):  # with gradients, whatever was measured
         sides(torch.randn(4, 8, device=device))
     assert sum(replayed()) - before == 3
+
+
+def test_c14_threads_that_measure_at_once_come_to_an_end(device):
+    sides = Sides(Router().to(device), live=["aten::sort"])
+    with torch.no_grad():
+        for _ in range(3):
+            sides(torch.randn(4, 8, device=device))
+        gc.collect()
+        (measuring,) = [x for x in gc.get_objects() if type(x) is measured.Measured and x._took[True]]
+        for samples in measuring._took.values():  # two threads have noted theirs before either has looked how many there are
+            samples[:] = [1.0] * (measured.SAMPLES + 1)
+        sides(torch.randn(4, 8, device=device))
+        sides(torch.randn(4, 8, device=device))
+    assert measuring._call is not None
 
 
 def test_c18_recordings_go_with_the_model(device):

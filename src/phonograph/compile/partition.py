@@ -12,7 +12,7 @@ graph of its own, with a backward of its own, as if Dynamo's graph had ended the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -78,29 +78,52 @@ def parts(gm: GraphModule, live: Sequence[Rule], record: Sequence[Rule]) -> tupl
     if not (live or any(map(_suspicious, gm.graph.nodes))):
         return None
     facts = _Facts.of(gm)
-    why = {node: reason for node in gm.graph.nodes if node.op.startswith("call_")
+    why = {node: reason for node in facts.seen if node.op.startswith("call_")
            and (reason := _why_live(node, facts, live, record))}  # fmt: skip
     if not why:
         return None
-    if not facts.whole:
-        raise Refusal(f"cannot be split where {_list(why)[0]}: it changes a mode of torch's", "leave the mode as it is")
+    if facts.unclear:
+        raise Refusal(f"cannot be split where {_list(why)[0]}: {facts.unclear}", "do that outside of what is compiled")
     _together(gm, why)
+    if not why:  # the rules named nothing but what goes with something else
+        return None
     order = min((_ordered(gm, why, facts, first) for first in (False, True)), key=len)
     number = {node: i for i, (_, nodes) in enumerate(order) for node in nodes}
     if _shared(gm, number, facts):
         raise Refusal(f"cannot be split where {_list(why)[0]}: parts would share a tensor that one of them writes",
                       "write a clone of it")  # fmt: skip
-    end = next(node for node in gm.graph.nodes if node.op == "output")
-    for node in number:
-        end.prepend(node)
+    if _saved(gm, number, facts):
+        raise Refusal(f"cannot be split where {_list(why)[0]}: a part writes what another may have saved for its backward",
+                      "write it outside of what is compiled")  # fmt: skip
     values = {node.name: node.meta.get("example_value") for node in gm.graph.nodes}
-    split = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
+    split = _cut(gm, number, why)
     found = {}
     for i, (is_live, nodes) in enumerate(order):
         name = f"submod_{i}"
         reasons = _list({node: why[node] for node in nodes if node in why})
         found[name] = _part(split.get_submodule(name), values, is_live, reasons)  # type: ignore[arg-type]
     return split, found
+
+
+def _cut(gm: GraphModule, number: dict[Node, int], why: dict[Node, str]) -> GraphModule:
+    """The graph in parts. That may fail: where a size that depends on data gets its name in a later part, for instance."""
+    before = [node for node in gm.graph.nodes if node in number]
+    try:
+        _reorder(gm, number)
+        return split_module(gm, gm, lambda node: number[node], keep_original_order=True)
+    except Exception as error:
+        _reorder(gm, before)
+        raise Refusal(f"cannot be split where {_list(why)[0]}: {_in_words(error)}", "name other nodes") from error
+
+
+def _reorder(gm: GraphModule, nodes: Iterable[Node]) -> None:
+    end = next(node for node in gm.graph.nodes if node.op == "output")
+    for node in nodes:
+        end.prepend(node)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _part(graph: GraphModule, values: dict[str, Any], live: bool, reasons: list[str]) -> Part:
@@ -123,13 +146,18 @@ def _as_input(value: Any) -> Any:
 
 def _suspicious(node: Node) -> bool:
     """Whether a node may be none to record, going by what Dynamo has noted."""
+    return depends_on_data(node.meta.get("example_value")) or any(map(_is_unsafe, _operators(node)))
+
+
+def _operators(node: Node) -> list[OpOverload]:
+    """The operators that a node may be, if it names one itself."""
     target = node.target
-    overloads = [getattr(target, name) for name in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
-    return depends_on_data(node.meta.get("example_value")) or any(map(_is_unsafe, overloads))
+    named = [getattr(target, name) for name in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
+    return [operator for operator in named if isinstance(operator, OpOverload)]
 
 
-def _is_unsafe(operator: Any) -> bool:
-    return isinstance(operator, OpOverload) and _UNSAFE is not None and _UNSAFE in operator.tags
+def _is_unsafe(operator: OpOverload) -> bool:
+    return _UNSAFE is not None and _UNSAFE in operator.tags
 
 
 # -- what nodes do
@@ -142,6 +170,7 @@ class _Seen:
     names: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     random: bool = False
+    """It draws random numbers; or it may, or may have a state: an operator that is not torch's own."""
     alone: bool = False
     """Nothing may pass by it."""
     written: set[int] = field(default_factory=set)
@@ -169,7 +198,7 @@ class _Looking(TorchDispatchMode):
                 now.reasons.append(refusal.reason)
         if _is_unsafe(func):
             now.reasons.append(f"{meaning.name} is tagged cudagraph_unsafe")
-        now.random = now.random or meaning.random
+        now.random = now.random or meaning.random or not meaning.compiled
         now.written |= set(map(storage_id, operators.written_by(meaning, args, kwargs)))
         return func(*args, **kwargs)
 
@@ -181,7 +210,7 @@ class _Facts(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self._known: set[int] = set()
         self.seen: dict[Node, _Seen] = {}
-        self.whole = False
+        self.unclear = ""  # why the nodes may not change places, nor be cut apart
         self.mode = mode
         self._looking = _Looking()
 
@@ -191,13 +220,28 @@ class _Facts(Interpreter):
         values = [node.meta.get("example_value") for node in gm.graph.nodes]
         mode = next((mode for mode in map(fake_mode_of, values) if mode is not None), None)
         facts = cls(gm, mode)
-        if mode is None or any(map(_keeps_a_state, gm.graph.nodes)):
-            facts.seen = {node: _Seen() for node in gm.graph.nodes}
-            return facts
-        with mode, unbacked(mode), facts._looking, torch.no_grad():
-            facts.run(*[node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"])
-        facts.whole = True
+        if mode is None or any(fake_mode_of(t) is None for value in values for t in _tensors(value)):
+            facts._give_up("tensors of other kinds than torch's own, whose memory nobody sees")
+        elif any(map(_keeps_a_state, gm.graph.nodes)):
+            facts._give_up("it changes a mode of torch's")
+        else:
+            facts._look()
         return facts
+
+    def _look(self) -> None:
+        given = [node.meta["example_value"] for node in self.graph.nodes if node.op == "placeholder"]
+        try:
+            with self.mode, unbacked(self.mode), self._looking, torch.no_grad():
+                self.run(*given)
+        except Exception as error:  # operators of a higher order, for instance, of which not all can be looked into
+            self._give_up(f"what it does cannot be told ({_in_words(error)})")
+
+    def _give_up(self, why: str) -> None:
+        """Know only which operators the graph names, and those in it."""
+        self.unclear = why
+        graphs = [module.graph for module in self.module.modules() if isinstance(module, GraphModule)]
+        for node in [node for graph in graphs for node in graph.nodes]:
+            self.seen[node] = _Seen(names={operator._schema.name for operator in _operators(node)})
 
     def run_node(self, n: Node) -> Any:
         self._looking.now = self.seen[n] = _Seen()
@@ -217,7 +261,7 @@ class _Facts(Interpreter):
 
 
 def _keeps_a_state(node: Node) -> bool:
-    if node.op != "call_function" or getattr(node.target, "__name__", "") in _MODES or node.users:
+    if node.op != "call_function" or getattr(node.target, "__name__", "") in (*_MODES, "setitem") or node.users:
         return False
     return node.meta.get("example_value") is None and not isinstance(node.target, (OpOverload, OpOverloadPacket))
 
@@ -237,6 +281,8 @@ def _why_live(node: Node, facts: _Facts, live: Sequence[Rule], record: Sequence[
     values = [node.meta.get("example_value"), *(n.meta.get("example_value") for n in node.all_input_nodes)]
     if seen.reasons:
         return seen.reasons[0]
+    if facts.unclear and any(map(_is_unsafe, _operators(node))):
+        return "is tagged cudagraph_unsafe"
     if any(map(depends_on_data, values)):
         return "works with a shape that depends on data"
     tensors = [x for value in values for x in _tensors(value)]
@@ -297,6 +343,19 @@ def _shared(gm: GraphModule, number: dict[Node, int], facts: _Facts) -> bool:
     given = [storage for node in inputs for storage in facts.seen[node].gives if storage in written]
     crossing = [node for node in number if any(number.get(user) != number[node] for user in node.users)]
     return len(set(given)) < len(given) or any(not written.isdisjoint(facts.seen[node].gives) for node in crossing)
+
+
+def _saved(gm: GraphModule, number: dict[Node, int], facts: _Facts) -> bool:
+    """Whether an argument or a buffer that a part writes was read before by another part, which has gradients: what its
+    compiler saves for them may be that tensor, where eager would save another."""
+    seen = facts.seen
+    last = {storage: number[node] for node in sorted(number, key=number.__getitem__) for storage in seen[node].written}
+    made = [(node, t) for node in number for t in _tensors(node.meta.get("example_value"))]
+    with_gradients = {number[node] for node, t in made if t.requires_grad}
+    inputs = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    read = [(user, storage) for node in inputs for user in node.users if user in number for storage in seen[node].gives]
+    return any(number[user] in with_gradients and number[user] < last.get(storage, -1) and storage not in seen[user].written
+               for user, storage in read)  # fmt: skip
 
 
 # -- the order

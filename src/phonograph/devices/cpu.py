@@ -122,7 +122,7 @@ class Tape(OperatorWatch):
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
-        self._drew = self._drew or m.random
+        self._drew = self._drew or m.random or not m.compiled  # Python code of others may draw without saying so
         out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
         if results and all(t.is_meta for t in results):
