@@ -1420,6 +1420,16 @@ def test_c13_an_exception_that_the_function_handles(device):
 # C11, C12: what merely lies in reach
 
 
+@may_run_live
+def test_c11_a_nested_tensor_as_an_argument(device, caplog):
+    f = pg.record(lambda t: t * 2, warmup=1)
+    for _ in range(3):
+        parts = f(torch.nested.nested_tensor([torch.ones(2, 3, device=device), torch.ones(1, 3, device=device)])).unbind()
+        assert [p.tolist() for p in parts] == [[[2.0] * 3] * 2, [[2.0] * 3]]
+    assert "takes a nested tensor" in reasons(f)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize("kind", ["sparse", "lazy", "mkldnn"])
 def test_c11_tensors_without_memory_in_reach(device, kind):
     if kind == "mkldnn" and device.type != "cpu":
