@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = ["GRAD", "Player"]
 GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
 
 
 class _Consumed(torch.autograd.Function):
@@ -237,7 +239,7 @@ class Player:
             for i in self._written:
                 slot, theirs = self.recording.slots[i].tensor, tensors[i]
                 if theirs.data_ptr() != slot.data_ptr():
-                    with torch.inference_mode(theirs.is_inference()):
+                    with torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
                         once(theirs).copy_(once(slot))
                 elif not theirs.is_inference():
                     bump([theirs])
@@ -312,9 +314,10 @@ class Player:
         caller, and may be the result of another: only there can it be copied to.)"""
         assert o.template is not None
         inference = o.template.is_inference()
-        if target.is_inference() is inference and any(o.template is mould for mould in self.recording.program.outs):
+        as_it_is = target.is_inference() is inference
+        if as_it_is and any(o.template is mould for mould in self.recording.program.outs):
             return target
-        with torch.inference_mode(inference):
+        with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
             t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
             return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
 
