@@ -165,8 +165,12 @@ def _getters() -> list[Callable[[], Any]]:
     names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
              "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
              "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
-             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled")  # fmt: skip
+             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled",
+             "_get_cublas_allow_fp16_accumulation", "_get_cpu_allow_fp16_reduced_precision_reduction",
+             "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
     found += [getattr(c, n) for n in names if hasattr(c, n)]
+    order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
+    found.append(lambda: tuple(order()))
     return [*found, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
