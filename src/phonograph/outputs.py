@@ -155,13 +155,16 @@ def _place(
     if t.device != device.torch_device:
         raise Refusal(f"returns a tensor on {t.device}", f"return it on {device.torch_device}")
     if t.untyped_storage().nbytes() == 0:
-        return Output("empty", size=tuple(t.shape), stride=t.stride(), dtype=t.dtype, consumed=t.grad_fn is not None)
+        return Output(
+            "empty", t.is_inference(), size=tuple(t.shape), stride=t.stride(), dtype=t.dtype, consumed=t.grad_fn is not None
+        )
     if key not in captured.made:
         raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
     lease(key, captured, leases, device)
     if any(o.lease is leases[key] and o.template is not None and o.template.dtype is not t.dtype for o in so_far):
         raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
-    template = leases[key].template(t.dtype, t.size(), t.stride(), int(t.storage_offset()))
+    place = t.dtype, t.size(), t.stride(), int(t.storage_offset())
+    template = leases[key].template(*place, inference=t.is_inference())
     # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
     first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)
     return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad, index=first)

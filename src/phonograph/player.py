@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = ["GRAD", "Player"]
 GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
 
 
 class _Consumed(torch.autograd.Function):
@@ -90,7 +92,7 @@ class Player:
         if self.recording.shape is not None or len(outs) != 1 or self.recording.borrow:
             return None
         copied = self.recording.program.outs
-        whole = not copied or outs[0].template is copied[0]
+        whole = not copied or (outs[0].template is copied[0] and copied[0].is_inference() is torch.is_inference_mode_enabled())
         special = outs[0].consumed or outs[0].attached or outs[0].lazy
         return outs[0] if outs[0].kind == "lease" and not special and whole else None
 
@@ -237,7 +239,8 @@ class Player:
             for i in self._written:
                 slot, theirs = self.recording.slots[i].tensor, tensors[i]
                 if theirs.data_ptr() != slot.data_ptr():
-                    once(theirs).copy_(once(slot))
+                    with torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
+                        once(theirs).copy_(once(slot))
                 elif not theirs.is_inference():
                     bump([theirs])
 
@@ -280,7 +283,8 @@ class Player:
             assert call is not None
             return call.lent.get(o.index, call.tensors[o.index])
         if o.kind == "empty":
-            return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
+            with torch.inference_mode(o.value):
+                return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
         t = self._view(o, call)
         lent = call.lent.get(o.index) if call is not None and o.kind == "argument view" else None
         return t if lent is None else Borrowed.lend(t, lent.loan)
@@ -306,12 +310,16 @@ class Player:
         return Borrowed.lend(tensor, loan)
 
     def _on_copy(self, o: Output, target: torch.Tensor) -> torch.Tensor:
-        """The output in memory of its own, which outputs that share memory go on sharing."""
+        """The output in memory of its own, which outputs that share memory go on sharing. (It was made in the mode of the
+        caller, and may be the result of another: only there can it be copied to.)"""
         assert o.template is not None
-        if any(o.template is mould for mould in self.recording.program.outs):
+        inference = o.template.is_inference()
+        as_it_is = target.is_inference() is inference
+        if as_it_is and any(o.template is mould for mould in self.recording.program.outs):
             return target
-        t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
-        return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+        with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
+            t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
+            return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
 
 
 def _closed(*_: Any) -> list[torch.Tensor]:

@@ -138,11 +138,13 @@ class Lease:
         self.owns = _references(self.python())
 
     def template(
-        self, dtype: torch.dtype, size: Any, stride: Any, offset: int, conjugate: bool = False, negative: bool = False
-    ) -> torch.Tensor:
+        self, dtype: torch.dtype, size: Any, stride: Any, offset: int, conjugate: bool = False, negative: bool = False,
+        inference: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """A tensor of the recording's own on this memory; it does not count as use from outside."""
-        made = torch.empty(0, dtype=dtype, device=self._all[0].device)
-        made.set_(self._all[0].untyped_storage(), offset, size, stride)
+        with torch.inference_mode(inference):
+            made = torch.empty(0, dtype=dtype, device=self._all[0].device)
+            made.set_(self._all[0].untyped_storage(), offset, size, stride)
         made = torch.conj(made) if conjugate else made
         self._all.append(torch._neg_view(made) if negative else made)
         self.own = use_count(self.cdata)

@@ -78,6 +78,8 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
                        "__abstractmethods__", "_abc_impl", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
+# What Python keeps in a class once an object of it is copied or pickled (as results are, by us), or its annotations are read.
+_KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _NOTES = "_per_optimizer_states"  # of gradient scalers
@@ -556,16 +558,22 @@ class Reach:
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
 
+        def read() -> tuple[Any, ...]:
+            own: Any = space
+            if "__slotnames__" in own or "__annotations_cache__" in own:
+                own = {n: v for n, v in own.items() if n not in _KEPT_BY_PYTHON}
+            return (len(own), *own, *own.values())
+
         def restore(values: tuple[Any, ...]) -> None:
             n = values[0]
             before = dict(zip(values[1 : n + 1], values[n + 1 :], strict=True))
             for name, value in before.items():
                 if space.get(name, MISSING) is not value:
                     setattr(kind, name, value)
-            for name in space.keys() - before.keys():
+            for name in space.keys() - before.keys() - _KEPT_BY_PYTHON:
                 delattr(kind, name)
 
-        self._hold(Holder(path, lambda: (len(space), *space, *space.values()), restore, named=places.keyed))
+        self._hold(Holder(path, read, restore, named=places.keyed))
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 

@@ -43,7 +43,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
 from .signature import Call, attributes, modes
 from .spans import Spans
-from .torch_private import parametrizations_are_cached
+from .torch_private import in_inference, parametrizations_are_cached
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
@@ -312,6 +312,7 @@ def _capture(
         if tracing is not None:
             tracing.begin(slots, watch.states)
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
+        seen = [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
         for i, (place, slot, theirs) in enumerate(zip(call.places, seen, call.tensors, strict=True)):
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
@@ -346,7 +347,7 @@ def _capture(
             found: list[Any] = []
             flatten(result, found)
             tracing.ended(found, listener.ran, watch.outside, reach.mentions.names)
-        return result if seen is slots else _with(result, seen, slots)
+        return _with(result, seen, slots)
 
     def leaving(result: Any) -> list[torch.Tensor]:
         leaves: list[Any] = []

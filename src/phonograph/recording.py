@@ -65,12 +65,12 @@ class Output:
     """How one leaf of the result is made.
 
     `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
-    ``"empty"`` (a tensor without elements), ``"argument"`` (the caller's own tensor number `index`), ``"argument view"``
-    (`offset` bytes after its beginning), ``"outside"`` (the very tensor `value`), ``"outside view"`` (a view of `value`),
-    ``"same"`` (the object that output `index` became), ``"view"`` (of output `index`, which has a history: the view that
-    `value` is of its own base, or a detached one). A lease with an `index` is a view of that output, without a history.
-    `consumed` outputs get the history of one whose backward already ran; `lazy` (conjugation, negation) is applied last. The
-    recording's `backward` is that of the `attached` ones.
+    ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
+    `index`), ``"argument view"`` (`offset` bytes after its beginning), ``"outside"`` (the very tensor `value`), ``"outside
+    view"`` (a view of `value`), ``"same"`` (the object that output `index` became), ``"view"`` (of output `index`, which has
+    a history: the view that `value` is of its own base, or a detached one). A lease with an `index` is a view of that output,
+    without a history. `consumed` outputs get the history of one whose backward already ran; `lazy` (conjugation, negation) is
+    applied last. The recording's `backward` is that of the `attached` ones.
     """
 
     kind: str

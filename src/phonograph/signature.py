@@ -99,14 +99,14 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
     if is_batched(t):
         raise NoSignature("is called inside a batched computation (vmap, is_grads_batched)")
-    if t.layout is not torch.strided:
-        raise NoSignature(f"takes a {str(t.layout).removeprefix('torch.')} tensor")
+    if t.layout is not torch.strided or t.is_nested:
+        raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own")
     if type(t) is torch.Tensor and _has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks")
-    if t.is_inference() and torch.is_grad_enabled():
-        raise NoSignature("takes an inference tensor where gradients are enabled")
+    if t.is_inference() and t.requires_grad:
+        raise NoSignature("takes an inference tensor that requires grad")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
     identity = id(t) if isinstance(t, torch.nn.Parameter) else None
@@ -165,8 +165,12 @@ def _getters() -> list[Callable[[], Any]]:
     names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
              "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
              "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
-             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled")  # fmt: skip
+             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled",
+             "_get_cublas_allow_fp16_accumulation", "_get_cpu_allow_fp16_reduced_precision_reduction",
+             "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
     found += [getattr(c, n) for n in names if hasattr(c, n)]
+    order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
+    found.append(lambda: tuple(order()))
     return [*found, function_modes, dispatch_modes, saved_tensors_hooks]
 
 

@@ -27,7 +27,7 @@ from torch.utils.hooks import BackwardHook
 __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd",
            "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart",
            "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "is_batched", "is_composite",
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
            "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker", "may_run_backward",
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
            "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
@@ -130,6 +130,13 @@ below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 
 without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
 """A context in which operators are not shown to a `TorchDispatchMode`."""
+
+
+def in_inference(t: torch.Tensor) -> torch.Tensor:
+    """An inference tensor that is the same memory, storage object included."""
+    with without_modes(), torch.inference_mode():
+        made = torch.empty(0, dtype=t.dtype, device=t.device)
+        return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())
 
 
 _original_views: Any = getattr(torch.autograd.grad_mode, "_force_original_view_tracking", None)

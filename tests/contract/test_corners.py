@@ -1268,6 +1268,22 @@ class Checked(collections.namedtuple("Checked", "t")):
         return super().__new__(cls, t + 1)
 
 
+def test_c09_objects_of_a_class_in_reach_are_copied(device):
+    corner = collections.namedtuple("corner", "x")
+
+    @dataclasses.dataclass
+    class Edge:
+        x: object
+
+    both = plain(lambda x: (corner(x + 1), Edge(x + 2)))
+    both(ramp(device, 3))
+    both(ramp(device, 3))
+    for _ in range(3):
+        copy.deepcopy((corner(1), Edge(2)))
+        assert_replays(both, ramp(device, 3))
+    assert counts(both) == (1, 1, 4)
+
+
 def test_c04_a_named_tuple_with_a_constructor_of_its_own(device):
     both = plain(lambda x: Checked(x))
     for n in range(4):
@@ -1418,6 +1434,17 @@ def test_c13_an_exception_that_the_function_handles(device):
 
 # ---------------------------------------------------------------------------------------------------
 # C11, C12: what merely lies in reach
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_c11_a_nested_tensor_as_an_argument(device, caplog):
+    f = pg.record(lambda t: t * 2, warmup=1)
+    for _ in range(3):
+        parts = f(torch.nested.nested_tensor([torch.ones(2, 3, device=device), torch.ones(1, 3, device=device)])).unbind()
+        assert [p.tolist() for p in parts] == [[[2.0] * 3] * 2, [[2.0] * 3]]
+    assert "takes a nested tensor" in reasons(f)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "lazy", "mkldnn"])

@@ -1028,6 +1028,34 @@ def test_c07_the_precision_of_matrix_products(device):
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+ATTENTIONS = torch._C._get_sdp_priority_order()
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        pytest.param(lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+                     lambda on: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", on), id="sums in float16"),
+        pytest.param(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+                     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, id="sums of attention"),
+        pytest.param(lambda: torch.backends.mkldnn.deterministic,
+                     lambda on: setattr(torch.backends.mkldnn, "deterministic", on), id="deterministic on the CPU"),
+        pytest.param(lambda: torch._C._get_sdp_priority_order() == sorted(ATTENTIONS),
+                     lambda on: torch._C._set_sdp_priority_order(sorted(ATTENTIONS) if on else ATTENTIONS),
+                     id="the order of attention's kernels"),
+    ],
+)  # fmt: skip
+def test_c07_settings_of_which_kernels_are_used(device, read, change):
+    f = pg.record(lambda x: (x * 2, read())[1], warmup=1)
+    try:
+        for on in [False] * 3 + [True] * 3 + [False, True]:
+            change(on)
+            assert f(torch.ones(2, device=device)) is on
+        assert counts(f) == (2, 2, 6)
+    finally:
+        change(False)
+
+
 @may_run_live
 def test_c07_the_way_of_attention_in_inference(device):
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, device=device).eval()

@@ -268,6 +268,71 @@ def test_c07_results_of_inference_mode_are_inference_tensors(device):
             assert f(ramp(device, 3)).is_inference() is inference
 
 
+@pytest.mark.parametrize("rows", [3, 9000])
+def test_c04_results_of_a_function_that_enters_inference_mode(device, rows):
+    def make():
+        @torch.inference_mode()
+        def f(x):
+            y = x * 2
+            return y, y[1:], x, x[1:], y.sum(0), x[:0] + 1
+
+        return f
+
+    both, held = side_by_side(make), []
+    for n in range(6):
+        held.append(both(ramp(device, rows, 2, start=n)))
+        for one in held:
+            one.check()
+            facts = one.each(lambda results: [t.is_inference() for t in results])
+            assert facts.recorded == facts.live == [True, True, False, False, True, True]
+    assert counts(both)[2] >= 4
+
+
+def test_c07_an_inference_tensor_as_an_argument_where_gradients_are_on(device):
+    def make():
+        layer = torch.nn.Linear(4, 4, device=device)
+
+        @torch.inference_mode()
+        def f(x):
+            return layer(x).softmax(-1)
+
+        return f, layer
+
+    both = side_by_side(make)
+    x = Pair.of(torch.ones(2, 4, device=device))
+    for n in range(8):
+        x = assert_replays(both, x) if n > 2 else both(x)
+        assert x.recorded.is_inference() is x.live.is_inference() is True
+
+
+def test_c03_an_inference_tensor_that_is_written_in_inference_mode(device):
+    def make():
+        @torch.inference_mode()
+        def f(cache, x):
+            return cache.add_(x).sum()
+
+        return f
+
+    both = side_by_side(make)
+    with torch.inference_mode():
+        caches = [Pair.of(torch.zeros(3, device=device)) for _ in range(2)]
+    for n in range(6):
+        both(caches[n % 2], ramp(device, 3))
+    assert counts(both)[2] >= 4
+
+
+@may_run_live
+def test_c13_an_inference_tensor_that_must_not_be_written_or_saved(device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+    for f in (lambda x: x.add_(1), lambda x: x * weight):
+        both = plain(f)
+        with torch.inference_mode():
+            x = Pair.of(ramp(device, 3))
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="nference tensor"):
+                both(x)
+
+
 def test_c07_autocast(device):
     both = plain(lambda x: x @ x)
     for dtype in [None] * 3 + [torch.bfloat16] * 3 + [None, torch.bfloat16, None]:
