@@ -86,24 +86,6 @@ def _places(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
 
 
-class _Calling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.call()
-        return None, grad
-
-
-def _on_autograds_thread(device: torch.device, call: Callable[[], object]) -> None:
-    """Call something where autograd runs what has run on the current stream of this device."""
-    x = torch.empty(0, device=device, requires_grad=True)
-    torch.autograd.grad(_Calling.apply(call, x), x, torch.empty(0, device=device))  # type: ignore[no-untyped-call]
-
-
 class _Ghost:
     """A gradient in the pool from before the call, not kept alive: brought back from its address if it has to be."""
 
@@ -156,17 +138,14 @@ class CudaDevice:
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
         slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
         clear_of = self.pool.footprints() | self.pool.protected()
-        with self._on_stream():
-            with self._undisturbed(clear_of):
-                with torch_private.route_to_pool(self.index, self._anchor.handle):
-                    places = _places(arguments)
-                    yield
-                    del places
-                self._end_workspace()
-                segments = torch_private.segments(self._anchor.handle)
-                self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
-            if torch.is_grad_enabled():
-                self._lend_workspace()
+        with self._on_stream(), self._undisturbed(clear_of):
+            with torch_private.route_to_pool(self.index, self._anchor.handle):
+                places = _places(arguments)
+                yield
+                del places
+            self._end_workspace()
+            segments = torch_private.segments(self._anchor.handle)
+            self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -314,16 +293,6 @@ class CudaDevice:
                 torch_private.clear_cublas_workspaces()
                 anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
 
-    def _lend_workspace(self) -> None:
-        """The backward of a warm-up call will run on this stream, and on a thread of autograd's, which has a handle of cuBLAS's
-        for itself: until the next capture, let that work where others do in graphs, and not in as much memory again."""
-        anchor = self._anchor
-        if anchor.workspace is not None:
-            with torch_private.route_to_pool(self.index, anchor.handle):
-                _on_autograds_thread(self.torch_device, torch_private.take_cublas_workspace)
-            if anchor.workspace[0] not in cuda_memory.taken(anchor.handle):
-                torch_private.clear_cublas_workspaces()
-
     def _surplus(self) -> int:
         """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may
         end where it began. Then a step is added here, which each run takes back."""
@@ -446,7 +415,6 @@ class CudaDevice:
             self.pool.untidy = False
             footprints, (_, workspace) = self.pool.footprints().nbytes, self._anchor.workspace or (0, 0)
             if not footprints or 2 * (footprints + workspace) < self.pool_bytes:
-                torch_private.clear_cublas_workspaces()
                 self._anchor = _Anchor(self.index, self._stream)
             torch.cuda.empty_cache()
 
