@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import Refusal
 from .keeping import Contents
-from .pool import Lease
+from .pool import Lease, copy_of
 from .randomness import Rewind
 from .torch_private import alias, backward_id, forget_recomputed, selected_anew
 
@@ -135,6 +135,7 @@ class Backward:
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
     def __post_init__(self) -> None:
+        self._saved = frozenset(t.untyped_storage()._cdata for t in self.places.places)
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]
@@ -165,17 +166,22 @@ class Backward:
             return self.once(lambda: self(*grads), self.recompute.rewind)
         before = self.contents.now()
         with self.recompute:
-            found = self._run([end for end, _ in given], [grad for _, grad in given])
+            found, added = self._run([end for end, _ in given], [grad for _, grad in given])
         if self.contents.changed(before):
             self.stop(_CHANGES)
-        return found
+        return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
+
+    def _own(self, grad: Any) -> Any:
+        """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
+        return copy_of(grad) if grad is not None and grad.untyped_storage()._cdata in self._saved else grad
 
     def between(self, result: int, grad: torch.Tensor, others: list[int]) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by
         their places among those that are attached."""
         edges = [self.ends[i] for i in others]
         with self.recompute, _cut(edges, [None] * len(edges)):
-            return list(torch.autograd.grad([self.ends[result]], edges, [grad], retain_graph=True, allow_unused=True))
+            found = torch.autograd.grad([self.ends[result]], edges, [grad], retain_graph=True, allow_unused=True)
+        return [*map(self._own, found)]
 
     def beyond(self, others: list[int], grads: Sequence[torch.Tensor | None]) -> Gradients:
         """As a call, but nothing flows to these results from others: their gradients are complete."""

@@ -38,7 +38,7 @@ from .torch_private import storage_at, use_count
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Fill", "Lease", "Pool", "Spot", "dense", "extent", "once", "place_of", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "once", "place_of", "unowned"]
 
 _references: Callable[[object], int] = sys.getrefcount
 
@@ -96,6 +96,15 @@ def extent(t: torch.Tensor) -> int:
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def copy_of(t: torch.Tensor) -> torch.Tensor:
+    """A copy with the very strides: compiled code counts on those of what it has saved, and `clone` makes a view dense."""
+    if t.is_conj() or t.is_neg():
+        return t.clone()
+    copy = torch.empty(extent(t), dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride())
+    once(copy).copy_(once(t))
+    return copy
 
 
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:

@@ -331,16 +331,27 @@ def written_by_graph(frame: FrameType) -> list[torch.Tensor] | None:
     return [inputs[i] for i in places if isinstance(inputs[i], torch.Tensor)]
 
 
+_NAMES = "kernel_name_max_ops"
+
+
 def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
     """A graph of Dynamo's, compiled by a backend of that name, so that its backward can be run again: one that writes into what
-    its forward has saved could not. Inductor makes no CUDA graphs of its own."""
+    its forward has saved could not. Inductor makes no CUDA graphs of its own.
+
+    Inductor keeps compiled graphs in a cache, whose keys do not say whether a backward may write what was saved (torch 2.13,
+    `FxGraphHashDetails`). So it is asked for kernels whose names may be a little longer, which the keys do say.
+    """
     import torch._dynamo
     import torch._functorch.config as functorch
 
     patch = functorch.patch(donated_buffer=False) if hasattr(functorch, "donated_buffer") else nullcontext()
     given: dict[str, Any] = {"options": options} if options else {}
     if backend == "inductor":
-        given = {"config_patches": {**(options or {}), "triton.cudagraphs": False}}
+        import torch._inductor.config as inductor
+
+        names = (options or {}).get(_NAMES, getattr(inductor, _NAMES, None))
+        own = {_NAMES: names + 1} if names is not None else {"fx_graph_cache": False}
+        given = {"config_patches": {**(options or {}), **own, "triton.cudagraphs": False}}
     with patch:
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
     return compiled

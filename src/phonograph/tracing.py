@@ -31,7 +31,7 @@ from .backward import Backward, Places, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .keeping import NODE, Contents, kept
-from .pool import Lease, extent, once, place_of, unowned
+from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
 from .torch_private import alias, code_of, donates, lend_code, lend_module, original_views, recomputed_part, use_count
 from .watch import storage_id
@@ -192,7 +192,7 @@ class Tracing:
             self._versions.append((t, t._version))
         if key not in self._known:
             # The place of an argument is filled anew by each replay: what backward needs of it is kept apart.
-            self._known[key] = _kept_apart(alias(t)) if storage in self._inputs else alias(t)
+            self._known[key] = copy_of(alias(t)) if storage in self._inputs else alias(t)
         number = len(self.saved)
         self.saved.append(self._known[key])
         if leaf:
@@ -300,15 +300,6 @@ class Tracing:
         if not t.untyped_storage().nbytes():
             return t
         raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
-
-
-def _kept_apart(t: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides: compiled code counts on those of what it has saved, and `clone` makes a view dense."""
-    if t.is_conj() or t.is_neg():
-        return t.clone()
-    copy = torch.empty(extent(t), dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride())
-    once(copy).copy_(once(t))
-    return copy
 
 
 def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:

@@ -1760,6 +1760,50 @@ def test_c06_a_backward_that_draws_numbers_of_its_own(device, recompute):
     assert pg.stats(recorded).replayed > 3
 
 
+class GivesWhatItSaved(torch.autograd.Function):
+    """As a compiled backward does that works in the memory of what its forward has saved."""
+
+    @staticmethod
+    def forward(ctx, x, view):
+        saved = x.cos()
+        ctx.view = view
+        ctx.save_for_backward(saved)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.view(ctx.saved_tensors[0]), None
+
+
+SAVED = {"itself": lambda t: t, "a view": lambda t: t.t(), "a part": lambda t: t[:1].expand(150, 150)}
+
+
+@pytest.mark.parametrize("view", SAVED)
+@pytest.mark.parametrize("look", ["grad", "hook", "accumulated"])
+def test_c06_a_gradient_that_is_what_the_forward_has_saved(device, view, look):
+    recorded = pg.record(lambda x: GivesWhatItSaved.apply(x, SAVED[view]), warmup=1)
+    weight = nn.Parameter(torch.zeros(150, 150, device=device))
+    kept, total = [], torch.zeros(150, 150, device=device)
+    for _ in range(7):
+        x = torch.randn(150, 150, device=device)
+        expected = SAVED[view](x.cos()).clone()
+        y = recorded((x + weight) if look == "accumulated" else x.requires_grad_())
+        if look == "grad":
+            kept.append((torch.autograd.grad(y.sum(), x)[0], expected))
+        elif look == "hook":
+            x.register_post_accumulate_grad_hook(lambda t: kept.append((t.grad, None)))
+            y.sum().backward()
+            kept[-1] = kept[-1][0], expected
+        else:
+            y.sum().backward()
+            total += expected
+            torch.testing.assert_close(weight.grad, total)
+        for found, right in kept:
+            assert torch.equal(found, right)
+    assert pg.stats(recorded).recorded <= 4  # what is held takes turns, and then hands out copies
+    assert pg.stats(recorded).replayed == 6
+
+
 class Striding(torch.autograd.Function):
     """Its backward asks for the strides of what it has saved, as compiled code does."""
 
