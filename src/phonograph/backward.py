@@ -22,7 +22,7 @@ from .errors import Refusal
 from .keeping import Contents
 from .pool import Lease, copy_of
 from .randomness import Rewind
-from .torch_private import alias, backward_id, forget_recomputed, selected_anew
+from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew
 
 __all__ = ["Backward", "Gradients", "Places", "Recompute", "Start"]
 
@@ -173,7 +173,9 @@ class Backward:
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
-        return copy_of(grad) if grad is not None and grad.untyped_storage()._cdata in self._saved else grad
+        if grad is None or is_batched(grad) or not has_memory(grad):
+            return grad
+        return copy_of(grad) if grad.untyped_storage()._cdata in self._saved else grad
 
     def between(self, result: int, grad: torch.Tensor, others: list[int]) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by
