@@ -225,6 +225,26 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class _Slope(torch.autograd.Function):
+    """Its gradient is what it has saved, whatever comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        slope = x.cos()
+        ctx.save_for_backward(slope)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        return slope
+
+
+class Slope(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Slope.apply(x)  # type: ignore[no-untyped-call]
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
@@ -234,6 +254,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.BatchNorm1d(WIDTH),
     "embedding": Tokens,
     "relu": nn.ReLU,
+    "slope": Slope,
     "relu in place": lambda: nn.ReLU(inplace=True),
 }
 
@@ -748,7 +769,7 @@ def make_program(choose: Choose) -> Training:
 
 
 def _model(choose: Choose) -> Model:
-    common = ("linear", "linear", "tanh", "dropout", "norm", "scale", "batch", "embedding", "shared", "relu")
+    common = ("linear", "linear", "tanh", "dropout", "norm", "scale", "batch", "embedding", "shared", "relu", "slope")
     layers = tuple(choose((*common, *common, "relu in place")) for _ in range(choose((1, 2, 3, 4))))
     form = choose(("plain", "plain", "residual", "twice", "both", "view", "detached"))
     recompute = choose(("", "", "", "plain", "reentrant"))
