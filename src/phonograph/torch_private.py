@@ -338,8 +338,8 @@ def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: An
     """A graph of Dynamo's, compiled by a backend of that name, so that its backward can be run again: one that writes into what
     its forward has saved could not. Inductor makes no CUDA graphs of its own.
 
-    Inductor keeps compiled graphs in a cache, whose keys do not say whether a backward may write what was saved (torch 2.11, 2.13;
-    `FxGraphHashDetails`). So it is asked for kernels whose names may be a little longer, which the keys do say.
+    Inductor keeps compiled graphs in a cache, whose keys do not say whether a backward may write what was saved (torch 2.11,
+    2.13: `FxGraphHashDetails`). So it is asked for kernels whose names may be a little longer, which the keys do say.
     """
     import torch._dynamo
     import torch._functorch.config as functorch
