@@ -13,6 +13,7 @@ failed capture never reaches the user, because if the function itself is at faul
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import sys
@@ -361,7 +362,10 @@ def _capture(
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
         backward = any(code.co_name == "_engine_run_backward" for code in ran)
-        hooks = torch.Tensor.register_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
+        sets_hook = inspect.unwrap(
+            torch.Tensor.register_hook
+        )  # `witness` stands before it, with the same code as before others
+        hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks)
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise

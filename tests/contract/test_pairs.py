@@ -660,6 +660,37 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
     assert pg.stats(both.recorded).replayed == 4
 
 
+class Sliced(nn.Module):
+    """Makes a list of modules in each call, of which phonograph hears as of other changes to modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
+
+    def forward(self, x):
+        hidden = self.layers[0](x)
+        for layer in self.layers[1:]:
+            y = layer(hidden)
+        return hidden, y
+
+
+def test_c06_a_change_to_modules_inside_is_no_hook(device):
+    torch.manual_seed(0)
+    pg.record(nn.Linear(4, 4).to(device), warmup=0)(batch(device, 0)[0])  # from now on changes to modules are heard of
+    both = Both(Sliced().to(device), warmup=0)
+    for n in range(4):
+        x, _ = batch(device, n)
+        found = []
+        for module in both:
+            module.zero_grad()
+            hidden, y = module(x)
+            hidden.retain_grad()
+            y.square().sum().backward()
+            found.append((hidden.grad, grads(module)))
+        assert_same(*found)
+    assert pg.stats(both.recorded).replayed >= 3
+
+
 class TwoHeads(nn.Module):
     """Results that do not depend on each other."""
 

@@ -587,7 +587,8 @@ class Machine:
             self.hooks[key] = HOOKS[action.kind](p, self.heard)
 
     def _look(self, action: Look) -> None:
-        if self.held and not any(net.recompute for net in self.nets):
+        runs = any("slope" in model.layers for model in self.program.models)  # code in the backward, which cannot run twice
+        if self.held and not runs and not any(net.recompute for net in self.nets):
             t = self.held[-1 - action.back % len(self.held)].tensor
             if t.requires_grad and not t.is_leaf:
                 if action.kind == "retain":
