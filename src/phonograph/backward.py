@@ -135,7 +135,7 @@ class Backward:
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
     def __post_init__(self) -> None:
-        self._saved = frozenset(t.untyped_storage()._cdata for t in self.places.places)
+        self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.places, *self.held))
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]

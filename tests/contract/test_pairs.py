@@ -1795,29 +1795,32 @@ class GivesWhatItSaved(torch.autograd.Function):
     """As a compiled backward does that works in the memory of what its forward has saved."""
 
     @staticmethod
-    def forward(ctx, x, view):
-        saved = x.cos()
+    def forward(ctx, x, view, saved):
         ctx.view = view
-        ctx.save_for_backward(saved)
+        if saved == "for backward":
+            ctx.save_for_backward(x.cos())
+        else:
+            ctx.kept = x if saved == "the argument" else x.cos()
         return x.sin()
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.view(ctx.saved_tensors[0]), None
+        return ctx.view(*ctx.saved_tensors or (ctx.kept,)), None, None
 
 
-SAVED = {"itself": lambda t: t, "a view": lambda t: t.t(), "a part": lambda t: t[:1].expand(150, 150)}
+VIEWED = {"itself": lambda t: t, "a view": lambda t: t.t(), "a part": lambda t: t[:1].expand(150, 150)}
 
 
-@pytest.mark.parametrize("view", SAVED)
+@pytest.mark.parametrize("saved", ["for backward", "as an attribute", "the argument"])
+@pytest.mark.parametrize("view", VIEWED)
 @pytest.mark.parametrize("look", ["grad", "hook", "accumulated"])
-def test_c06_a_gradient_that_is_what_the_forward_has_saved(device, view, look):
-    recorded = pg.record(lambda x: GivesWhatItSaved.apply(x, SAVED[view]), warmup=1)
+def test_c06_a_gradient_that_is_what_the_forward_has_saved(device, view, look, saved):
+    recorded = pg.record(lambda q: GivesWhatItSaved.apply(q, VIEWED[view], saved), warmup=1)
     weight = nn.Parameter(torch.zeros(150, 150, device=device))
     kept, total = [], torch.zeros(150, 150, device=device)
     for _ in range(7):
         x = torch.randn(150, 150, device=device)
-        expected = SAVED[view](x.cos()).clone()
+        expected = VIEWED[view](x.clone() if saved == "the argument" else x.cos()).clone()
         y = recorded((x + weight) if look == "accumulated" else x.requires_grad_())
         if look == "grad":
             kept.append((torch.autograd.grad(y.sum(), x)[0], expected))
