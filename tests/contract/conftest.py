@@ -5,7 +5,7 @@ import pytest
 
 from phonograph import recorder
 
-BOTH_WAYS = ("test_c05_", "test_c12_", "test_c15_", "test_c18_")
+BOTH_WAYS = ("test_c05_", "test_c06_results_that_are_", "test_c12_", "test_c15_", "test_c18_")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from phonograph import torch_private
@@ -30,3 +31,26 @@ def test_inductors_code_says_what_it_writes():
         torch._dynamo.reset()
     ((only,),) = found
     assert only.data_ptr() == written.data_ptr()
+
+
+@pytest.mark.parametrize("options", [None, {"kernel_name_max_ops": 3, "max_autotune": False}])
+def test_what_inductor_compiles_for_the_backend_has_keys_of_its_own_in_its_cache(monkeypatch, options):
+    """Its keys do not say whether a backward may write what was saved, and others' may."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+
+    asked = []
+
+    def compiling(gm, inputs, *, config_patches):
+        asked.append((config_patches, torch._functorch.config.donated_buffer))
+        return gm
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", {"inductor": compiling}.__getitem__)
+    torch_private.compiled_by("inductor", torch.fx.symbolic_trace(torch.nn.ReLU()), [], options)
+    ((patches, donated),) = asked
+    usual = (options or {}).get("kernel_name_max_ops", torch._inductor.config.kernel_name_max_ops)
+    assert patches["kernel_name_max_ops"] != usual
+    assert patches["kernel_name_max_ops"] != torch._inductor.config.kernel_name_max_ops
+    assert not donated
+    assert "kernel_name_max_ops" in torch._inductor.config.save_config_portable()  # of which the keys are made
