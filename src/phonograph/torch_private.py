@@ -148,9 +148,15 @@ def original_views() -> AbstractContextManager[None]:
 
 
 def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The view of `base` that `mould` is of its own base, which has the same metadata: made by the same functions, where
-    those were kept. They give gradients of the same strides, for which kernels may round in the same way."""
-    view: torch.Tensor = mould._view_func(base)  # type: ignore[attr-defined]
+    """The view of `base` that `mould` is of its own base: made by the same functions, where those were kept. They give gradients
+    of the same strides, for which kernels may round in the same way.
+
+    Raises:
+        ValueError: the bases differ in their metadata.
+    """
+    view: torch.Tensor | None = mould._view_func(base)  # type: ignore[attr-defined]
+    if view is None:
+        raise ValueError(f"there is no such view of a tensor of size {tuple(base.shape)} and stride {base.stride()}")
     return view
 
 

@@ -54,3 +54,15 @@ def test_what_inductor_compiles_for_the_backend_has_keys_of_its_own_in_its_cache
     assert patches["kernel_name_max_ops"] != torch._inductor.config.kernel_name_max_ops
     assert not donated
     assert "kernel_name_max_ops" in torch._inductor.config.save_config_portable()  # of which the keys are made
+
+
+def test_a_view_like_another():
+    with torch_private.original_views():
+        mould = torch.zeros(4, 6).t()[1:]
+    base = torch.arange(24.0).reshape(4, 6).requires_grad_() * 1
+    view = torch_private.view_like(mould, base)
+    assert view._base is base
+    assert torch.equal(view, base.t()[1:])
+    assert type(view.grad_fn) is type(base.t()[1:].grad_fn)  # by the same functions, and not by as_strided
+    with pytest.raises(ValueError, match="no such view"):
+        torch_private.view_like(mould, base.t())
