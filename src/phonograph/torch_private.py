@@ -148,8 +148,8 @@ def original_views() -> AbstractContextManager[None]:
 
 
 def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The view of `base` that `mould` is of its own base: made by the same functions, where those were kept. They give gradients
-    of the same strides, for which kernels may round in the same way.
+    """The view of `base` that `mould` is of its own base: made by the same functions, where those were kept. They give
+    gradients of the same strides, for which kernels may round in the same way.
 
     Raises:
         ValueError: the bases differ in their metadata.
