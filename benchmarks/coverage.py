@@ -64,14 +64,14 @@ TARGET = (
 
 # Why a case loses, by its name: for the table.
 _EACH_SECOND_STEP = (
-    "recorded anew in each second step, and not so in a process of its own: probably Inductor's cache gave a backward that returns "
-    "what its forward has saved, which does that on the CPU, too; mended there, not measured again"
+    "recorded anew in each second step, and not so in a process of its own: probably Inductor's cache gave a backward that "
+    "returns what its forward has saved, which does that on the CPU, too; mended there, not measured again"
 )
 EXPLANATIONS: dict[str, str] = {
     "transformers/resnet inference": "Dynamo hands over 270 parameters and buffers, and each is looked at in each call",
     "transformers/layoutlm training": "a saved view of an argument had other strides: mended since, not measured again",
     "transformers/beit training": "reads a tensor that was probably cached by a call before; reduce-overhead raises there",
-    "transformers/marian training": "probably a weight's gradient was first added up on the default stream, which no capture joins",
+    "transformers/marian training": "a weight's gradient was probably first added up on the default stream",
     **{
         f"transformers/{name} training": _EACH_SECOND_STEP
         for name in (
