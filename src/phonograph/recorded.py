@@ -44,7 +44,7 @@ from .recorder import Terms, fed, record, recording_here, settled
 from .recording import Entangled, Recording
 from .segments import Diverged, Unseen
 from .shelf import Found, Shelf
-from .signature import Call, describe
+from .signature import Call, describe, modes
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
@@ -407,6 +407,9 @@ class Recorded(Observed, Generic[P, R]):
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
+        settled = (*call.key[:-1], modes())
+        if settled != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
+            self._histories.setdefault(settled, history)
         self._notice_create_graph(result)
         return result
 

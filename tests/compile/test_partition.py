@@ -13,7 +13,7 @@ import torch._dynamo.config
 from torch import nn
 
 import phonograph as pg
-from phonograph.compile import graphs, measured, partition
+from phonograph.compile import backend, graphs, measured, partition
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
@@ -48,8 +48,7 @@ class Sides:
 
     def __init__(self, module, *, inner="aot_eager", **options):
         self.modules = module, copy.deepcopy(module)
-        backend = {"backend": "phonograph", "options": {"inner": inner, **options}}
-        self.called = torch.compile(self.modules[0], **backend), self.modules[1]
+        self.called = torch.compile(self.modules[0], backend=backend, options={"inner": inner, **options}), self.modules[1]
 
     def __call__(self, *args, seed=0):
         found = []
@@ -299,7 +298,7 @@ class Scaling(nn.Module):
 
 def test_c06_a_buffer_that_is_written_after_a_part_with_gradients_has_read_it(device):
     module = Scaling().to(device)
-    fast = torch.compile(module, backend="phonograph", options={"inner": "aot_eager", "live": ["aten::sort"]})
+    fast = torch.compile(module, backend=backend, options={"inner": "aot_eager", "live": ["aten::sort"]})
     with pytest.warns(pg.RunsLive, match="may have saved for its backward"):
         fast(torch.randn(4, 8, device=device)).sum().backward()
     with torch.no_grad():  # where nothing is saved, it is split
@@ -372,7 +371,7 @@ def test_c05_views_that_go_from_part_to_part(device, inner, shown):
 def test_c05_results_that_are_kept(device):
     torch.manual_seed(0)
     module = nn.Sequential(Router(), nn.Linear(8, 8), Router()).to(device)
-    fast = torch.compile(module, backend="phonograph", options={"inner": "aot_eager", "live": ["0", "aten::sort"]})
+    fast = torch.compile(module, backend=backend, options={"inner": "aot_eager", "live": ["0", "aten::sort"]})
     xs = [torch.randn(4, 8, device=device) for _ in range(8)]
     assert_same([fast(x) for x in xs], [module(x) for x in xs])
     assert replayed() == [7]
@@ -502,7 +501,7 @@ def test_c03_tensors_of_other_kinds(device):
 
     module = Doubled()
     rules = [lambda node: node.name in ("add_", "mul"), "aten::sort"]
-    fast = torch.compile(module, backend="phonograph", options={"inner": "aot_eager", "live": rules})
+    fast = torch.compile(module, backend=backend, options={"inner": "aot_eager", "live": rules})
     said = []
     for _ in range(3):
         x, y = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
@@ -532,7 +531,7 @@ def test_c11_tensors_on_the_host(cuda, shown):
 def test_c11_parts_that_inductor_compiles(cuda, shown):
     torch.manual_seed(0)
     module = nn.Sequential(Block(), Block()).to(cuda).eval()
-    fast = torch.compile(module, backend="phonograph", options={"live": ["*.router"]})
+    fast = torch.compile(module, backend=backend, options={"live": ["*.router"]})
     for _ in range(5):
         x = torch.randn(4, 8, device=cuda)
         module.zero_grad()
@@ -593,7 +592,7 @@ def test_c14_threads_that_measure_at_once_come_to_an_end(device):
 
 def test_c18_recordings_go_with_the_model(device):
     model = nn.Sequential(Block(), Block()).to(device)
-    fast = torch.compile(model, backend="phonograph", options={"inner": "aot_eager", "live": ["*.router"]})
+    fast = torch.compile(model, backend=backend, options={"inner": "aot_eager", "live": ["*.router"]})
     for _ in range(3):
         fast(torch.randn(4, 8, device=device)).sum().backward()
     assert len(graphs()) == 3
@@ -606,6 +605,6 @@ def test_c18_recordings_go_with_the_model(device):
 
 @pytest.mark.parametrize("rules", ["aten::sort", 3, [3], [None]])
 def test_c19_rules_are_checked(rules):
-    fast = torch.compile(nn.Linear(2, 2), backend="phonograph", options={"live": rules})
+    fast = torch.compile(nn.Linear(2, 2), backend=backend, options={"live": rules})
     with pytest.raises(Exception, match="live takes"):
         fast(torch.randn(1, 2))

@@ -1056,6 +1056,17 @@ def test_c07_settings_of_which_kernels_are_used(device, read, change):
         change(False)
 
 
+def test_c07_a_setting_that_the_first_call_decides(device):
+    """As the first call of attention on a GPU decides on an order of its kernels: later calls are no strangers."""
+    f = pg.record(lambda x: (torch._C._set_sdp_priority_order(sorted(ATTENTIONS)), x * 2)[1], warmup=1)
+    try:
+        for n in range(4):
+            assert_same(f(torch.full((2,), float(n), device=device)), torch.full((2,), 2.0 * n, device=device))
+        assert counts(f) == (1, 1, 3)
+    finally:
+        torch._C._set_sdp_priority_order(ATTENTIONS)
+
+
 @may_run_live
 def test_c07_the_way_of_attention_in_inference(device):
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, device=device).eval()
