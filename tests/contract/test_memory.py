@@ -1101,6 +1101,24 @@ def quietly(function, *args):
         function(*args)
 
 
+def test_cublas_has_its_workspace_by_itself(cuda):
+    """And not in the middle of what a large temporary has left, which would need as much again."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, device=cuda)
+    large = 128 << 20
+
+    def f(x):
+        one = torch.ones(large, dtype=torch.uint8, device=cuda)[0].float()
+        return x @ weight * one
+
+    recorded = pg.record(f)
+    for _ in range(4):
+        x = torch.randn(64, 64, device=cuda)
+        assert_same(recorded(x), f(x))
+    assert pg.stats(recorded).replayed == 3
+    assert pg.stats(recorded).pool_bytes < large + (64 << 20)
+
+
 def test_a_capture_needs_no_more_memory_than_the_call_before_it(cuda):
     """What the warm-up call took is enough for the slots as well: it has kept places for them."""
 

@@ -143,7 +143,7 @@ class CudaDevice:
                 places = _places(arguments)
                 yield
                 del places
-            self._end_workspace()
+            self._end_workspace(lone=True)
             segments = torch_private.segments(self._anchor.handle)
             self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
 
@@ -277,21 +277,33 @@ class CudaDevice:
             copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
             return unflatten(shape, copies, result)
 
-    def _end_workspace(self) -> None:
+    def _end_workspace(self, lone: bool = False) -> None:
         """Take cuBLAS's workspace from it, as long as it is known whose it was: it would keep it for ever, and others of torch
-        free it."""
+        free it. From now on it has it where this pool has room for it; `lone`: not in the middle of what something large may
+        need, but by itself."""
         anchor = self._anchor
         taken = cuda_memory.taken(anchor.handle) if anchor.workspace is None else {}
         torch_private.clear_cublas_workspaces()
         if taken:
             still = cuda_memory.taken(anchor.handle)
             gone = {address: nbytes for address, nbytes in taken.items() if address not in still}
-            if any(nbytes > cuda_memory.SMALL for nbytes in gone.values()):  # others' too: cuBLASLt has one
-                with torch_private.route_to_pool(self.index, anchor.handle):
-                    torch_private.take_cublas_workspace()
-                sizes = {n for address, n in cuda_memory.taken(anchor.handle).items() if address not in still}
-                torch_private.clear_cublas_workspaces()
-                anchor.workspace = next(((address, n) for address, n in gone.items() if n in sizes), None)
+            if any(nbytes > cuda_memory.SMALL for nbytes in gone.values()):
+                anchor.workspace = self._taken_by_cublas()
+                if lone and anchor.workspace is not None and cuda_memory.is_part(anchor.handle, *anchor.workspace):
+                    with torch_private.route_to_pool(self.index, anchor.handle):
+                        others = cuda_memory.hold_all(anchor.handle, self._stream.cuda_stream)
+                    anchor.workspace = self._taken_by_cublas()
+                    others.release()
+
+    def _taken_by_cublas(self) -> tuple[int, int] | None:
+        """Where in the pool cuBLAS takes its workspace (address, bytes); it is free again."""
+        handle = self._anchor.handle
+        before = cuda_memory.taken(handle)
+        with torch_private.route_to_pool(self.index, handle):
+            torch_private.take_cublas_workspace()
+        found = next(((at, n) for at, n in cuda_memory.taken(handle).items() if at not in before), None)
+        torch_private.clear_cublas_workspaces()
+        return found
 
     def _surplus(self) -> int:
         """torch tells a graph where the generator stands only if the graph moves it on, and a call that sets its state may

@@ -25,7 +25,7 @@ from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["SMALL", "Hold", "blocks", "hold", "pool_bytes", "taken"]
+__all__ = ["SMALL", "Hold", "blocks", "hold", "hold_all", "is_part", "pool_bytes", "taken"]
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
@@ -95,17 +95,10 @@ def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | 
 
     Returns None if that did not succeed; nothing is then held.
     """
-    held = Hold()
     wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
     if workspace is not None:
         wanted = wanted.without(*workspace)
-    for _ in range(4):
-        free = sorted((b for b in blocks(pool) if b.free), key=lambda b: b.nbytes)
-        if not free:
-            break
-        for b in free:
-            for piece in _pieces(b.nbytes, b.small):
-                held.take(piece, stream)
+    held = hold_all(pool, stream)
     places = sorted([*wanted, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
     for b in [b for b in blocks(pool) if b.address in held and everything.meets(b.address, b.nbytes)]:
@@ -119,6 +112,24 @@ def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | 
         return held
     held.release()
     return None
+
+
+def hold_all(pool: Handle, stream: int) -> Hold:
+    """Hold all that is free in the pool. The current stream must be routed to it."""
+    held = Hold()
+    for _ in range(4):
+        free = sorted((b for b in blocks(pool) if b.free), key=lambda b: b.nbytes)
+        if not free:
+            break
+        for b in free:
+            for piece in _pieces(b.nbytes, b.small):
+                held.take(piece, stream)
+    return held
+
+
+def is_part(pool: Handle, address: int, nbytes: int) -> bool:
+    """Whether these bytes lie in a segment of more than twice as many."""
+    return any(0 <= address - s["address"] < s["total_size"] > 2 * nbytes for s in segments(pool))
 
 
 def _inside(wanted: Spans, pool: Handle) -> list[tuple[int, int]]:
