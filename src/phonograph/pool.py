@@ -237,10 +237,6 @@ class Pool:
         """Whether forwards of one function wait for their backwards at the same time."""
         return any(r.backward is not None and r.backward.takes_turns for r in self.recordings)
 
-    def of_forwards(self) -> Spans:
-        """The addresses that recordings may overwrite whose backward runs outside."""
-        return Spans(piece for r in self.recordings if r.backward is not None for piece in r.footprint)
-
     def footprints(self) -> Spans:
         """The addresses that any recording may overwrite, or fill because an argument lay there."""
         return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.lent))

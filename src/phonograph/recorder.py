@@ -282,7 +282,7 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
     functions that take turns are in nobody's way after one more recording each.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
-    all others. Their backwards share one place, and hand out copies, because gradients are held for long.
+    all others. Their backwards share what none of them hands out, and hand out copies, because gradients are held for long.
     """
     pool = device.pool
     everything, turns = pool.footprints() | pool.protected(), terms.turns or pool.takes_turns
@@ -292,7 +292,7 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
     if terms.tracing is not None and (terms.blocked or turns):
         return everything, True
     if one_of_many:
-        return pool.leased() | pool.of_forwards(), True
+        return pool.leased(), True
     return (pool.leased(), True) if terms.blocked else (pool.protected(), False)
 
 
