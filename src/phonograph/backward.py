@@ -150,6 +150,15 @@ class Backward:
         """What it can reach. It never changes."""
         return self.function, *self.held, *self.places.places, *self.places.leaves.values(), *self.parameters
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """The ids of tensors in reach of which nothing has to hold: places that are its own, and, where no code of the user's
+        runs, parameters whose gradients it gives and which it has not saved."""
+        mine = [*self.places.places, *self.held]
+        if self.function is None and not self.nested:
+            mine += self.parameters
+        return frozenset(map(id, mine)) - set(map(id, self.places.leaves.values()))
+
     def noting(self) -> Any:
         """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
         return self.places.noting()

@@ -63,7 +63,7 @@ from .where import is_users
 
 __all__ = ["FEW", "Reach"]
 
-FEW = 64  # as many tensors, or optimizer states, are all looked at before each replay
+FEW = 64  # so many parameters are all looked at before each replay
 _ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
 _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
 _BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
@@ -212,9 +212,10 @@ class Reach:
             if type(k) is not str and not isinstance(k, torch.Tensor):
                 work.append((path, k))
 
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool) -> None:
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False, many: bool = False) -> None:
         dicts = [d for d in dicts if id(d) not in self._seen]
-        self._hold(places.dictionaries(path, dicts, watched=watched))
+        place = places.dictionaries(path, dicts, watched=watched)
+        self._hold(places.many_values(place, dicts) if many and all(dicts) else place)
         self._keep += dicts
         self._seen.update(map(id, dicts))
         for d in filter(None, dicts):
@@ -358,7 +359,7 @@ class Reach:
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
         own = optimizer.__dict__
-        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)], watched=False)
+        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
         self._dict(path, own)
         self._seen.add(id(optimizer.state))
         self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
@@ -366,9 +367,9 @@ class Reach:
         self._class_of(type(optimizer))
         for i, group in enumerate(optimizer.param_groups):
             self._group(f"{path}.param_groups[{i}]", group)
-        # One dictionary a parameter: where there are many, they are looked at in turn.
+        # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-        self._dicts(f"{path}.state", states, watched=len(states) > FEW)
+        self._dicts(f"{path}.state", states, many=len(states) > FEW)
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
         """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new

@@ -147,7 +147,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
-        reliances=Reliances(reach, snapshot, grads, dials),
+        reliances=Reliances(reach, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
         like=outputs.skeleton(captured.result),
         effects=_effects(captured.watch, slots, grads),

@@ -4,11 +4,11 @@ A recording has the addresses of weights and the values of attributes baked in. 
 holds, the recording must not be played. Checking all of them in full costs milliseconds for a large model, so they are
 kept in two groups:
 
-* *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters, `.grad` attributes, the
-  addresses and metadata of tensors; parameters and optimizer states too where there are few. Compared before every
-  replay, by identity and at C speed.
-* *watched*: the insides of modules, and many parameters and optimizer states. Compared in full when the witness's epoch has
-  moved, and otherwise a few at a time in rotation, which finds the changes that go around the witness.
+* *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters and states of optimizers, `.grad`
+  attributes, the addresses and metadata of tensors; of parameters too where there are few. Compared before every replay, by
+  identity and at C speed.
+* *watched*: the insides of modules, and many parameters. Compared in full when the witness's epoch has moved, and otherwise a
+  few at a time in rotation, which finds the changes that go around the witness.
 
 Identity is the fast test; where it fails, plain values are compared by type and value, because an equal number in a
 new object is no change. An equal list in place of another one is a change: its insides were watched, and it is another
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
 
@@ -37,7 +38,7 @@ from .torch_private import address, bump, tensor_check, use_count
 
 __all__ = ["Grads", "Reliances", "Snapshot", "same"]
 
-_ROTATE = 2  # watched holders, and 32 times as many tensors, looked at each replay
+_HOLDERS, _TENSORS = 2, 32  # so many that are watched are looked at each replay, in rotation
 
 _grad: Callable[[Any], Any] = attrgetter("grad")
 
@@ -280,7 +281,8 @@ class Reliances:
     """Everything that must still hold when a recording is played: what `snapshot` found before the capture, and the
     capture left alone."""
 
-    def __init__(self, reach: Reach, snapshot: Snapshot, grads: Grads, dials: Dials) -> None:
+    def __init__(self, reach: Reach, snapshot: Snapshot, grads: Grads, dials: Dials, fixed: Set[int]) -> None:
+        """`fixed` are the ids of tensors in reach of which nothing has to hold."""
         live = dials.live()
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
@@ -290,16 +292,19 @@ class Reliances:
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
         self._watched = [entry for entry in held if entry[0].watched]
         self._grads = grads
-        tensors = [t for _, t, _ in snapshot.tensors]
+        relied = [entry for entry in snapshot.tensors if id(entry[1]) not in fixed]
+        tensors = [t for _, t, _ in relied]
         hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         self._pointed = hot
         self._pointers = [*map(address, hot)]
         self._same_metadata = tensor_check(hot)
-        self._tensors = [(t, state) for _, t, state in snapshot.tensors]
+        self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(id, hot)) if self._same_metadata is not None else set()
-        self._others = [entry for entry in self._tensors if id(entry[0]) not in looked_at]
-        self._names = {id(t): name for name, t, _ in snapshot.tensors}
-        self._turn = 0
+        others = [t for t in tensors if id(t) not in looked_at]
+        self._rotates = bool(self._watched or others)
+        self._rounds = _round(self._watched, _HOLDERS)
+        self._laps = _round([_Some(part) for part in _parts(others, _TENSORS)], 1)
+        self._names = {id(t): name for name, t, _ in relied}
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch()
 
@@ -325,7 +330,7 @@ class Reliances:
             return self._moved(self._tensors) or self._names[id(self._pointed[0])]
         if witness.epoch() != self._epoch:
             return self._all_watched()
-        return self._rotate() if self._watched or self._others else None
+        return self._rotate() if self._rotates else None
 
     def _all_watched(self) -> str | None:
         epoch = witness.epoch()
@@ -339,11 +344,11 @@ class Reliances:
 
     def _rotate(self) -> str | None:
         """A few at a time. What is found once is found again: the next look is a full one."""
-        turn = self._turn
-        entries = self._watched[turn * _ROTATE : (turn + 1) * _ROTATE]
-        tensors = self._others[turn * 32 * _ROTATE : (turn + 1) * 32 * _ROTATE]
-        self._turn = turn + 1 if entries or tensors else 0
-        changed = next((_which(e) for e in entries if not _unchanged(e)), None) or self._moved(tensors)
+        entries = next(self._rounds)
+        tensors = next(self._laps)
+        changed = next((_which(e) for e in entries if not _unchanged(e)), None)
+        if changed is None and not all(some.unchanged() for some in tensors):
+            changed = self._moved(self._tensors)
         if changed is not None:
             self._epoch = -1
         return changed
@@ -353,6 +358,30 @@ class Reliances:
             if _state(t) != state:
                 return self._names[id(t)]
         return None
+
+
+def _parts(things: list[Any], size: int) -> list[list[Any]]:
+    return [things[i : i + size] for i in range(0, len(things), size)]
+
+
+def _round(things: list[Any], size: int) -> Iterator[list[Any]]:
+    """Some of them at a time, for ever."""
+    return cycle(_parts(things, size) or [[]])
+
+
+class _Some:
+    """Some of many tensors: whether they are still the same, at C speed where possible."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._pointers = [*map(address, tensors)]
+        self._same_metadata = tensor_check(tensors)
+        self._states = [*map(_state, tensors)] if self._same_metadata is None else []
+
+    def unchanged(self) -> bool:
+        if self._same_metadata is None:
+            return [*map(_state, self._tensors)] == self._states
+        return [*map(address, self._tensors)] == self._pointers and self._same_metadata(*self._tensors)
 
 
 def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:

@@ -1359,22 +1359,26 @@ def test_c08_parts_of_an_optimizer_replaced_by_equal_ones_that_change_later(devi
         both(data(device, n))
 
 
-def test_c08_the_momentum_of_one_of_many_parameters_is_replaced(device):
+@pytest.mark.parametrize("when", [4, 5, 6])
+def test_c08_the_momentum_of_one_of_many_parameters_is_replaced(device, when):
+    """At once, and not when a turn comes to it."""
+
     def make():
-        weights = [nn.Parameter(torch.ones(1, device=device)) for _ in range(80)]
-        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(1, 1) for _ in range(70)]).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
         def step():
             optimizer.zero_grad()
-            sum(w.sum() for w in weights).backward()
+            (net(torch.ones(1, 1, device=device)).sum() + sum(p.sum() for p in net.parameters())).backward()
             optimizer.step()
 
-        return step, [weights, optimizer]
+        return step, [net, optimizer]
 
     both = side_by_side(make)
     for n in range(8):
-        if n == 5:
-            both.change(lambda s: s[1].state[s[0][79]].update(momentum_buffer=torch.zeros(1, device=device)))
+        if n == when:
+            both.change(lambda s: s[1].state[s[0][69].weight].update(momentum_buffer=torch.zeros(1, 1, device=device)))
         both()
 
 
