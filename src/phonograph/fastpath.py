@@ -1,4 +1,4 @@
-"""Recognising the common call at once: positional tensors only, the same metadata as last time.
+"""Recognising the common call at once: positional tensors only (and None), the same metadata as last time.
 
 `signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
 call again and again; for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough
@@ -27,11 +27,13 @@ class FastPath:
     list and `state` the function's own record of the memory that its recordings write, so that both stay current.
     """
 
-    __slots__ = ("_check", "_count", "_modes", "_state", "players")
+    __slots__ = ("_check", "_count", "_modes", "_state", "given", "players")
 
-    def __init__(self, check: Callable[..., bool], count: int, players: list[Player], state: Entangled) -> None:
+    def __init__(self, check: Callable[..., bool], nones: list[bool], players: list[Player], state: Entangled) -> None:
         self._check = check
-        self._count = count
+        self._count = nones.count(False)
+        self.given: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _Given(nones) if True in nones else tuple
+        """The tensors among the arguments; none at all where others are None than were."""
         self._modes = modes()
         self._state = state
         self.players = players
@@ -40,7 +42,8 @@ class FastPath:
     def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
-        flat = not kwargs and len(args) == len(call.tensors) == len(call.leaves) > 0
+        nones = [x is None for x in args]
+        flat = not kwargs and len(args) == len(call.leaves) and nones.count(False) == len(call.tensors) > 0
         if not flat or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
@@ -48,24 +51,32 @@ class FastPath:
         if any(map(_looks_at_arguments, players)):
             return None
         check = tensor_check(call.tensors)
-        return FastPath(check, len(args), players, state) if check is not None else None
+        return FastPath(check, nones, players, state) if check is not None else None
 
-    def find(self, args: tuple[Any, ...]) -> Player | None:
-        """The recording to play for a call with these arguments; None if that is for others to say."""
+    def find(self, tensors: tuple[Any, ...]) -> Player | None:
+        """The recording to play for a call that is `given` these; None if that is for others to say."""
         n = self._count
-        if len(args) != n or not self._check(*args) or modes() != self._modes:
+        if len(tensors) != n or not self._check(*tensors) or modes() != self._modes:
             return None
-        for t in args:  # what torch's guards do not look at: where its memory begins, attributes of its own, a gradient
+        for t in tensors:  # what torch's guards do not look at: where its memory begins, attributes of its own, a gradient
             if t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None:
                 return None
-        if n > 1 and len({*map(id, args)}) < n:
+        if n > 1 and len({*map(id, tensors)}) < n:
             return None  # one tensor given twice is another signature
-        if self._state and any(map(self._state.meets, args)):
+        if self._state and any(map(self._state.meets, tensors)):
             return None  # an argument shares memory with what the function writes
         for player in self.players:
             if player.ready():
                 return player
         return None
+
+
+class _Given:
+    def __init__(self, nones: list[bool]) -> None:
+        self._nones = nones
+
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([x for x in args if x is not None]) if [x is None for x in args] == self._nones else ()
 
 
 def _looks_at_arguments(player: Player) -> bool:

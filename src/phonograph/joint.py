@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class Joint:
         self.traced = traced
         self.backward = backward
         self._joining = joining
-        self._memory = [lease.bytes() for lease in traced.memory]
+        self._memory = [lease.python for lease in traced.memory]  # the storages, weakly: a flight holds them
         self._constant = list({id(t): t for t in traced.constant.values()}.values())
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
         # Which of those, constant and exposed, a number stands for.
@@ -82,7 +83,7 @@ class Joint:
         # Detached, so that they do not hold themselves; they share their version with the result.
         saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        flight = _Flight(self, [*map(alias, self._memory)], saved)
+        flight = _Flight(self, [ref() for ref in self._memory], saved)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
@@ -183,12 +184,12 @@ class _Look(NamedTuple):
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
-    def __init__(self, joint: Joint, memory: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
+    def __init__(self, joint: Joint, memory: list[Any], saved: list[torch.Tensor]) -> None:
         self.joint = joint
-        self._memory: list[torch.Tensor] | None = memory
+        self._memory: list[Any] | None = memory
         self._saved = saved
-        self._versions = [*map(_version, saved)]
-        self._storages = [t.untyped_storage() for t in saved]  # other weights may take their place meanwhile
+        self._versions = _versions(saved)
+        self._storages = [*map(torch.Tensor.untyped_storage, saved)]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
@@ -227,7 +228,9 @@ class _Flight:
         return node is None or will_run(node)
 
     def check(self, read: _Read) -> None:
-        for i in read.places if self._saved else ():
+        if not self._saved or _versions(self._saved) == self._versions:
+            return
+        for i in read.places:
             if _version(self._saved[i]) != self._versions[i]:
                 raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(self._saved[i].shape)}"))
 
@@ -288,6 +291,16 @@ def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_written, tensors)]
+    except RuntimeError:  # one of them is an inference tensor, which has none
+        return [*map(_version, tensors)]
+
+
+_written: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def _no_more_than_once(flight: _Flight) -> RuntimeError:

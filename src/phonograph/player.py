@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from .segments import Diverged
 from .signature import Call
 from .spans import Spans
 from .torch_private import address, alias, bump, use_count, view_like
-from .trees import unflatten
+from .trees import rebuilding
 
 __all__ = ["GRAD", "Player"]
 
@@ -74,6 +74,7 @@ class Player:
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
+        self._rebuild = rebuilding(recording.shape, recording.like)
         self._simple = not recording.borrow and all(
             o.kind == "lease" and o.index < 0 and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
             for o in recording.outputs
@@ -137,7 +138,7 @@ class Player:
 
     def held(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
-        return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in self.recording.rivals)
+        return _any_held(self.recording.rivals)
 
     def holding(self) -> bool:
         """Whether somebody holds a result of its own."""
@@ -155,7 +156,7 @@ class Player:
         recordings that take turns are enough.
         """
         own = set() if self.pool.takes_turns else {lease.cdata for lease in self.recording.leases}
-        held = any(use_count(key) > alone for key, alone, *_ in self.recording.rivals if key not in own)
+        held = _any_held(rival for rival in self.recording.rivals if rival[0] not in own)
         return self.recording.backward is not None and held and not self.awaited()
 
     def blocked(self, call: Call) -> bool:
@@ -263,7 +264,7 @@ class Player:
                 detached = o.value is None
                 part = base.detach().as_strided(o.size, o.stride, o.offset) if detached else view_like(o.value, base)
                 made[i] = part.detach() if detached else part  # what is detached is no view: it may be detached in place
-        return unflatten(self.recording.shape, iter(made), self.recording.like)
+        return self._rebuild(made)
 
     def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
@@ -320,6 +321,10 @@ class Player:
         with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
             t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
             return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+
+
+def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:
+    return any(use_count(key) > own or _references(python()) > owns for key, own, python, owns in rivals)
 
 
 def _closed(*_: Any) -> list[torch.Tensor]:

@@ -208,10 +208,11 @@ class Recorded(Observed, Generic[P, R]):
         try:
             fast = self._fast
             if fast is not None and not kwargs:
-                player = fast.find(args)
+                given = fast.given(args)
+                player = fast.find(given)
                 if player is not None:
                     counters = self._counters
-                    result, copied = player.play_flat(args)  # type: ignore[arg-type]
+                    result, copied = player.play_flat(given)
                     counters.calls += 1
                     counters.replayed += 1
                     counters.bytes_copied += copied
