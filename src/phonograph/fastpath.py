@@ -42,16 +42,17 @@ class FastPath:
     def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
-        nones = [x is None for x in args]
-        flat = not kwargs and len(args) == len(call.leaves) and nones.count(False) == len(call.tensors) > 0
-        if not flat or any(t.requires_grad or type(t) is not torch.Tensor for t in call.tensors):
+        given = [x for x in args if x is not None]
+        if kwargs or any(type(x) is not torch.Tensor or x.requires_grad for x in given):
+            return None  # a list of one tensor is another argument than the tensor
+        if len(given) != len(call.tensors) or (args and not given):
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
         if any(map(_looks_at_arguments, players)):
             return None
-        check = tensor_check(call.tensors)
-        return FastPath(check, nones, players, state) if check is not None else None
+        check = tensor_check(call.tensors) if call.tensors else _nothing
+        return FastPath(check, [x is None for x in args], players, state) if check is not None else None
 
     def find(self, tensors: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call that is `given` these; None if that is for others to say."""
@@ -69,6 +70,11 @@ class FastPath:
             if player.ready():
                 return player
         return None
+
+
+def _nothing() -> bool:
+    """The check of no tensors."""
+    return True
 
 
 class _Given:

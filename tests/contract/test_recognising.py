@@ -117,6 +117,25 @@ VALUES = {
 }
 
 
+def test_c07_none_in_place_of_a_tensor(device):
+    def twice(t):
+        return None if t is None else [*map(twice, t)] if isinstance(t, list) else t * 2
+
+    def uses(*given):
+        return [*map(twice, given)], len(given)
+
+    both, x, y = plain(uses), ramp(device, 3), ramp(device, 3) + 1
+    kinds = [(x, None), (None, x), (x, y), (x,), (), (None,), (None, None), ([x], None), (None, [None], x), ([None], x)]
+    for n in range(4):
+        for given in kinds:
+            for _ in range(n):  # that recognised last, and others after it
+                both(*given)
+    for a, b in itertools.permutations(kinds, 2):
+        both(*a)
+        both(*b)
+    assert counts(both)[1] == len(kinds)
+
+
 @may_run_live
 @pytest.mark.parametrize(("one", "other"), VALUES.values(), ids=VALUES)
 def test_c07_another_python_value_is_another_signature(device, one, other):
