@@ -2565,3 +2565,23 @@ def test_c17_what_a_backward_has_recomputed_goes_with_it(device):
         if n == 1:  # this backward ran live; the next is recorded
             assert hidden() <= before
     assert pg.stats(net).replayed == 3
+
+
+@may_run_live
+def test_c06_a_parameter_that_is_used_outside_before(device):
+    """On a GPU its gradient is added up on the default stream then, which no capture may wait for."""
+    torch.manual_seed(0)
+    words, ids = nn.Embedding(16, 8).to(device), torch.arange(4, device=device)
+    heads = [nn.Linear(8, 16, bias=False).to(device) for _ in range(2)]
+    both = [words, copy.deepcopy(words)]
+    for word, head in zip(both, heads, strict=True):
+        head.weight = word.weight
+    calls = pg.record(heads[0]), heads[1]
+    for n in range(6):
+        for word, head in zip(both, calls, strict=True):
+            word.zero_grad()
+            head(word((ids + n) % 16)).square().sum().backward()
+        assert_same(both[0].weight.grad, both[1].weight.grad)
+    assert pg.stats(heads[0]).replayed == 5
+    if device.type == "cuda":
+        assert "record that code as well" in pg.explain(heads[0]), pg.explain(heads[0])

@@ -49,6 +49,9 @@ _REMEDIES: Mapping[str, str] = {
     "Cannot copy between CPU and CUDA tensors":
         "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the host",
     "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
+    "legacy stream depend on a capturing":
+        "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "
+        "or run it on another stream",
 }  # fmt: skip
 
 
