@@ -75,7 +75,7 @@ def parts(gm: GraphModule, live: Sequence[Rule], record: Sequence[Rule]) -> tupl
     Raises:
         Refusal: some of it may not, and it cannot be cut there.
     """
-    if not (live or any(map(_suspicious, gm.graph.nodes)) or _on_the_host(gm.graph.nodes)):
+    if not (live or any(map(_suspicious, gm.graph.nodes))):
         return None
     facts = _Facts.of(gm)
     why = {node: reason for node in facts.seen if node.op.startswith("call_")
@@ -210,7 +210,6 @@ class _Facts(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self._known: set[int] = set()
         self.seen: dict[Node, _Seen] = {}
-        self.host = _on_the_host(gm.graph.nodes)
         self.unclear = ""  # why the nodes may not change places, nor be cut apart
         self.mode = mode
         self._looking = _Looking()
@@ -286,13 +285,15 @@ def _why_live(node: Node, facts: _Facts, live: Sequence[Rule], record: Sequence[
         return "is tagged cudagraph_unsafe"
     if any(map(depends_on_data, values)):
         return "works with a shape that depends on data"
-    return _HOST if not facts.host.isdisjoint((node, *node.all_input_nodes)) else ""
+    tensors = [x for value in values for x in _tensors(value)]
+    if any(t.is_cpu and t.dim() for t in tensors) and any(t.is_cuda for t in map(_tensor, facts.seen) if t is not None):
+        return _HOST
+    return ""
 
 
-def _on_the_host(nodes: Iterable[Node]) -> set[Node]:
-    """Those that give a tensor on the host, if others give one on a GPU. A number there, of no dimension, is no obstacle."""
-    given = [(node, t) for node in nodes for t in _tensors(node.meta.get("example_value"))]
-    return {node for node, t in given if t.is_cpu and t.dim()} if any(t.is_cuda for _, t in given) else set()
+def _tensor(node: Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
