@@ -56,6 +56,7 @@ from coverage_models import MODELS
 
 CLAIM = "coverage"
 SLOWER_THAN_COMPILE, SLOWER_THAN_REDUCE, MOST = 1.03, 1.05, 0.9
+MEMORY = "memory over reduce-overhead's"
 TARGET = (
     f"all right; none slower than torch.compile by more than {SLOWER_THAN_COMPILE - 1:.0%}; as fast as reduce-overhead or "
     f"faster in {MOST:.0%}, never more than {SLOWER_THAN_REDUCE - 1:.0%} slower; peak memory (reserved, whole) at most that of "
@@ -63,31 +64,22 @@ TARGET = (
 )
 
 # Why a case loses, by its name: for the table.
-_EACH_SECOND_STEP = (
-    "recorded anew in each second step, and not so in a process of its own: probably Inductor's cache gave a backward that "
-    "returns what its forward has saved, which does that on the CPU, too; mended there, not measured again"
-)
+_BEFORE = "measured before a step with a recorded backward was made some 10% cheaper, and not again"
+_ONES = ("qwen2", "gemma3_text", "stablelm", "olmo2", "cohere", "vit", "qwen2_moe", "convnext", "gpt_neox")
 EXPLANATIONS: dict[str, str] = {
-    "transformers/resnet inference": "Dynamo hands over 270 parameters and buffers, and each is looked at in each call",
-    "transformers/layoutlm training": "a saved view of an argument had other strides: mended since, not measured again",
-    "transformers/beit training": "reads a tensor that was probably cached by a call before; reduce-overhead raises there",
-    "transformers/marian training": "a weight's gradient was probably first added up on the default stream",
-    **{
-        f"transformers/{name} training": _EACH_SECOND_STEP
-        for name in (
-            "bloom",
-            "llama",
-            "qwen2",
-            "gemma",
-            "gemma3_text",
-            "stablelm",
-            "olmo2",
-            "cohere",
-            "roformer",
-            "gpt_oss",
-        )
-    },
+    "transformers/resnet inference": "each of 270 parameters and buffers was looked at in each call; fewer are since",
+    "transformers/beit training": "indexes with a tensor on the host, which each call copies; reduce-overhead raises there",
+    "transformers/marian training": "a weight's gradient is added up on the default stream, from a part that Dynamo leaves out",
+    "timm/vgg11 inference": "measured before warm-up calls kept places for the arguments, and not again beside the others",
+    "timm/vgg11 training": "measured before cuBLAS's workspace got a place by itself: in a later run of its own 258 MiB less",
+    **{f"transformers/{name} training": _BEFORE for name in _ONES},
 }
+_MEMORY = {
+    "inference": "one segment of the allocator's more, of 2 MiB",
+    "training": "what the backward of the warm-up call used is cached on its stream, 32 MiB of it for cuBLAS; each of two "
+    "recordings has memory of its own, in segments of 2 MiB, as long as all need less than 256 MiB",
+}
+"""Why small models need more than with reduce-overhead, where there is no other reason."""
 
 
 # ---- all cases -------------------------------------------------------------------------------------
@@ -212,7 +204,11 @@ def judge(rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, di
     losers: dict[str, dict[str, Any]] = {}
 
     def lose(name: str, what: str, number: Any) -> None:
-        losers.setdefault(name, {"explanation": EXPLANATIONS.get(name, "")})[what] = number
+        kind = name.rsplit(" ", 1)[1]
+        why = EXPLANATIONS.get(name, "") or (_MEMORY[kind] if what == MEMORY else "")
+        lost = losers.setdefault(name, {"explanation": why})
+        lost["explanation"] = lost["explanation"] or why
+        lost[what] = number
 
     for name, row in rows.items():
         if row.get("error"):
@@ -228,7 +224,7 @@ def judge(rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, di
         if row.get(f"time over {REDUCE}", 0) > 1:
             lose(name, f"time over {REDUCE}", row[f"time over {REDUCE}"])
         if (ratio := _memory_ratio(row, "reserved, whole")) is not None and ratio > 1:
-            lose(name, "memory over reduce-overhead's", round(ratio, 3))
+            lose(name, MEMORY, round(ratio, 3))
     return _targets(rows), losers
 
 
