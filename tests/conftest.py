@@ -23,6 +23,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # so that the collection after each test does not walk through all of torch
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-k cuda` chooses all tests that need a GPU: also those that run on nothing else."""
+    for item in items:
+        if "cuda" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cuda)
+
+
 @pytest.fixture
 def device(both_devices: torch.device) -> torch.device:  # noqa: F811
     """The device that a contract test runs on: once the CPU, once CUDA."""
