@@ -15,7 +15,7 @@ import torch
 from .player import Player
 from .recording import Entangled
 from .signature import ALIGNMENT, Call, modes
-from .torch_private import tensor_check
+from .torch_private import tensor_check, transformed
 
 __all__ = ["FastPath"]
 
@@ -51,7 +51,7 @@ class FastPath:
             return None
         if any(map(_looks_at_arguments, players)):
             return None
-        check = tensor_check(call.tensors) if call.tensors else _nothing
+        check = tensor_check(call.tensors) if call.tensors else _not_transformed
         return FastPath(check, [x is None for x in args], players, state) if check is not None else None
 
     def find(self, tensors: tuple[Any, ...]) -> Player | None:
@@ -72,12 +72,15 @@ class FastPath:
         return None
 
 
-def _nothing() -> bool:
-    """The check of no tensors."""
-    return True
+def _not_transformed() -> bool:
+    """The check of no tensors: those would show that functorch is at work."""
+    return not transformed()
 
 
 class _Given:
+    """Takes the tensors of a call that has None in the same places; else none at all, which is never a match: calls that have
+    arguments have some."""
+
     def __init__(self, nones: list[bool]) -> None:
         self._nones = nones
 

@@ -31,7 +31,6 @@ __all__ = [
     "kept",
     "key_label",
     "keyed",
-    "many_values",
     "ordered",
     "own_dict",
     "slots",
@@ -156,20 +155,6 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
         return path
 
     return Holder(path, read, restore, watched, named)
-
-
-def many_values(whole: Holder, dicts: Sequence[dict[Any, Any]]) -> Holder:
-    """Of the place that is `dictionaries` of these, all of which hold something, only how many each has and the values: reading
-    the keys as well would take half as long again."""
-
-    def read() -> Values:
-        return (*map(len, dicts), *chain.from_iterable(map(_values, dicts)))
-
-    def of(values: Values) -> Values:
-        n = len(dicts)
-        return values[:n] + values[n + sum(values[:n]) :]
-
-    return whole._replace(part=Part(read, of, lambda path, *_: path))
 
 
 def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:

@@ -109,7 +109,7 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies, and how."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def dense(t: torch.Tensor) -> bool:

@@ -212,10 +212,9 @@ class Reach:
             if type(k) is not str and not isinstance(k, torch.Tensor):
                 work.append((path, k))
 
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False, many: bool = False) -> None:
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
         dicts = [d for d in dicts if id(d) not in self._seen]
-        place = places.dictionaries(path, dicts, watched=watched)
-        self._hold(places.many_values(place, dicts) if many and all(dicts) else place)
+        self._hold(places.dictionaries(path, dicts, watched=watched))
         self._keep += dicts
         self._seen.update(map(id, dicts))
         for d in filter(None, dicts):
@@ -369,7 +368,7 @@ class Reach:
             self._group(f"{path}.param_groups[{i}]", group)
         # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-        self._dicts(f"{path}.state", states, many=len(states) > FEW)
+        self._dicts(f"{path}.state", states)
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
         """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new

@@ -294,6 +294,8 @@ class Recorded(Observed, Generic[P, R]):
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
         if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
+        if torch_private.tracing_state() is not None:
+            raise NoSignature("is called while torch.jit.trace looks on, which must see every operator")
         if torch_private.saved_tensors_hooks() is not None:
             raise NoSignature("is called where tensors saved for backward go through hooks")
         if forward_ad._current_level >= 0:
@@ -381,8 +383,8 @@ class Recorded(Observed, Generic[P, R]):
             raise Refusal(f"is called with {_difference(last, call)} nearly each time", "pass numbers that change as "
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
-    def _history(self, key: Any) -> History:
-        history = self._histories.setdefault(key, History(self._split_at))
+    def _history(self, key: Any, known: History | None = None) -> History:
+        history = self._histories.setdefault(key, known or History(self._split_at))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)
@@ -408,9 +410,9 @@ class Recorded(Observed, Generic[P, R]):
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
-        settled = (*call.key[:-1], modes())
-        if settled != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
-            self._histories.setdefault(settled, history)
+        key = (*call.key[:-1], modes())
+        if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
+            self._history(key, history)
         self._notice_create_graph(result)
         return result
 

@@ -42,7 +42,7 @@ from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
-from .signature import Call, attributes, modes
+from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import in_inference, parametrizations_are_cached
 from .tracing import Tracing
@@ -447,7 +447,7 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
 
 @contextmanager
 def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
-    host, snapshot = _HostRandom(reach), Snapshot(reach)
+    host, snapshot, settings = _HostRandom(reach), Snapshot(reach), modes()
     torch.clear_autocast_cache()
     try:
         yield snapshot
@@ -456,6 +456,7 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
         snapshot.restore()
         grads.restore()
         host.restore()
+        put_back(settings)
         raise
     finally:
         torch.clear_autocast_cache()

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from functools import partial
+from collections.abc import Callable, Sequence, Set
 from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
@@ -38,7 +37,7 @@ from .torch_private import address, bump, tensor_check, use_count
 
 __all__ = ["Grads", "Reliances", "Snapshot", "same"]
 
-_HOLDERS, _TENSORS = 2, 32  # so many that are watched are looked at each replay, in rotation
+_HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
 
 _grad: Callable[[Any], Any] = attrgetter("grad")
 
@@ -121,10 +120,20 @@ def _may_have_gradient(t: torch.Tensor) -> bool:
     return t.requires_grad or isinstance(t, torch.nn.Parameter) or t.grad is not None
 
 
-def _is_such(grad: torch.Tensor, needed: Any, place: tuple[Any, ...]) -> bool:
-    """Whether this gradient may stand for the one that a call has found: it is that one, or another in the same place, as a
-    recorded backward hands out each time."""
-    return address(grad) == place[0] and (grad is needed or place_of(grad) == place)
+def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
+    """A function that says whether values are tensors just like these, each in the same place: in C++ where torch has guards.
+    It holds none of them."""
+    kinds, places, check = [*map(type, tensors)], [*map(place_of, tensors)], tensor_check(tensors)
+    addresses = [place[0] for place in places]
+
+    def are_such(found: list[Any]) -> bool:
+        if [*map(type, found)] != kinds:
+            return False
+        if check is None:
+            return all(t.layout is torch.strided for t in found) and [*map(place_of, found)] == places
+        return check(*found) and [*map(address, found)] == addresses
+
+    return are_such
 
 
 class _Kept:
@@ -144,13 +153,6 @@ class _Kept:
 
 
 _NOTHING = {None}
-_PLAIN = {torch.Tensor}
-
-
-def _living(ref: Callable[[], Any]) -> Any:
-    """The referent; something that no attribute is, once it is gone (None would be taken for a missing gradient)."""
-    found = ref()
-    return _living if found is None else found
 
 
 class Grads:
@@ -173,9 +175,8 @@ class Grads:
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
         self._absent: list[torch.Tensor] = []  # those that must have no gradient
         self._some: list[torch.Tensor] = []  # those that must have one
-        self._readers: list[torch.Tensor] = []  # those that must have the very one, or one just like it:
-        self._very: list[tuple[Callable[[], Any], tuple[Any, ...]]] = []
-        self._alike: tuple[list[int], Callable[..., bool] | None] = [], None  # where they lay, and whether some are like them
+        self._readers: list[torch.Tensor] = []  # those that must have one just like the one that was there, in its place
+        self._are_such: Callable[[list[Any]], bool] = bool
         self._added_to: list[torch.Tensor] = []
         self._created: list[torch.Tensor] = []
         self._lying: list[int] = []
@@ -200,6 +201,7 @@ class Grads:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
         operator of the call read, `written` those that it wrote; the code in `reach` may decide by whether a gradient is
         there."""
+        found: list[torch.Tensor] = []
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
@@ -209,11 +211,12 @@ class Grads:
                     self._absent.append(p)
             elif kept.storage in touched:
                 self._readers.append(p)
-                self._very.append((partial(_living, kept.ref), kept.place))
+                found.append(kept.again())
                 if kept.storage in written and after is before:
                     self._added_to.append(p)
             elif reach.mentions.reads_gradients:
                 self._some.append(p)
+        self._are_such = like(found)
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created.
@@ -259,21 +262,9 @@ class Grads:
         return (
             {*map(_grad, self._absent)} <= _NOTHING
             and all(p.grad is not None for p in self._some)
-            and (not self._readers or self._such())
+            and (not self._readers or self._are_such([*map(_grad, self._readers)]))
             and [*map(address, self._created)] == self._lying
         )
-
-    def _such(self) -> bool:
-        """Whether the gradients that the recording reads are there: in C if they are like those of the last time."""
-        grads = [*map(_grad, self._readers)]
-        places, like = self._alike
-        if {*map(type, grads)} == _PLAIN and like is not None and [*map(address, grads)] == places and like(*grads):
-            return True
-        very = zip(grads, self._very, strict=True)
-        if not all(g is not None and _is_such(g, needed(), place) for g, (needed, place) in very):
-            return False
-        self._alike = [*map(address, grads)], tensor_check(grads)
-        return True
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
@@ -290,7 +281,7 @@ def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
     hooks = tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
-    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, hooks)
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg(), t.requires_grad, hooks)
 
 
 class Reliances:
@@ -318,8 +309,8 @@ class Reliances:
         looked_at = set(map(id, hot)) if self._same_metadata is not None else set()
         others = [t for t in tensors if id(t) not in looked_at]
         self._rotates = bool(self._watched or others)
-        self._rounds = _round(self._watched, _HOLDERS)
-        self._laps = _round([_Some(part) for part in _parts(others, _TENSORS)], 1)
+        self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
+        self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(_of_none, [])])
         self._names = {id(t): name for name, t, _ in relied}
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch()
@@ -360,11 +351,10 @@ class Reliances:
 
     def _rotate(self) -> str | None:
         """A few at a time. What is found once is found again: the next look is a full one."""
-        entries = next(self._rounds)
-        tensors = next(self._laps)
+        entries, (are_such, some) = next(self._rounds), next(self._laps)
         changed = next((_which(e) for e in entries if not _unchanged(e)), None)
-        if changed is None and not all(some.unchanged() for some in tensors):
-            changed = self._moved(self._tensors)
+        if changed is None and not are_such(some):
+            changed = self._moved(self._tensors) or self._names[id(some[0])]
         if changed is not None:
             self._epoch = -1
         return changed
@@ -380,24 +370,8 @@ def _parts(things: list[Any], size: int) -> list[list[Any]]:
     return [things[i : i + size] for i in range(0, len(things), size)]
 
 
-def _round(things: list[Any], size: int) -> Iterator[list[Any]]:
-    """Some of them at a time, for ever."""
-    return cycle(_parts(things, size) or [[]])
-
-
-class _Some:
-    """Some of many tensors: whether they are still the same, at C speed where possible."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._pointers = [*map(address, tensors)]
-        self._same_metadata = tensor_check(tensors)
-        self._states = [*map(_state, tensors)] if self._same_metadata is None else []
-
-    def unchanged(self) -> bool:
-        if self._same_metadata is None:
-            return [*map(_state, self._tensors)] == self._states
-        return [*map(address, self._tensors)] == self._pointers and self._same_metadata(*self._tensors)
+def _of_none(_: list[Any]) -> bool:
+    return True
 
 
 def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:

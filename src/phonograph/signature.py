@@ -10,6 +10,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
 from .keys import NoSignature, plain_key
-from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks
+from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks, tracing_state
 from .trees import Node, flatten
 
-__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "tensor_key", "unseen"]
+__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "put_back", "tensor_key", "unseen"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -171,7 +172,7 @@ def _getters() -> list[Callable[[], Any]]:
     found += [getattr(c, n) for n in names if hasattr(c, n)]
     order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
     found.append(lambda: tuple(order()))
-    return [*found, function_modes, dispatch_modes, saved_tensors_hooks]
+    return [*found, tracing_state, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
 _GETTERS = _getters()
@@ -180,9 +181,11 @@ _DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
 _autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
+_AUTOCAST = ("cpu", "cuda")
+
+
 def _autocast() -> tuple[Any, ...]:
-    kinds = ("cpu", "cuda")
-    return tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+    return tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST)
 
 
 def modes() -> tuple[Any, ...]:
@@ -197,6 +200,38 @@ def modes() -> tuple[Any, ...]:
     return settings, _autocast() if _autocast_on() else (), forward_ad._current_level, rare
 
 
+def put_back(before: tuple[Any, ...]) -> None:
+    """Make settings again what they were, those that are no more than a value."""
+    now = modes()
+    if now == before:
+        return
+    then = dict(zip(_GETTERS, before[0], strict=False))
+    for get, set_to in _SETTERS.items():
+        if get() != then[get]:
+            set_to(then[get])
+    only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
+    torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)
+    for kind, (on, dtype) in zip(_AUTOCAST, before[1] or [(False, None)] * len(_AUTOCAST), strict=True):
+        torch.set_autocast_enabled(kind, on)
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:
+    """What sets the settings. (But for the order of attention's kernels, which torch itself decides at their first call.)"""
+    c = torch._C
+    found: dict[Callable[[], Any], Callable[[Any], Any]] = {
+        torch.is_grad_enabled: c._set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
+        torch.is_anomaly_enabled: torch.set_anomaly_enabled, torch.get_num_threads: torch.set_num_threads,
+    }  # fmt: skip
+    for get in _GETTERS:
+        name = getattr(get, "__name__", "")
+        for ours in (name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)):
+            if name.startswith("_get") and ours != name and hasattr(c, ours) and isinstance(get(), (bool, str)):
+                found.setdefault(get, getattr(c, ours))
+    return found
+
+
 def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""
@@ -206,6 +241,7 @@ def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ..
 
 
 _settings = _written_out(_GETTERS)
+_SETTERS = _setters()
 
 
 def _asked(get: Callable[[], Any]) -> Any:

@@ -32,8 +32,8 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
            "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "unbacked", "use_count", "view_like",
-           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed", "unbacked", "use_count",
+           "view_like", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -309,6 +309,10 @@ _BATCHED = [f for n in ("is_batchedtensor", "is_legacy_batchedtensor") if (f := 
 def is_batched(t: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of them, which `vmap` and ``is_grads_batched`` hide."""
     return any(asks(t) for asks in _BATCHED)
+
+
+tracing_state: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+"""What `torch.jit.trace` has so far; None outside of it."""
 
 
 def transformed() -> bool:

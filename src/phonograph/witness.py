@@ -85,7 +85,7 @@ def _install() -> None:
         removed(self)
 
     RemovableHandle.remove = remove  # type: ignore[method-assign]
-    for name in ("requires_grad_", "set_", "detach_"):
+    for name in ("requires_grad_", "set_", "detach_", "share_memory_"):
         setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))

@@ -1382,6 +1382,72 @@ def test_c08_the_momentum_of_one_of_many_parameters_is_replaced(device, when):
         both()
 
 
+@may_run_live
+@pytest.mark.parametrize("count", [2, 80])
+@pytest.mark.parametrize("kind", ["transposed", "strided", "negated", "conjugated", "sparse", "another key"])
+def test_c08_what_a_recorded_optimizer_finds_is_something_else(device, kind, count):
+    dtype = torch.complex64 if kind == "conjugated" else torch.float32
+    changes = {
+        "transposed": lambda p: p.grad.t_(),
+        "strided": lambda p: p.grad.as_strided_((3, 3), (1, 3)),
+        "negated": lambda p: setattr(p, "grad", torch._neg_view(p.grad)),
+        "conjugated": lambda p: setattr(p, "grad", p.grad.conj()),
+        "sparse": lambda p: setattr(p, "grad", p.grad.to_sparse()),
+    }
+
+    def weights(recorded):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3, 3, device=device, dtype=dtype)) for _ in range(count)]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.0 if kind == "sparse" else 0.9, foreach=False)
+        step = pg.record(optimizer.step) if recorded else optimizer.step
+        for p in parameters:
+            p.grad = torch.randn(3, 3, device=device, dtype=dtype)
+        for n in range(9):
+            if n == 5 and kind in changes:
+                changes[kind](parameters[1])
+            elif n == 5:
+                state = optimizer.state[parameters[1]]
+                state["old"] = state.pop("momentum_buffer")
+            step()
+        return parameters
+
+    assert_same(weights(recorded=True), weights(recorded=False))
+
+
+@may_run_live
+@pytest.mark.parametrize("count", [2, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_c08_one_parameter_is_lazily_negated_or_conjugated(device, count, dtype):
+    def results(recorded):
+        torch.manual_seed(0)
+        parameters = nn.ParameterList([nn.Parameter(torch.randn(4, device=device, dtype=dtype)) for _ in range(count)])
+        f = pg.record(lambda x: sum(parameters, x), warmup=1) if recorded else lambda x: sum(parameters, x)
+        found = []
+        with torch.no_grad():
+            for n in range(9):
+                if n == 5:
+                    one = parameters[1].data
+                    parameters[1].data = one.conj() if dtype.is_complex else torch._neg_view(one)
+                found.append(f(torch.full((4,), 1.0 * n, device=device)).resolve_conj().resolve_neg())
+        return found
+
+    assert_same(results(recorded=True), results(recorded=False))
+
+
+@may_run_live
+def test_c08_one_of_many_parameters_is_given_to_other_processes(device):
+    torch.manual_seed(0)
+    parameters = nn.ParameterList([nn.Parameter(torch.randn(2, device=device)) for _ in range(200)])
+    f = pg.record(lambda x: sum(parameters, x), warmup=1)
+    with torch.no_grad():
+        for n in range(9):
+            if n == 5:
+                parameters[150].share_memory_()
+                parameters[150].add_(1)
+            x = torch.full((2,), 1.0 * n, device=device)
+            assert_same(f(x), sum(parameters, x))
+
+
 def test_c08_a_hook_of_all_optimizers(device):
     both = steps(device, usual_step)
     for n in range(8):

@@ -117,6 +117,57 @@ VALUES = {
 }
 
 
+@may_run_live
+def test_c07_no_arguments_but_a_transform_of_functorch(device):
+    f = pg.record(lambda: torch.rand(3, device=device), warmup=1)
+    for _ in range(5):
+        f()
+    torch.manual_seed(1)
+    found = torch.vmap(lambda x: x + f(), randomness="different")(torch.zeros(4, 3, device=device))
+    torch.manual_seed(1)
+    expected = torch.vmap(lambda x: x + torch.rand(3, device=device), randomness="different")(torch.zeros(4, 3, device=device))
+    assert_same(found, expected)
+
+
+@may_run_live
+def test_c07_a_trace_of_torch_jit(device):
+    """It would see nothing of a replay on a GPU, and keep the result."""
+    f = pg.record(lambda x: F.dropout(x) + torch.rand(3, device=device), warmup=1)
+    draw = pg.record(lambda: torch.rand(3, device=device), warmup=1)
+    x = torch.ones(3, device=device)
+    for _ in range(5):
+        f(x), draw()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda x: f(x) + draw(), x, check_trace=False)
+    assert not torch.equal(traced(x), traced(x))
+
+
+TOGGLES = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "cudnn": (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize(("is_on", "turn"), TOGGLES.values(), ids=TOGGLES)
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c12_a_setting_that_each_call_turns(device, is_on, turn, warmup):
+    """The call that could not be captured runs once, as far as anybody can tell."""
+    before, weight = is_on(), torch.ones(3, device=device, requires_grad=True)
+    f = pg.record(lambda x: (turn(not is_on()), x * weight)[1], warmup=warmup)
+    try:
+        for n in range(6):
+            y = f(torch.ones(3, device=device))
+            assert is_on() is (before if n % 2 else not before)
+            assert y.requires_grad is (torch.is_grad_enabled())
+    finally:
+        turn(before)
+
+
 def test_c07_none_in_place_of_a_tensor(device):
     def twice(t):
         return None if t is None else [*map(twice, t)] if isinstance(t, list) else t * 2

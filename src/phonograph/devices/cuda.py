@@ -295,11 +295,13 @@ class CudaDevice:
                 if lone and anchor.workspace is not None and cuda_memory.is_part(anchor.handle, *anchor.workspace):
                     with torch_private.route_to_pool(self.index, anchor.handle):
                         others = cuda_memory.hold_all(anchor.handle, self._stream.cuda_stream)
-                    anchor.workspace = self._taken_by_cublas()
-                    others.release()
+                    try:
+                        anchor.workspace = self._taken_by_cublas()
+                    finally:
+                        others.release()
 
     def _taken_by_cublas(self) -> tuple[int, int] | None:
-        """Where in the pool cuBLAS takes its workspace (address, bytes); it is free again."""
+        """Where in the pool cuBLAS takes its workspace (address, bytes), which has been taken from it; it is free again."""
         handle = self._anchor.handle
         before = cuda_memory.taken(handle)
         with torch_private.route_to_pool(self.index, handle):

@@ -129,7 +129,8 @@ def hold_all(pool: Handle, stream: int) -> Hold:
 
 def is_part(pool: Handle, address: int, nbytes: int) -> bool:
     """Whether these bytes lie in a segment of more than twice as many."""
-    return any(0 <= address - s["address"] < s["total_size"] > 2 * nbytes for s in segments(pool))
+    around = [s["total_size"] for s in segments(pool) if s["address"] <= address < s["address"] + s["total_size"]]
+    return any(total > 2 * nbytes for total in around)
 
 
 def _inside(wanted: Spans, pool: Handle) -> list[tuple[int, int]]:
