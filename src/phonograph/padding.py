@@ -146,6 +146,8 @@ class Padded(Recorded[..., Any]):
         try:
             with Ours("tried a padded call"):
                 verdict = never or judged(self._said(pads), pads, call, padded, player, self._reach(call), result)
+            if verdict is None:
+                return None
         except Refusal as e:
             e.let_go()
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)

@@ -116,7 +116,9 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             snapshot.restore()  # equal values in new objects, of which nobody would hear: `self.seen = []`
             touched = captured.watch.touched
-            grads.settle(touched, captured.watch.written.keys(), reach)
+            named = captured.names_gradients and tracing is None  # a part whose backward comes later has none to look at
+            looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
+            grads.settle(touched, captured.watch.written.keys(), looks, reads)
             leases: dict[int, Lease] = {}
             plan = outputs.plan(captured, call, reach, grads, leases, device, traced=tracing is not None)
             backward = _backward(function, captured, call, reach, grads, leases, device, plan, tracing)
@@ -366,7 +368,8 @@ def _capture(
             torch.Tensor.register_hook
         )  # `witness` stands before it, with the same code as before others
         hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
-        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks)
+        named = any("grad" in code.co_names for code in ran)
+        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named)
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

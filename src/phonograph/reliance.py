@@ -197,24 +197,24 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Set[int], written: Set[int], reach: Reach) -> None:
+    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
-        operator of the call read, `written` those that it wrote; the code in `reach` may decide by whether a gradient is
-        there."""
+        operator of the call read, `written` those that it wrote. Its code may decide by whether a gradient is there (`looks`),
+        and look at one that is (`reads`)."""
         found: list[torch.Tensor] = []
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
                 self._left.append((p, after))
             if kept is None:
-                if after is not None or reach.looks_at_gradients:
+                if after is not None or looks:
                     self._absent.append(p)
             elif kept.storage in touched:
                 self._readers.append(p)
                 found.append(kept.again())
                 if kept.storage in written and after is before:
                     self._added_to.append(p)
-            elif reach.mentions.reads_gradients:
+            elif reads:
                 self._some.append(p)
         self._are_such = like(found)
 
@@ -279,9 +279,12 @@ def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | 
     return t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
 
 
+def _hooks(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
+
+
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
-    hooks = tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
-    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg(), t.requires_grad, hooks)
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg(), t.requires_grad, _hooks(t))
 
 
 class Reliances:
@@ -312,6 +315,7 @@ class Reliances:
         self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
         self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(_of_none, [])])
         self._names = {id(t): name for name, t, _ in relied}
+        self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch()
 
@@ -335,6 +339,8 @@ class Reliances:
             return self._moved(self._tensors)
         if self._same_metadata is not None and not self._same_metadata(*self._pointed):
             return self._moved(self._tensors) or self._names[id(self._pointed[0])]
+        if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
+            return self._moved(self._tensors)
         if witness.epoch() != self._epoch:
             return self._all_watched()
         return self._rotate() if self._rotates else None

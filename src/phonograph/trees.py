@@ -40,7 +40,7 @@ def flatten(tree: Any, leaves: list[Any]) -> Node | None:
         leaves.append(tree)
         return None
     names, values = parts
-    return Node(type(tree), names, tuple(flatten(v, leaves) for v in values))
+    return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
 
 
 def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any:

@@ -93,8 +93,9 @@ class _Leaves:
 # -- the trial
 
 
-def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, reach: Reach, result: Any) -> Moulds:
+def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, reach: Reach, result: Any) -> Moulds | None:
     """How results are to be cut of what this player plays. Such a call had that `result`, live; `where` says what is padded.
+    None: that result cannot be told from another.
 
     Raises:
         Unpadded: what is padded shows in them.
@@ -117,6 +118,8 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
                     player.played = max(before, 1)
                 if moulds is None:
                     moulds = _moulds(where, pads, _Leaves(played), live, theirs)
+                    if any(map(_tells_nothing, live.leaves)):
+                        return None
                     _compare(where, _Leaves(cut(played, moulds)), live, moulds, _tolerance(theirs, player.recording.device))
                 now = _Leaves(cut(played, moulds))
                 del played  # the next one has its memory
@@ -125,6 +128,13 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
                     raise Unpadded(f"gives another result where {where} with other values", _MASK)
     assert moulds is not None
     return moulds
+
+
+def _tells_nothing(leaf: Any) -> bool:
+    """Whether this is a tensor of zeros, which a wrong factor leaves alone, or has what is no number, and hides others."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+        return False
+    return not bool(leaf.isfinite().all()) or not bool(leaf.any())
 
 
 def gradients() -> Unpadded:
@@ -162,9 +172,9 @@ def with_zeros(t: torch.Tensor, pads: Sequence[Pad]) -> torch.Tensor:
 def _filled(t: torch.Tensor, pads: Sequence[Pad], rows: int, number: float) -> torch.Tensor:
     """A padded tensor as it may be in other calls.
 
-    Its rows: as they are (0), or floating-point numbers with their signs turned, and integers all as large (1) or as small (-1)
-    as some row has them. Its padding: zeros, or this part of the largest number, or integers that some row has, because they
-    may be indices.
+    Its rows: as they are (0), or floating-point numbers with their signs turned, integers all as large (1) or as small (-1) as
+    some row has them, and truth values all true or false. Its padding: zeros, or this part of the largest number, or integers
+    that some row has, because they may be indices.
     """
     new, own = t.clone(), _own(t, pads)
     dims = [pad.dim for pad in pads]
@@ -172,6 +182,8 @@ def _filled(t: torch.Tensor, pads: Sequence[Pad], rows: int, number: float) -> t
         other, filling = -own, t.new_full((), number * torch.finfo(t.dtype).max)
     else:
         high, low = own.amax(dims, keepdim=True), own.amin(dims, keepdim=True)
+        if t.dtype is torch.bool:
+            high, low = torch.ones_like(high), torch.zeros_like(low)
         other = high if rows > 0 else low
         first, second = (low, high) if number < 0 else (high, low)
         filling = torch.where(first != 0, first, second)

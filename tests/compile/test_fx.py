@@ -6,6 +6,7 @@ import importlib
 import itertools
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
+from phonograph.compile import bound
 from phonograph.fx import record_graph
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
@@ -486,3 +488,64 @@ def test_thunder_is_asked_for_only_where_it_is_used(monkeypatch):
 def test_bad_arguments(given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         record_graph(**{"gm": lambda w, x: x, "example_inputs": [None, None], **given})
+
+
+def test_c14_threads_that_bind_a_graph_at_once(device, monkeypatch):
+    """One looks for the module that its parameters belong to while another finds that some are replaced in each call."""
+    gate, inside = threading.Event(), threading.Event()
+    find = bound._owner
+
+    def slowly(t):
+        if threading.current_thread().name == "slow":
+            inside.set()
+            gate.wait(10)
+        return find(t)
+
+    def weight(number):
+        return nn.Parameter(torch.full((3,), float(number), device=device), requires_grad=False)
+
+    monkeypatch.setattr(bound, "_owner", slowly)
+    mine, theirs = nn.Module(), nn.Module()
+    mine.weight, theirs.weight, theirs.bias = weight(1), weight(5), weight(100)
+    x = torch.full((3,), 7.0, device=device)
+    graph = record_graph(lambda w, b, x: (w * x + b,), [x] * 3)
+    found = {"slow": [], "fast": []}
+
+    def slow():
+        found["slow"] += [graph(theirs.weight, theirs.bias, x)[0].clone() for _ in range(5)]
+
+    def fast():
+        found["fast"] += [graph(mine.weight, weight(n), x)[0].clone() for n in range(6)]
+
+    for n in range(2):
+        graph(mine.weight, weight(n), x)
+    threads = [threading.Thread(target=slow, name="slow"), threading.Thread(target=fast)]
+    threads[0].start()
+    inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.5)
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+    assert_same(found["slow"], [torch.full_like(x, 135.0)] * 5)
+    assert_same(found["fast"], [torch.full_like(x, 7.0 + n) for n in range(6)])
+
+
+def test_c16_a_deep_copy_of_a_graph_has_parameters_of_its_own(device):
+    ones = torch.ones(3, device=device)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.graph = make_fx(lambda x: x * ones)(torch.zeros_like(ones))
+            self.run = record_graph(self.graph, [0])
+
+    original, x = Scaled(), torch.ones(3, device=device)
+    for _ in range(4):
+        assert_same(original.run(x), x)
+    copied = copy.deepcopy(original)
+    (scale,) = copied.graph.buffers()
+    scale.fill_(4)
+    for _ in range(4):
+        assert_same(copied.run(x), 4 * x)
+    assert_same(original.run(x), x)

@@ -1448,6 +1448,58 @@ def test_c08_one_of_many_parameters_is_given_to_other_processes(device):
             assert_same(f(x), sum(parameters, x))
 
 
+def tripled(p):
+    p.grad.mul_(3)
+
+
+@pytest.mark.parametrize("count", [1, 80])
+@pytest.mark.parametrize("way", ["cleared", "None", "after accumulation"])
+def test_c08_hooks_of_a_parameter_are_taken_by_hand(device, count, way):
+    def gradients(recorded):
+        weights = [nn.Parameter(torch.ones(2, device=device)) for _ in range(count)]
+        if way == "after accumulation":
+            weights[0].register_post_accumulate_grad_hook(tripled)
+        else:
+            weights[0].register_hook(lambda grad: grad * 3)
+
+        def step(x):
+            for w in weights:
+                w.grad = None
+            sum((w * x).sum() for w in weights).backward()
+            return weights[0].grad.clone()
+
+        found, called = [], pg.record(step) if recorded else step
+        for n in range(8):
+            if n == 5 and way == "cleared":
+                weights[0]._backward_hooks.clear()
+            elif n == 5 and way == "None":
+                weights[0]._backward_hooks = None
+            elif n == 5:
+                weights[0]._post_accumulate_grad_hooks.clear()
+            found.append(called(torch.full((2,), 1.0 + n, device=device)))
+        return found
+
+    assert_same(gradients(recorded=True), gradients(recorded=False))
+
+
+@may_run_live
+def test_c08_a_gradient_that_a_function_of_torch_looks_for(device):
+    """Nothing in the user's own code names one."""
+    afterwards = functools.partial(nn.utils.clip_grad_norm_, max_norm=1.0)
+
+    def norms(recorded):
+        weights = [nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
+        called = pg.record(lambda scale: afterwards(weights) * scale) if recorded else lambda scale: afterwards(weights) * scale
+        found = []
+        for n in range(9):
+            if n >= 4:
+                weights[0].grad = torch.full((2,), 1.0 * n, device=device)
+            found += [called(torch.ones((), device=device) * n).clone(), None if n < 4 else weights[0].grad.clone()]
+        return found
+
+    assert_same(norms(recorded=True), norms(recorded=False))
+
+
 def test_c08_a_hook_of_all_optimizers(device):
     both = steps(device, usual_step)
     for n in range(8):

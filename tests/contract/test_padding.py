@@ -675,3 +675,25 @@ def test_a_failure_of_our_own_is_no_answer(device, monkeypatch, caplog):
     with pytest.warns(pg.RunsLive, match="phonograph itself failed"):
         [check(f, twice, torch.ones(3, 2, device=device)) for _ in range(4)]
     caplog.clear()
+
+
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
+def test_c02_a_result_of_zeros_or_no_numbers_says_nothing(device, first):
+    """Whether rows depend on each other, or on how many there are, is told by other calls."""
+    for function in (lambda x: x * x.shape[0], lambda x: x - x.amax(0)):
+        f = pg.record(function, shapes=ROWS)
+        for n in range(8):
+            x = torch.full((3, 4), first, device=device) if n < 4 else torch.randn(3, 4, device=device)
+            assert_same(f(x), function(x))
+
+
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+def test_c02_truth_values_that_were_all_the_same(device):
+    def function(x, mask):
+        return torch.where(mask.all(), x * 2, x)
+
+    f = pg.record(function, shapes=ROWS | {"mask": {0: SIZES}})
+    for n in range(8):
+        x, mask = torch.randn(3, 4, device=device), torch.full((3, 4), n >= 4, device=device)
+        assert_same(f(x, mask), function(x, mask))

@@ -11,14 +11,16 @@ was made of, which may outlive a model; so the graph must not keep its recording
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import re
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,15 +49,31 @@ def named(gm: Any, kind: str = "") -> str:
     return f"graph {next(_numbers)}" + (f" ({said})" if said else "")
 
 
+class _Split(NamedTuple):
+    """Which of a graph's arguments are bound: their places; for each argument its place among those, and the others after them;
+    and functions that take both kinds. It is made anew and never changed, because several threads may call a graph."""
+
+    places: list[int]
+    order: list[int]
+    state: _Take
+    others: _Take
+
+    @classmethod
+    def of(cls, places: list[int], count: int) -> _Split:
+        others = [i for i in range(count) if i not in places]
+        rank = {i: n for n, i in enumerate([*places, *others])}
+        return cls(places, [rank[i] for i in range(count)], _taking(places), _taking(others))
+
+
 class Bound:
     """A graph with one set of parameters and buffers: a function of its other arguments."""
 
-    def __init__(self, graph: Graph, state: tuple[Any, ...], key: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, split: _Split, state: tuple[Any, ...], key: tuple[int, ...]) -> None:
         self.graph = weakref.ref(graph)
         self.key = key
         self._call = graph.call_inner
         self._reached = graph.reached()
-        self._order = graph.order
+        self.split = split
         self.state = state
         self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
         self.recorded.remarks = graph.remarks
@@ -64,9 +82,13 @@ class Bound:
         """What it can reach. It never changes."""
         return *self._reached, *self.state
 
+    def fits(self, args: tuple[Any, ...]) -> bool:
+        """Whether these arguments of the graph have its parameters."""
+        return len(args) == len(self.split.order) and all(map(is_, self.split.state(args), self.state))
+
     def __call__(self, *others: Any) -> Any:
         given = (*self.state, *others)
-        return self._call([given[i] for i in self._order])
+        return self._call([given[i] for i in self.split.order])
 
 
 class Graph(Observed):
@@ -81,12 +103,11 @@ class Graph(Observed):
         self.inner = inner
         self.remarks = tuple(remarks)
         self.options = options
-        self.order: list[int] = []  # for each argument its place among those that are bound, and the others after them
         self.bound: weakref.WeakValueDictionary[tuple[int, ...], Bound] = weakref.WeakValueDictionary()
         self._reached = reached
-        self._static = None if state is None else list(state)
-        self._state: list[int] = []  # those of them that are tensors
-        self._split: tuple[_Take, _Take] | None = None  # functions that take these, and the others
+        self._given = None if state is None else list(state)
+        self._static = self._given
+        self._split: _Split | None = None
         self._replaced: Counter[int] = Counter()  # how often these arguments were others, and the module the same
         self._last: Callable[[], Bound | None] = _none
         self._kept: list[Bound] = []  # those without parameters, or whose parameters are no module's
@@ -112,59 +133,59 @@ class Graph(Observed):
         return self._answer(args)
 
     def _answer(self, args: tuple[Any, ...]) -> Any:
-        split = self._split
-        if split is None or len(args) != len(self.order):
-            if looked_at_first():
+        bound = self._last()
+        if bound is None or not bound.fits(args):
+            if self._split is None and looked_at_first():
                 self._past += Counters(calls=1, live=1)
                 return self.call_inner([*args])
-            split = self._look(args)
-        state, others = split[0](args), split[1](args)
-        bound = self._last()
-        if bound is None or not all(map(is_, state, bound.state)):
-            bound = self._bind(state)
-            if bound is None:
-                return self._answer(args)
-        return bound.recorded(*others)
+            with _binding:
+                bound = self._found(args)
+        return bound.recorded(*bound.split.others(args))
 
-    def _look(self, args: tuple[Any, ...]) -> tuple[_Take, _Take]:
+    def _found(self, args: tuple[Any, ...]) -> Bound:
+        """The graph with its parameters among these arguments."""
+        while True:
+            split = self._split
+            if split is None or len(args) != len(split.order):
+                split = self._split = self._look(args)
+            bound = self._bind(split, split.state(args))
+            if bound is not None:
+                return bound
+
+    def _look(self, args: tuple[Any, ...]) -> _Split:
         if self._static is None:
             self._static = [i for i, x in enumerate(args) if _is_state(x)]
-        self._state = [i for i in self._static if i < len(args) and isinstance(args[i], torch.Tensor)]
-        others = [i for i in range(len(args)) if i not in self._state]
-        places = {i: n for n, i in enumerate([*self._state, *others])}
-        self.order = [places[i] for i in range(len(args))]
-        self._split, self._last = (_taking(self._state), _taking(others)), _none
-        return self._split
+        return _Split.of([i for i in self._static if i < len(args) and isinstance(args[i], torch.Tensor)], len(args))
 
-    def _bind(self, state: tuple[Any, ...]) -> Bound | None:
+    def _bind(self, split: _Split, state: tuple[Any, ...]) -> Bound | None:
         """The graph with these; None if it has turned out that some of them are better not bound."""
-        key = (*self.order, *map(id, state))
+        key = (*split.order, *map(id, state))
         bound = self.bound.get(key)
         if bound is None:
             owner = _owner(state[0]) if state else None
             mine = self._kept if owner is None else _kept.setdefault(owner, [])
-            if self._unbound(state, owner, [b for b in mine if b.graph() is self]):
+            if self._unbound(split, state, owner, [b for b in mine if b.graph() is self]):
                 return None
-            bound = self.bound[key] = Bound(self, state, key)
+            bound = self.bound[key] = Bound(self, split, state, key)
             mine.append(bound)
             self._prune(mine, owner)
         self._last = weakref.ref(bound)
         return bound
 
-    def _unbound(self, state: tuple[Any, ...], owner: torch.nn.Module | None, before: list[Bound]) -> bool:
+    def _unbound(self, split: _Split, state: tuple[Any, ...], owner: torch.nn.Module | None, before: list[Bound]) -> bool:
         """Whether some of these are replaced again and again: where the others stay, as a buffer that each call makes anew; or
         with all others, as tensors that are nobody's. They are arguments like others from now on."""
         for earlier in [b for b in before[-1:] if len(b.state) == len(state)]:
-            changed = [i for i, now, then in zip(self._state, state, earlier.state, strict=True) if now is not then]
+            changed = [i for i, now, then in zip(split.places, state, earlier.state, strict=True) if now is not then]
             if len(changed) == len(state):
-                changed = [i for i, now in zip(self._state, state, strict=True) if owner is None and not _is_state(now)]
+                changed = [i for i, now in zip(split.places, state, strict=True) if owner is None and not _is_state(now)]
             self._replaced.update(changed)
         often = {i for i, n in self._replaced.items() if n >= _REPLACED}
         if not often:
             return False
         self.reset()
         self._replaced.clear()
-        self._static, self._split = [i for i in self._state if i not in often], None
+        self._static, self._split = [i for i in split.places if i not in often], None
         return True
 
     def _prune(self, mine: list[Bound], owner: torch.nn.Module | None) -> None:
@@ -180,6 +201,11 @@ class Graph(Observed):
         self.bound.pop(bound.key, None)
         self._past += counted(bound.recorded)
         bound.recorded.reset()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """The copy of a graph knows nothing of the recordings of this one, which are of other parameters."""
+        inner, reached = copy.deepcopy((self.inner, self._reached), memo)
+        return type(self)(inner, self.options, reached, self._given, self.remarks)
 
     # -- for the observers
 
@@ -216,6 +242,7 @@ class BoxedGraph(Graph):
         return self._answer(given)
 
 
+_binding = threading.RLock()
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, list[Bound]] = weakref.WeakKeyDictionary()
 _owners: dict[int, weakref.ref[torch.nn.Module]] = {}  # by the ids of parameters and buffers; some may be gone
 

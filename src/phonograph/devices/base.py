@@ -34,6 +34,7 @@ class Captured(NamedTuple):
     `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
     identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
     that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
+    `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
     `sets_hooks`: on tensors or nodes of autograd's it may have set some.
     """
 
@@ -48,6 +49,7 @@ class Captured(NamedTuple):
     others: tuple[Any, ...] = ()
     ran_backward: bool = False
     sets_hooks: bool = False
+    names_gradients: bool = False
 
 
 class Device(Protocol):
