@@ -116,7 +116,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             snapshot.restore()  # equal values in new objects, of which nobody would hear: `self.seen = []`
             touched = captured.watch.touched
-            named = captured.names_gradients and tracing is None  # a part whose backward comes later has none to look at
+            # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
+            named = captured.names_gradients and in_place
             looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
             grads.settle(touched, captured.watch.written.keys(), looks, reads)
             leases: dict[int, Lease] = {}
