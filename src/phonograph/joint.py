@@ -295,12 +295,12 @@ def _version(t: torch.Tensor) -> int:
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
     try:
-        return [*map(_written, tensors)]
+        return [*map(_counted, tensors)]
     except RuntimeError:  # one of them is an inference tensor, which has none
         return [*map(_version, tensors)]
 
 
-_written: Callable[[torch.Tensor], int] = attrgetter("_version")
+_counted: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def _no_more_than_once(flight: _Flight) -> RuntimeError:

@@ -365,9 +365,7 @@ def _capture(
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
         backward = any(code.co_name == "_engine_run_backward" for code in ran)
-        sets_hook = inspect.unwrap(
-            torch.Tensor.register_hook
-        )  # `witness` stands before it, with the same code as before others
+        sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in ran)
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named)

@@ -30,7 +30,6 @@ from . import witness
 from .dials import Dials
 from .keys import NoSignature, plain_key
 from .places import Holder
-from .pool import place_of
 from .randomness import share_state
 from .reach import FEW, Reach
 from .torch_private import address, bump, tensor_check, use_count
@@ -123,17 +122,16 @@ def _may_have_gradient(t: torch.Tensor) -> bool:
 def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     """A function that says whether values are tensors just like these, each in the same place: in C++ where torch has guards.
     It holds none of them."""
-    kinds, places, check = [*map(type, tensors)], [*map(place_of, tensors)], tensor_check(tensors)
-    addresses = [place[0] for place in places]
+    check = tensor_check(tensors)
+    if check is None:
+        states = [*map(_state, tensors)]
+        return lambda found: all(map(_is_dense, found)) and [*map(_state, found)] == states
+    addresses = [*map(address, tensors)]
+    return lambda found: check(*found) and [*map(address, found)] == addresses
 
-    def are_such(found: list[Any]) -> bool:
-        if [*map(type, found)] != kinds:
-            return False
-        if check is None:
-            return all(t.layout is torch.strided for t in found) and [*map(place_of, found)] == places
-        return check(*found) and [*map(address, found)] == addresses
 
-    return are_such
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 class _Kept:
@@ -141,9 +139,7 @@ class _Kept:
 
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad = grad
-        self.ref = weakref.ref(grad)
         self.storage = grad.untyped_storage()._cdata
-        self.place = place_of(grad)
 
     def __call__(self) -> torch.Tensor:
         return self._grad
@@ -305,15 +301,13 @@ class Reliances:
         relied = [entry for entry in snapshot.tensors if id(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
         hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
-        self._pointed = hot
-        self._pointers = [*map(address, hot)]
-        self._same_metadata = tensor_check(hot)
+        self._pointed, self._alike = hot, like(hot)
         self._tensors = [(t, state) for _, t, state in relied]
-        looked_at = set(map(id, hot)) if self._same_metadata is not None else set()
+        looked_at = set(map(id, hot))
         others = [t for t in tensors if id(t) not in looked_at]
         self._rotates = bool(self._watched or others)
         self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
-        self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(_of_none, [])])
+        self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(like([]), [])])
         self._names = {id(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
@@ -335,9 +329,7 @@ class Reliances:
                 if not _unchanged(entry):
                     return _which(entry)
             self._last_hot = now
-        if self._pointed and [*map(address, self._pointed)] != self._pointers:
-            return self._moved(self._tensors)
-        if self._same_metadata is not None and not self._same_metadata(*self._pointed):
+        if not self._alike(self._pointed):
             return self._moved(self._tensors) or self._names[id(self._pointed[0])]
         if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
             return self._moved(self._tensors)
@@ -374,10 +366,6 @@ class Reliances:
 
 def _parts(things: list[Any], size: int) -> list[list[Any]]:
     return [things[i : i + size] for i in range(0, len(things), size)]
-
-
-def _of_none(_: list[Any]) -> bool:
-    return True
 
 
 def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:

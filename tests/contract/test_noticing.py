@@ -1627,3 +1627,30 @@ def test_c09_an_equal_list_in_a_new_object_is_no_change(device):
         both.change(lambda at: set_in_a_copy(at, "scales", 0))
         both(ramp(device, 4, start=n))
     assert_replays(both, ramp(device, 4))
+
+
+@may_run_live
+@pytest.mark.parametrize("count", [2, 80])
+def test_c08_tensors_are_compared_without_guards_too(device, count, monkeypatch):
+    """A release of torch without them has only Python to do it."""
+    monkeypatch.setattr("phonograph.reliance.tensor_check", lambda tensors: None)
+    torch.manual_seed(0)
+    weights = nn.ParameterList([nn.Parameter(torch.randn(3, 3, device=device)) for _ in range(count)])
+    f = pg.record(lambda x: sum(w @ x for w in weights), warmup=1)
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    step = pg.record(optimizer.step)
+    for w in weights:
+        w.grad = torch.randn(3, 3, device=device)
+    with torch.no_grad():
+        for n in range(12):
+            if n == 5:
+                weights[1].data = weights[1].data.t()
+            if n == 8:
+                weights[1].grad.t_()
+            before = [w.detach() - 0.1 * w.grad for w in weights]
+            x = torch.full((3, 3), 1.0 * n, device=device)
+            assert_same(f(x), sum(w @ x for w in weights))
+            step()
+            torch.testing.assert_close([*weights], before)
+    assert pg.stats(f).replayed > 6
+    assert pg.stats(step).replayed > 6

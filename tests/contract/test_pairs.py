@@ -2585,3 +2585,39 @@ def test_c06_a_parameter_that_is_used_outside_before(device):
     assert pg.stats(heads[0]).replayed == 5
     if device.type == "cuda":
         assert "record that code as well" in pg.explain(heads[0]), pg.explain(heads[0])
+
+
+@pytest.mark.parametrize("count", [1, 80])
+def test_c06_a_saved_weight_gets_other_memory_before_the_backward(device, count):
+    """Autograd saves the weight itself, and reads what it has then; and the old memory is nobody's."""
+    torch.manual_seed(0)
+    weights = [[nn.Parameter(torch.randn(4, 4, device=device)) for _ in range(count)] for _ in range(2)]
+    for ours, theirs in zip(*weights, strict=True):
+        theirs.data = ours.data.clone()
+
+    def chain(mine):
+        def run(x):
+            for w in mine:
+                x = x @ w / 4
+            return x
+
+        return run
+
+    calls = pg.record(chain(weights[0]), warmup=1), chain(weights[1])
+    for n in range(8):
+        found = []
+        for call, mine in zip(calls, weights, strict=True):
+            x = torch.full((2, 4), 1.0 + n, device=device, requires_grad=True)
+            y = call(x)
+            before = mine[0].data
+            if n >= 5:
+                mine[0].data = before * 2
+                before.fill_(float("nan"))
+            y.sum().backward()
+            if n >= 5:
+                mine[0].data = before.copy_(mine[0].data / 2)  # so that only the backward could tell
+            found.append((y.detach(), x.grad, [w.grad for w in mine]))
+            for w in mine:
+                w.grad = None
+        assert_same(*found)
+    assert pg.stats(calls[0]).recorded == 1

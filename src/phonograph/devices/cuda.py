@@ -26,7 +26,7 @@ import torch
 from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
-from ..pool import Pool, Spot, extent, place_of, unowned
+from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
 from ..recording import Program, Recording
@@ -95,7 +95,6 @@ class _Ghost:
     def __init__(self, t: torch.Tensor) -> None:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
-        self.place = place_of(t)
         self._spot = Spot.of(t)
 
     def __call__(self) -> torch.Tensor | None:
