@@ -77,7 +77,7 @@ EXPLANATIONS: dict[str, str] = {
 _MEMORY = {
     "inference": "one segment of the allocator's more, of 2 MiB",
     "training": "what the backward of the warm-up call used is cached on its stream, 32 MiB of it for cuBLAS; each of two "
-    "recordings has memory of its own, in segments of 2 MiB, as long as all need less than 256 MiB",
+    "recordings has segments of its own, as long as all need less than 256 MiB",
 }
 """Why small models need more than with reduce-overhead, where there is no other reason."""
 
