@@ -438,7 +438,7 @@ def test_c06_a_gradient_is_read_before_its_memory_is_used_again(cuda, monkeypatc
             for m in modules:
                 w = torch.randn(4, 160, device=cuda, requires_grad=True)
                 x = w * 2
-                x.register_hook(lambda _: torch.cuda._sleep(2_000_000))
+                x.grad_fn.register_prehook(lambda _: torch.cuda._sleep(2_000_000))
                 total = total + m(x).square().sum()
                 weights.append(w)
             total.backward()
