@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import gc
 import re
 import sys
 import weakref
@@ -21,7 +22,7 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "globals_set_in",
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with", "globals_set_in",
            "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
@@ -165,6 +166,11 @@ def _literal(following: list[dis.Instruction]) -> bool:
     default = names[at + 1 : at + 2] != [] and names[at + 1] in (*_LOADS, "LOAD_CONST")
     called = names[at + 1 + default : at + 2 + default]
     return bool(called) and called[0].startswith("CALL")
+
+
+def functions_with(code: CodeType) -> list[FunctionType]:
+    """All functions there are that run this code (but those that `gc.freeze` has put out of sight)."""
+    return [f for f in gc.get_referrers(code) if type(f) is FunctionType and f.__code__ is code]
 
 
 def functions_of(member: Any) -> list[Any]:

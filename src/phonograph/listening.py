@@ -42,6 +42,9 @@ from .where import users_line
 __all__ = ["Listener", "unheard", "watching_python"]
 
 
+LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
+
+
 class FollowsRandomStates(Protocol):
     """Is told of the states of torch's default generators that the call reads and sets."""
 
@@ -52,14 +55,14 @@ class FollowsRandomStates(Protocol):
 
 @contextmanager
 def watching_python(
-    outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool], follower: FollowsRandomStates
+    outer: set[int], more: Starts, caching: Set[CodeType], left_out: LeftOut, follower: FollowsRandomStates
 ) -> Iterator[Listener]:
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides, `caching` the code whose results a cache would keep; `unknown` code was left out when the function was looked at.
+    besides, `caching` the code whose results a cache would keep; `left_out` tells what code that runs was overlooked when the function was looked at.
     """
-    listener = Listener(outer, more, caching, unknown, follower)
+    listener = Listener(outer, more, caching, left_out, follower)
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with source(listener):
         yield listener
@@ -68,13 +71,13 @@ def watching_python(
 class Listener:
     """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
-    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `lacking`
-    the names of those that were unknown."""
+    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran,
+    `overlooked` what one of them was left out for."""
 
-    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], unknown: Callable[[CodeType], bool],
+    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], left_out: LeftOut,
                  follower: FollowsRandomStates) -> None:  # fmt: skip
-        self.lacking: set[str] = set()
-        self._unknown = unknown
+        self.overlooked: Overlooked | None = None
+        self._left_out = left_out
         self._follower = follower
         self.found: list[Refusal] = []
         self.ran: set[CodeType] = set()
@@ -104,12 +107,16 @@ class Listener:
         if self.concerned():
             self._follower.state_read(value, asked(frame))
 
-    def met(self, code: CodeType) -> None:
-        """A function starts for the first time. Raises `Overlooked` before it can do anything, if it is unknown."""
-        self.ran.add(code)
-        if self._unknown(code) and self.concerned():
-            self.lacking.add(code.co_name)
-            raise Overlooked(frozenset(self.lacking))
+    def met(self, frame: FrameType) -> None:
+        """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
+        self.ran.add(frame.f_code)
+        left_out = self._left_out(frame)
+        if left_out is not None and self.concerned():
+            if isinstance(left_out, Refusal):
+                self.found.append(left_out)
+            else:
+                self.overlooked = left_out
+            raise left_out
 
     def _judge(self, effect: Effect | None, frame: FrameType, *, final: bool = True) -> None:
         if effect is not None and self.concerned():
@@ -140,7 +147,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
 
     def started(code: CodeType, offset: int) -> Any:
         if code not in listener.ran:
-            listener.met(code)
+            listener.met(sys._getframe(1))
         if code in listener.caching or code in SETS:
             return listener.started(sys._getframe(1))
         if code in READS:
@@ -207,7 +214,7 @@ def _profiling(listener: Listener) -> Iterator[None]:
         elif event == "call":
             code = frame.f_code
             if code not in ran:
-                listener.met(code)
+                listener.met(frame)
             if code.co_name in starts or code in caching or code in SETS:
                 listener.started(frame)
         elif event == "return" and frame.f_code in READS and arg is not None:

@@ -2,7 +2,7 @@
 
 It is told from the code of the functions in reach, without running it. That can fall short: a library calls a method which
 nothing names, or a constructor runs that nobody seemed to call. So what really ran in a capture is compared with what was
-known (`unknown`, `overlooked`), and the function is looked at again with the names that were lacking.
+known (`unknown`, `lacks`, `overlooked`), and the function is looked at again with the names that were lacking.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_threa
                       "default_stream"})  # fmt: skip
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
+_NO_FUNCTIONS = frozenset({"<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
+_RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
 _ANYTHING = "__dict__"  # as a name that was lacking: some code reads attributes that it does not name
 
 
@@ -42,7 +44,7 @@ class Mentions:
         self.asks_identity = False  # whether code may ask which object it has
         self.catches = False  # whether code may go on after an exception
         self._added: list[CodeType] = []
-        self._known: set[CodeType] | None = None  # what was added, and the functions in it; found when first asked for
+        self._known: set[Any] | None = None  # what was added, and the functions in it; found when first asked for
 
     def add(self, code: CodeType, name: str) -> set[str]:
         """A function of the user's called `name` is in reach. Returns what it mentions."""
@@ -99,14 +101,18 @@ class Mentions:
     # -- afterwards
 
     def unknown(self, code: CodeType) -> bool:
-        """Whether a function of the user's was left out, because nothing names it."""
+        """Whether this is code of a function of the user's that was not added."""
         if code.co_filename == "<string>" or not is_users(code.co_filename):
             return False
-        if code.co_name in self.names or code.co_name in CONSTRUCTORS:
+        if code.co_name in CONSTRUCTORS or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
             return False
         if self._known is None:
-            self._known = {inner for added in self._added for inner in all_within(added)}
-        return code not in self._known and code.co_name.isidentifier()
+            self._known = {_which(inner) for added in self._added for inner in all_within(added)}
+        return _which(code) not in self._known
+
+    def lacks(self, name: str) -> bool:
+        """Whether a function was perhaps left out only because nothing names it."""
+        return name not in self.names and name.isidentifier()
 
     def overlooked(self, ran: Iterable[CodeType], unread: Set[str]) -> frozenset[str]:
         """Names that are lacking, going by the code that ran: of attributes among those that did not seem to be read
@@ -124,6 +130,11 @@ class Mentions:
                 if not self.reads_settings and _reads_settings(code):
                     found.add("param_groups")
         return frozenset(found)
+
+
+def _which(code: CodeType) -> Any:
+    """What code has in common with what torch.compile makes of it."""
+    return (code.co_filename, code.co_firstlineno, code.co_name, code.co_argcount, code.co_freevars)
 
 
 def _reads_settings(code: CodeType) -> bool:

@@ -11,7 +11,7 @@ import gc
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain, islice
 from operator import methodcaller
@@ -34,6 +34,7 @@ __all__ = [
     "ordered",
     "own_dict",
     "slots",
+    "some",
     "space",
     "unordered",
     "with_inner",
@@ -230,6 +231,24 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         return f"{path}.{some[i]}" if i < len(some) else path
 
     return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named))
+
+
+def some(path: str, thing: Any, names: Set[str]) -> Holder:
+    """Those attributes of an object that have one of these names, whether or not they are there."""
+    find: Callable[[], Any] = partial(object.__getattribute__, thing, "__dict__")
+
+    def read() -> Values:
+        d = find()
+        held = [n for n in d if n in names]
+        return (len(held), *held, *map(d.__getitem__, held))
+
+    def restore(values: Values) -> None:
+        d, before = find(), dict(_pairs(values, 0))
+        for n in [n for n in d if n in names and n not in before]:
+            del d[n]
+        d.update(before)
+
+    return Holder(path, read, restore, named=keyed)
 
 
 def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Holder:

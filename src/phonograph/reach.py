@@ -5,8 +5,8 @@ is, and from there attributes, containers, modules, optimizers, other functions 
 values becomes a `Holder`, which can be read again at C speed; tensors, optimizers, generators and the like are
 collected on the way.
 
-What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are),
-Python modules that are not the user's, and C objects. Of a class, a module or an object of the user's only those functions
+What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are, those of
+torch's, NumPy's and the standard library's by name), Python modules that are not the user's, and C objects. Of a class, a module or an object of the user's only those functions
 and values are entered that some code of the user's names (a trainer may count its steps on `self`); so the walk goes on until
 no new names turn up. (Names can fall short: see `mentions`.) A tensor that a recorded call reads and that was not found here
 has an unknown origin, and the recorder refuses it: it could be replaced without notice.
@@ -33,6 +33,7 @@ from mmap import mmap
 from types import (
     BuiltinFunctionType,
     CodeType,
+    FrameType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -45,10 +46,12 @@ from typing import Any, Generic, Protocol
 import torch
 
 from . import places, torch_private
+from .errors import Overlooked, Refusal
 from .introspection import (
     LOOKUPS,
     MISSING,
     functions_of,
+    functions_with,
     globals_set_in,
     has_attributes,
     is_users_class,
@@ -59,7 +62,7 @@ from .introspection import (
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_users
+from .where import is_users, users_line
 
 __all__ = ["FEW", "Reach"]
 
@@ -110,6 +113,7 @@ class Reach:
         self._slotted: dict[type, list[tuple[str, Any]]] = {}  # their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
         self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
         self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []
@@ -162,10 +166,18 @@ class Reach:
                 self._members(module, held)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            for path, thing, entered in self._opaque:
+                own = own_dict(thing) or {}
+                new = (own.keys() & self.mentions.reads) - entered
+                entered |= new
+                self._items(path, {n: own[n] for n in own if n in new})
             looks_for = self.mentions.looks_for_absent
             for path, tensor in self._attributed:
                 self._enter_own(path, tensor, looks_for)
         self.truncated = bool(self._work)
+        for path, thing, entered in self._opaque:
+            if entered or self.mentions.looks_for_absent:
+                self._hold(places.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
             names = None if self.mentions.looks_around else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
@@ -175,10 +187,28 @@ class Reach:
         """Whether something may be decided by whether a gradient is there."""
         return bool(self.optimizers) or self.mentions.minds_gradients
 
-    def overlooked(self, ran: Iterable[CodeType]) -> frozenset[str]:
-        """Names that this walk lacked, going by the code that ran in a capture."""
+    def overlooked(self, ran: Iterable[CodeType]) -> Overlooked | None:
+        """What this walk lacked, going by the code that ran in a capture."""
         unread = {n for _, thing, entered in self._selected for n in (own_dict(thing) or {}).keys() - entered}
-        return self.mentions.overlooked(ran, unread)
+        names = self.mentions.overlooked(ran, unread)
+        return Overlooked(names) if names else None
+
+    def left_out(self, frame: FrameType) -> Overlooked | Refusal | None:
+        """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
+        something that leads to it. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
+        code = frame.f_code
+        if not self.mentions.unknown(code):
+            return None
+        if self.mentions.lacks(code.co_name):
+            return Overlooked(frozenset({code.co_name}))
+        found = functions_with(code)
+        if not found and not code.co_freevars:
+            found = [FunctionType(code, frame.f_globals)]  # which reads the same
+        if not found:
+            return Refusal(f"runs {code.co_name}, a closure that cannot be found", "name it in the recorded function",
+                           users_line(frame))  # fmt: skip
+        found = [f for f in found if id(f) not in self._seen]
+        return Overlooked(frozenset(), found) if found else None
 
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)
@@ -296,6 +326,12 @@ class Reach:
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
+
+    def _theirs(self, path: str, thing: Any) -> None:
+        """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
+        does not count, so that only those of its attributes do which code of the user's names."""
+        if own_dict(thing) is not None:
+            self._opaque.append((path, thing, set()))
 
     def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
         self._hold(kept(path, lambda: (ref() is None,)))
@@ -666,4 +702,4 @@ def _way(kind: type) -> _Enter:
         return lambda reach, path, rng: reach.host_rngs.append(rng)
     if issubclass(kind, _BUFFERS):
         return Reach._buffer
-    return Reach._object if has_attributes(kind) else _nothing
+    return Reach._object if has_attributes(kind) else Reach._theirs if top != "phonograph" else _nothing

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -63,7 +63,7 @@ _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the mo
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
 
-_LOOKS = 4  # captures of one call, each after the one before heard code run that reads more
+_LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _UNREPEATED = 64  # signatures in a row that never come again
 
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
@@ -140,6 +140,7 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
+        self._met: list[weakref.ref[FunctionType]] = []  # functions that ran, to which nothing leads from here
         self._unrepeated = 0  # signatures that were met since the last replay
         self._replayed_then = 0
         self._last_key: Any = None
@@ -488,7 +489,8 @@ class Recorded(Observed, Generic[P, R]):
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
-        return Reach([(self.name, self._function), *objects, *parameters, *classes], self._heard)
+        met = [(f.__qualname__, f) for ref in self._met if (f := ref()) is not None]
+        return Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
 
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}
@@ -555,6 +557,8 @@ class Recorded(Observed, Generic[P, R]):
                 return recording
             except Overlooked as e:
                 self._heard |= e.names
+                self._met += map(weakref.ref, e.met)
+                e.__traceback__ = e.__context__ = None  # which would keep what the capture has made
                 reach = self._reach(call)
             except Attached:
                 if history.attached or borrow:

@@ -95,7 +95,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
     Raises:
         Attached: a result is attached, and there is no `tracing`.
         Refusal: it cannot be recorded; everything is as before.
-        Overlooked: it has to be looked at again, with these names.
+        Overlooked: it has to be looked at again, with these names, and at these functions.
     """
     tracing = terms.tracing
     _check(reach, call, tracing is not None)
@@ -330,7 +330,7 @@ def _capture(
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
-        with saving, cuts, watching_python(outer, heard, reach.caching, reach.mentions.unknown, watch) as listener:
+        with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             try:
                 result = function(*args, **kwargs)
             except BaseException as e:
@@ -341,9 +341,9 @@ def _capture(
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         if listener.found:
             raise listener.found[0]
-        overlooked = listener.lacking or reach.overlooked(listener.ran)
-        if overlooked:
-            raise Overlooked(frozenset(overlooked))
+        overlooked = listener.overlooked or reach.overlooked(listener.ran)
+        if overlooked is not None:
+            raise overlooked
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
         _arguments_are_as_before(call, (args, kwargs), leaves, seen, before)

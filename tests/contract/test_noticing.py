@@ -9,6 +9,7 @@ import enum
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 import sys
 import types
@@ -24,6 +25,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import phonograph as pg
+from phonograph import reach
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, changeable, counts, may_run_live, plain, ramp, side_by_side
 
@@ -413,6 +415,69 @@ def attribute_of_a_tensor(device):
     weight = ramp(device, 4)
     weight.scale = 2.0
     return lambda x: x * weight * weight.scale, lambda: setattr(weight, "scale", 3.0)
+
+
+# What is found only behind an object of torch's, of NumPy's or of the standard library's.
+numbers = itertools.count()
+
+
+def loader_of(dataset):
+    return torch.utils.data.DataLoader(dataset, sampler=[])
+
+
+@containers
+def attribute_behind_a_loader(device):
+    loader = loader_of(type("Rows", (), {"scale": 2.0})())
+    return lambda x: x * loader.dataset.scale, lambda: setattr(loader.dataset, "scale", 3.0)
+
+
+@containers
+def attribute_that_a_loader_gets_later(device):
+    loader = loader_of([])
+    return lambda x: x * getattr(loader, "scale", 2.0), lambda: setattr(loader, "scale", 3.0)
+
+
+@containers
+def variable_of_a_vectorized_function(device):
+    at = types.SimpleNamespace(scale=2.0)
+    scaled = pytest.importorskip("numpy").vectorize(lambda number: number * at.scale)
+    return lambda x: x * float(scaled(1.0)), lambda: setattr(at, "scale", 3.0)
+
+
+@containers
+def variable_of_a_static_method_outside_of_a_class(device):
+    at = types.SimpleNamespace(scale=2.0)
+    scaled = staticmethod(lambda x: x * at.scale)
+    return lambda x: scaled(x), lambda: setattr(at, "scale", 3.0)
+
+
+@containers
+def variable_of_a_comparison(device):
+    at = types.SimpleNamespace(sign=1)
+    key = functools.cmp_to_key(lambda a, b: (a - b) * at.sign)
+    return lambda x: x * min(2.0, 3.0, key=key), lambda: setattr(at, "sign", -1)
+
+
+@containers
+def variable_of_a_custom_operator(device):
+    at = types.SimpleNamespace(scale=2.0)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * at.scale
+
+    operator = torch.library.custom_op(f"phonograph_tests::scaled_{next(numbers)}", scaled, mutates_args=())
+    return lambda x: operator(x), lambda: setattr(at, "scale", 3.0)
+
+
+@containers
+def variable_of_a_kernel(device):
+    at = types.SimpleNamespace(scale=2.0)
+    library = torch.library.Library("phonograph_tests", "FRAGMENT")
+    name = f"kernel_{next(numbers)}"
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, lambda x: x * at.scale, device.type.upper())
+    operator = getattr(torch.ops.phonograph_tests, name)
+    return lambda x: (library, operator(x))[1], lambda: setattr(at, "scale", 3.0)
 
 
 @pytest.mark.parametrize("make", classes + containers)
@@ -1534,6 +1599,33 @@ def test_c09_a_counter_on_a_decorated_function(device, synchronizes):
     for n in range(1, 6):
         f(ramp(device, 4))
         assert counting.calls == n
+
+
+@may_run_live
+def test_c09_a_counter_on_an_object_of_torchs(device):
+    loader = loader_of([])
+    loader.calls = 0
+    f = pg.record(lambda x: (setattr(loader, "calls", loader.calls + 1), x * 2)[1], warmup=1)
+    for n in range(1, 6):
+        f(ramp(device, 4))
+        assert loader.calls == n
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", ["function", "closure"])
+def test_c09_a_function_that_the_garbage_collector_does_not_show(device, monkeypatch, kind):
+    """As after `gc.freeze`. What a function reads besides globals is then unknown."""
+    monkeypatch.setattr(reach, "functions_with", lambda code: [])
+    at = types.SimpleNamespace(scale=2.0)
+    scaled = staticmethod((lambda x: x * FACTOR) if kind == "function" else (lambda x: x * at.scale))
+    f = pg.record(lambda x: scaled(x), warmup=1)
+    for n in range(9):
+        if n == 4:
+            set_factor()
+            at.scale = 3.0
+        assert_same(f(ramp(device, 4)), ramp(device, 4) * (3.0 if n >= 4 else 2.0))
+    refused = "a closure that cannot be found" in pg.explain(f)
+    assert refused == (kind == "closure") and pg.stats(f).replayed == (0 if refused else 7)
 
 
 @may_run_live
