@@ -12,13 +12,16 @@ need costs speed only; so a queue, file or event that the call itself makes is n
 
 from __future__ import annotations
 
+import _asyncio
 import _csv
 import _queue
 import _socket
+import _thread
 import _warnings
 import builtins
 import contextvars
 import datetime
+import gc
 import io
 import os
 import random
@@ -81,6 +84,11 @@ _FUNCTIONS: dict[Any, Effect] = {
              "mkfifo mknod remove unlink rmdir rename replace link symlink chmod fchmod lchmod chown fchown lchown utime "
              "setxattr removexattr chdir fchdir chroot putenv unsetenv system fork forkpty posix_spawn posix_spawnp execv "
              "execve kill killpg _exit umask nice", lambda n: Effect(f"calls os.{n}")),
+    **_named(os, "times getloadavg", lambda n: Effect(f"reads the clock (os.{n})", _PASS, by=DIRECTLY)),
+    **_named(os, "getpid getppid", lambda n: Effect(f"asks which process runs it (os.{n})", _PASS, by=DIRECTLY)),
+    **_named(_thread, "get_ident get_native_id", lambda n: Effect(f"asks which thread runs it ({n})", _PASS, by=DIRECTLY)),
+    **_named(_asyncio, "current_task all_tasks", lambda n: Effect(f"asks which task runs it ({n})", _PASS, by=DIRECTLY)),
+    **_named(gc, "disable enable freeze unfreeze", lambda n: Effect(f"calls gc.{n}()", by=DIRECTLY)),
     **_named(os, "listdir scandir", lambda n: Effect(f"reads a directory (os.{n})", _PASS)),
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
@@ -94,6 +102,10 @@ def _is_date(owner: Any) -> bool:
 
 def _a(*kinds: type) -> Callable[[Any], bool]:
     return lambda owner: isinstance(owner, kinds)
+
+
+def _of_module(name: str) -> Callable[[Any], bool]:
+    return lambda owner: any(kind.__module__ == name for kind in type(owner).__mro__)
 
 
 def _not_here(owner: Any) -> bool:
@@ -125,6 +137,14 @@ for _name, _rule in (
               lambda n: Effect(f"uses a queue ({n})", by=DIRECTLY)),
     *_methods("connect connect_ex bind listen _accept send sendall sendto sendmsg recv recv_into recvfrom recvfrom_into "
               "recvmsg recvmsg_into shutdown", _a(_socket.socket), lambda n: Effect(f"uses a socket ({n})")),
+    *_methods("execute executemany executescript commit rollback fetchone fetchmany fetchall", _of_module("sqlite3"),
+              lambda n: Effect(f"uses a database ({n})")),
+    *_methods("acquire release locked", _a(type(threading.Lock()), type(threading.RLock())),
+              lambda n: Effect(f"works with other threads ({n})", by=DIRECTLY)),
+    *_methods("acquire release __enter__ __exit__", _of_module("_multiprocessing"),
+              lambda n: Effect(f"works with other processes ({n})")),
+    *_methods("done result exception cancelled cancel set_result set_exception", _of_module("_asyncio"),
+              lambda n: Effect(f"works with other tasks ({n})", by=DIRECTLY)),
     *_methods("set reset", _a(contextvars.ContextVar), lambda n: Effect(f"changes a context variable ({n})", by=DIRECTLY)),
 ):  # fmt: skip
     _BY_NAME.setdefault(_name, []).append(_rule)
@@ -227,6 +247,19 @@ for _name, _rule in (
                 Effect("uses a queue ({})")),
     *_functions(f"{_LIB}/threading.py", "set clear wait is_set notify notify_all acquire release start join",
                 Effect("works with other threads ({})")),
+    *_functions(f"{_LIB}/threading.py", "current_thread main_thread active_count", Effect("asks which thread runs it ({})",
+                _PASS, DIRECTLY)),
+    *_functions(f"{_TORCH}/utils/data/_utils/worker.py", "get_worker_info", Effect("asks which process runs it ({})", _PASS)),
+    *_functions(f"{_LIB}/asyncio/tasks.py", "current_task all_tasks", Effect("asks which task runs it ({})", _PASS, DIRECTLY)),
+    *_functions(f"{_LIB}/asyncio/queues.py", "put_nowait get_nowait qsize empty full", Effect("uses a queue ({})")),
+    *_functions(f"{_LIB}/asyncio/locks.py", "set clear is_set locked release", Effect("works with other tasks ({})")),
+    *_functions(f"{_LIB}/asyncio/base_events.py", "time call_soon call_later call_at create_task call_soon_threadsafe",
+                Effect("works with other tasks ({})", by=DIRECTLY)),
+    *_functions(f"{_LIB}/multiprocessing/synchronize.py", "set clear wait is_set notify notify_all acquire release",
+                Effect("works with other processes ({})")),
+    *_functions(f"{_LIB}/logging/__init__.py", "setLevel disable", Effect("changes what is logged ({})")),
+    *_functions(f"{_LIB}/concurrent/futures/_base.py", "done result exception cancelled running",
+                Effect("works with other threads ({})", by=DIRECTLY)),
     *_functions(f"{_LIB}/concurrent/futures/thread.py", "submit", Effect("works with other threads ({})")),
     *_functions(f"{_LIB}/concurrent/futures/process.py", "submit", Effect("works with other processes ({})")),
     *_functions(f"{_LIB}/multiprocessing/process.py", "start join", Effect("works with other processes ({})")),

@@ -22,8 +22,8 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with", "globals_set_in",
-           "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with",
+           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -98,18 +98,23 @@ def asks_identity(code: CodeType) -> bool:
 _NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
                                  "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
 
+_EXCEPT = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+
 
 @functools.cache
 def catches(code: CodeType) -> bool:
-    """Whether code has an ``except`` clause that could catch what an operator raises."""
+    """Whether code has an ``except`` clause that could catch what an operator raises, or a ``finally`` clause."""
     if any(catches(const) for const in code.co_consts if isinstance(const, CodeType)):
         return True
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    for before, i in pairwise(instructions):
-        if before.opname == "PUSH_EXC_INFO" and i.opname == "POP_TOP":
-            return True  # except:
-        tests = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
-        if i.opname in tests and not (before.opname in _LOADS and before.argval in _NEVER_AN_OPERATORS):
+    for n, (before, i) in enumerate(pairwise(instructions)):
+        if before.opname == "PUSH_EXC_INFO" and i.opname != "WITH_EXCEPT_START":
+            following = (x.opname for x in instructions[n + 1 :] if not x.opname.startswith(("LOAD_", "BUILD_TUPLE")))
+            if next(following) not in _EXCEPT:
+                return True  # `except:`, or what `finally:` runs
+        if before.opname == "SETUP_FINALLY" and not any(x.opname in _EXCEPT for x in instructions):
+            return True  # the same, before Python 3.11
+        if i.opname in _EXCEPT and not (before.opname in _LOADS and before.argval in _NEVER_AN_OPERATORS):
             return True
     return False
 

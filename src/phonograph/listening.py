@@ -60,7 +60,8 @@ def watching_python(
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides, `caching` the code whose results a cache would keep; `left_out` tells what code that runs was overlooked when the function was looked at.
+    besides, `caching` the code whose results a cache would keep; `left_out` tells what was overlooked, when the
+    function was looked at, of the code that starts.
     """
     listener = Listener(outer, more, caching, left_out, follower)
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling

@@ -23,6 +23,7 @@ _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defa
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream"})  # fmt: skip
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+_CATCHERS = frozenset({"suppress", "ExitStack"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
 _NO_FUNCTIONS = frozenset({"<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
@@ -42,9 +43,11 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.asks_identity = False  # whether code may ask which object it has
-        self.catches = False  # whether code may go on after an exception
+        self.catches = False  # whether code may run after an exception
         self._added: list[CodeType] = []
-        self._known: set[Any] | None = None  # what was added, and the functions in it; found when first asked for
+        self._known: set[tuple[object, ...]] | None = (
+            None  # what was added, and the functions in it; found when first asked for
+        )
 
     def add(self, code: CodeType, name: str) -> set[str]:
         """A function of the user's called `name` is in reach. Returns what it mentions."""
@@ -52,7 +55,7 @@ class Mentions:
         self.names |= named
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
-        self.catches = self.catches or "suppress" in named or catches(code)
+        self.catches = self.catches or name == "__exit__" or not named.isdisjoint(_CATCHERS) or catches(code)
         if name not in CONSTRUCTORS:
             self.add_reads(code)
         return named
@@ -132,7 +135,7 @@ class Mentions:
         return frozenset(found)
 
 
-def _which(code: CodeType) -> Any:
+def _which(code: CodeType) -> tuple[object, ...]:
     """What code has in common with what torch.compile makes of it."""
     return (code.co_filename, code.co_firstlineno, code.co_name, code.co_argcount, code.co_freevars)
 

@@ -5,11 +5,12 @@ is, and from there attributes, containers, modules, optimizers, other functions 
 values becomes a `Holder`, which can be read again at C speed; tensors, optimizers, generators and the like are
 collected on the way.
 
-What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are, those of
-torch's, NumPy's and the standard library's by name), Python modules that are not the user's, and C objects. Of a class, a module or an object of the user's only those functions
-and values are entered that some code of the user's names (a trainer may count its steps on `self`); so the walk goes on until
-no new names turn up. (Names can fall short: see `mentions`.) A tensor that a recorded call reads and that was not found here
-has an unknown origin, and the recorder refuses it: it could be replaced without notice.
+What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are), Python
+modules that are not the user's, and C objects. Of a class, a module or an object of the user's, and of an object of torch's,
+NumPy's or the standard library's, only those functions and values are entered that some code of the user's names (a trainer
+may count its steps on `self`); so the walk goes on until no new names turn up. (Names can fall short: see `mentions`.) A tensor
+that a recorded call reads and that was not found here has an unknown origin, and the recorder refuses it: it could be replaced
+without notice.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from types import (
 from typing import Any, Generic, Protocol
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import places, torch_private
 from .errors import Overlooked, Refusal
@@ -102,6 +104,7 @@ class Reach:
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
+        self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.compiles_a_step = False
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
@@ -195,7 +198,7 @@ class Reach:
 
     def left_out(self, frame: FrameType) -> Overlooked | Refusal | None:
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
-        something that leads to it. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
+        the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
         if not self.mentions.unknown(code):
             return None
@@ -239,7 +242,9 @@ class Reach:
         for k, v in list(dict.items(d)):
             if type(v) not in _LEAVES and id(v) not in seen:
                 work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{key_label(k)}]", v))
-            if type(k) is not str and not isinstance(k, torch.Tensor):
+            if type(k) is torch.Tensor:
+                self.mentions.asks_identity = True  # looking it up does
+            if type(k) is not str and not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
     def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
@@ -259,6 +264,7 @@ class Reach:
         place = places.unordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
+        self.mentions.asks_identity = self.mentions.asks_identity or torch.Tensor in map(type, place.read())
 
     def _tuple(self, path: str, values: Any) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
@@ -273,6 +279,7 @@ class Reach:
             self.arrays.append(path)
             return
         before = plain.copy()
+        self.array_places.append((plain.__array_interface__["data"][0], plain.nbytes))
         self._hold(
             Holder(path, lambda: (plain.shape, plain.dtype.str, plain.tobytes()), lambda _: plain.__setitem__(..., before))
         )
@@ -330,6 +337,9 @@ class Reach:
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
         does not count, so that only those of its attributes do which code of the user's names."""
+        if isinstance(thing, WeakIdKeyDictionary):
+            self.mentions.asks_identity = True
+            self._work.extend((path, key) for key in thing)
         if own_dict(thing) is not None:
             self._opaque.append((path, thing, set()))
 

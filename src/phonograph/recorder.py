@@ -110,6 +110,9 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             most = 0 if terms.borrow else math.inf if copies_out else small
             with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
                 captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms)
+            for t in captured.watch.written.values():
+                if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
+                    raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
             changes = snapshot.changes()
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
@@ -214,6 +217,10 @@ def _backward(
     )
 
 
+# What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
+_MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped_storage", "is_shared"})
+
+
 def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
@@ -230,6 +237,8 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
     if reach.mentions.asks_history and theirs:
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
+    if asked := sorted(_MEMORY & reach.mentions.reads):
+        raise Refusal(f"asks what a tensor's memory is like ({asked[0]})", "do that outside")
     if parametrizations_are_cached():
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
@@ -466,7 +475,8 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
 
 class _HostRandom:
     """The states of Python's and NumPy's random generators before a capture. Most draws from Python's are heard and refused
-    before they happen; here is what draws unheard."""
+    before they happen; here is what draws, or seeds, unheard. NumPy's are moved on first: code that seeds and then draws leaves
+    the state that it has left in the call before."""
 
     def __init__(self, reach: Reach) -> None:
         self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
@@ -474,20 +484,27 @@ class _HostRandom:
         legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
         self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
         self._bits = [(g.bit_generator, g.bit_generator.state) for g in reach.host_rngs if hasattr(g, "bit_generator")]
+        for r, _ in self._legacy:
+            r.bytes(1)
+        for b, _ in self._bits:
+            b.random_raw()
+        self._moved = self._numpys()
+
+    def _numpys(self) -> list[Any]:
+        return [r.get_state(legacy=False) for r, _ in self._legacy] + [b.state for b, _ in self._bits]
 
     def restore(self, changed: str | None = None) -> None:
         """Put back the states that have moved on; with `changed`, raise that as a refusal."""
         alone = threading.active_count() == 1  # if not, another thread has drawn from Python's
         python = [(r, state) for r, state in self._python if alone and r.getstate() != state]
-        legacy = [(r, state) for r, state in self._legacy if not _same_state(r.get_state(legacy=False), state)]
-        bits = [(b, state) for b, state in self._bits if not _same_state(b.state, state)]
+        used = bool(python) or not all(map(_same_state, self._numpys(), self._moved))
         for r, state in python:
             r.setstate(state)
-        for r, state in legacy:
+        for r, state in self._legacy:
             r.set_state(state)
-        for b, state in bits:
+        for b, state in self._bits:
             b.state = state
-        if changed and (python or legacy or bits):
+        if changed and used:
             raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", final=False)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
@@ -34,7 +34,7 @@ from .randomness import share_state
 from .reach import FEW, Reach
 from .torch_private import address, bump, tensor_check, use_count
 
-__all__ = ["Grads", "Reliances", "Snapshot", "same"]
+__all__ = ["Grads", "Reliances", "Snapshot", "changed", "same"]
 
 _HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
 
@@ -72,8 +72,7 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """The names of places and tensors that are something else now."""
-        places = [_name(h, old, now) for h, old in zip(self.holders, self.values, strict=True)
-                  if not _all_same(old, now := h.read())]  # fmt: skip
+        places = changed(zip(self.holders, self.values, strict=True))
         return places + [name for name, t, state in self.tensors if _state(t) != state]
 
     def restore(self) -> None:
@@ -98,6 +97,11 @@ class Snapshot:
                 t.requires_grad_(before[-2])
         if failed:
             raise failed[0]
+
+
+def changed(read: Iterable[tuple[Holder, tuple[Any, ...]]]) -> list[str]:
+    """The names of those places that hold something else than what was read of them."""
+    return [_name(h, old, now) for h, old in read if not _all_same(old, now := h.read())]
 
 
 def _name(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:

@@ -24,6 +24,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import phonograph as pg
 from phonograph.devices import device_for, lock
@@ -1399,6 +1400,75 @@ def test_c02_numpys_generators(device, draw):
 
 
 @may_run_live
+def test_c01_an_array_that_shows_a_tensor_which_the_call_writes():
+    stage = torch.zeros(2)
+    view = stage.numpy()
+
+    def f(x):
+        stage.copy_(x)
+        return x * float(view[0])
+
+    recorded = pg.record(f, warmup=1)
+    for n in (1, 1, 1, 1, 2, 2, 3, 3):
+        assert_same(recorded(torch.full((2,), float(n))), torch.full((2,), float(n * n)))
+
+
+@may_run_live
+@pytest.mark.parametrize("change", [lambda y: y.apply_(lambda v: max(v, 3.0) * 2), lambda y: y.map_(y + 1, lambda a, b: a * b)],
+                         ids=["apply_", "map_"])  # fmt: skip
+def test_c01_python_code_for_each_element(change):
+    both = plain(lambda x: change(x.clone()))
+    for n in range(5):
+        both(torch.full((2,), float(n)))
+
+
+@may_run_live
+@pytest.mark.parametrize("table", [lambda a: {a: 5.0}, lambda a: WeakTensorKeyDictionary({a: 5.0})], ids=["dict", "weak"])
+def test_c07_an_argument_is_looked_up(device, table):
+    a, b = torch.ones(2, device=device), torch.full((2,), 3.0, device=device)
+    scale = table(a)
+    recorded = pg.record(lambda x: x * scale.get(x, 1.0), warmup=1)
+    for n in range(8):
+        x = a if n % 3 == 2 else b
+        assert_same(recorded(x), x * (5.0 if n % 3 == 2 else 1.0))
+
+
+@may_run_live
+def test_c07_whether_an_argument_is_in_a_set(device):
+    a, b = torch.ones(2, device=device), torch.full((2,), 3.0, device=device)
+    known = {a}
+    recorded = pg.record(lambda x: x * (5.0 if x in known else 1.0), warmup=1)
+    for n in range(8):
+        x = a if n % 3 == 2 else b
+        assert_same(recorded(x), x * (5.0 if n % 3 == 2 else 1.0))
+
+
+@may_run_live
+def test_c08_how_often_a_weight_was_written(device):
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.seen = nn.Parameter(torch.ones(2, device=device)), -1
+
+        def forward(self, x):
+            if self.seen != self.weight._version:
+                self.folded, self.seen = (self.weight * 2).detach(), self.weight._version
+            return x * self.folded
+
+    found = []
+    for wrap in (lambda m: m, pg.record):
+        module = wrap(Folded())
+        results = []
+        for n in range(9):
+            if n in (4, 7):
+                with torch.no_grad():
+                    module.weight.add_(1)
+            results.append(module(ramp(device, 2)))
+        found.append(results)
+    assert_same(*found)
+
+
+@may_run_live
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, type("Own", (BaseException,), {})])
 def test_c13_what_was_done_before_an_exception_that_is_no_error(device, error):
     total = torch.zeros(1, device=device)
@@ -1430,6 +1500,91 @@ def test_c13_an_exception_that_the_function_handles(device):
     for sign in (1, 1, 1, -1, -1, 1):
         x = sign * torch.eye(2, device=device)
         assert_same(recorded(x), f(x))
+
+
+class Ignoring:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, *_):
+        return kind in (RuntimeError, IndexError, torch.linalg.LinAlgError)
+
+
+def counts_at_the_end(factor, st):
+    done = False
+    try:
+        y = torch.linalg.cholesky(factor)
+        done = True
+        return y
+    finally:
+        if not done:
+            st.failed += 1
+
+
+def goes_on_after_a_context(factor, st):
+    y = factor * 0
+    with Ignoring():
+        y = torch.linalg.cholesky(factor)
+    return y
+
+
+def is_busy_for_a_time(factor, st):
+    st.busy = True
+    y = torch.linalg.cholesky(factor)
+    st.busy = False
+    return y
+
+
+def calls_back(factor, st):
+    with contextlib.ExitStack() as stack:
+        stack.callback(st.calls.append, 1)
+        return torch.linalg.cholesky(factor)
+
+
+@may_run_live
+@pytest.mark.parametrize("function", [counts_at_the_end, goes_on_after_a_context, is_busy_for_a_time, calls_back])
+def test_c13_what_runs_after_an_operators_exception(device, function):
+    """A replay does not know that code: it raises, and that is all."""
+    found = []
+    for wrap in (lambda f: f, lambda f: pg.record(f, warmup=1)):
+        st = types.SimpleNamespace(failed=0, busy=False, calls=[])
+        f = wrap(lambda x, st=st: function(x, st))
+        results = []
+        for sign in (1, 1, 1, -1, 1, -1):
+            try:
+                results.append(f(sign * torch.eye(2, device=device)))
+            except RuntimeError as e:
+                results.append(type(e).__name__)
+            results.append((st.failed, st.busy, len(st.calls)))
+        found.append(results)
+    assert_same(*found)
+
+
+RAISING = {
+    "division": lambda x: torch.div(torch.ones_like(x), x, rounding_mode="floor"),
+    "masked_scatter": lambda x: torch.zeros(2, device=x.device).masked_scatter(x > 0, torch.ones(2, device=x.device)),
+    "bernoulli": lambda x: torch.bernoulli(x / 2.0),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("operator", RAISING.values(), ids=RAISING)
+def test_c13_an_exception_of_an_operator_that_rarely_raises(operator):
+    """(On CUDA such operators end the process's use of the device.)"""
+
+    def f(x):
+        try:
+            return operator(x) + 0.0
+        except RuntimeError:
+            return x * 0.0 - 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in (1, 1, 1, 0, 5, 1, 0):
+        x = torch.full((2,), n)
+        torch.manual_seed(n)
+        expected = f(x)
+        torch.manual_seed(n)
+        assert_same(recorded(x), expected)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 not repeat them: the function is right all the same, and has each effect exactly once a call, also in the call that was to
 be recorded."""
 
+import asyncio
 import contextlib
 import cProfile
 import csv
@@ -9,6 +10,7 @@ import datetime
 import io
 import itertools
 import logging
+import multiprocessing
 import os
 import pathlib
 import pprint
@@ -16,12 +18,14 @@ import queue
 import random
 import secrets
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,6 +59,22 @@ def writes_text(tmp):
     (tmp / "log").touch()
     log = tmp / "log"
     return lambda: log.write_text(log.read_text() + "x"), lambda: len(log.read_text())
+
+
+def writes_to_a_database(tmp):
+    base = sqlite3.connect(tmp / "log")
+    base.execute("create table log (n)")
+    return lambda: base.execute("insert into log values (1)"), lambda: base.execute("select count(*) from log").fetchone()[0]
+
+
+def puts_into_a_queue_of_tasks(tmp):
+    tasks = asyncio.Queue()
+    return lambda: tasks.put_nowait(1), tasks.qsize
+
+
+def takes_a_semaphore_of_processes(tmp):
+    places = multiprocessing.Semaphore(50)
+    return places.acquire, lambda: 50 - places.get_value()
 
 
 def writes_bytes(tmp):
@@ -230,6 +250,9 @@ EFFECTS = {
     "readline = file.readline": reads_lines_by_a_bound_method,
     "os.environ": changes_the_environment,
     "array[0] += 1": changes_an_array,
+    "sqlite3": writes_to_a_database,
+    "asyncio.Queue": puts_into_a_queue_of_tasks,
+    "multiprocessing.Semaphore": takes_a_semaphore_of_processes,
 }
 
 
@@ -325,6 +348,55 @@ def test_c09_entropy_is_new_in_each_call(device, draw):
         assert_same(value, ramp(device, 3, start=n) + 1)
         drawn.append(new)
     assert len(set(drawn)) == 6
+
+
+def numpys_seed(numpy, state):
+    numpy.random.seed(123)
+    return float(numpy.random.randn())
+
+
+def numpys_seed_alone(numpy, state):
+    numpy.random.seed(123)
+    return 0.0
+
+
+def numpys_state(numpy, state):
+    state.seed(3)
+    return float(state.rand())
+
+
+@may_run_live
+@pytest.mark.parametrize("draw", [numpys_seed, numpys_seed_alone, numpys_state])
+def test_c09_numpys_generators_are_seeded(device, draw):
+    """Also where that leaves them as the last call did."""
+    numpy = pytest.importorskip("numpy")
+    state = numpy.random.RandomState(0)
+    following = state.rand if draw is numpys_state else numpy.random.rand
+    recorded = pg.record(lambda x: x + draw(numpy, state), warmup=1)
+    for n in range(6):
+        if n > 2:
+            numpy.random.rand()
+            state.rand()
+        expected = draw(numpy, state)
+        left = following()
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) + expected)
+        assert following() == left
+
+
+@may_run_live
+def test_c09_which_thread_runs_the_call(device):
+    buffers = {}
+
+    def f(x):
+        total = buffers.setdefault(threading.get_ident(), torch.zeros(3, device=device))
+        total.add_(x)
+        return total.clone()
+
+    recorded = pg.record(f, warmup=1)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for n in range(1, 5):
+            for pool in (one, other):
+                assert_same(pool.submit(recorded, ramp(device, 3)).result(), n * ramp(device, 3))
 
 
 @may_run_live

@@ -30,6 +30,7 @@ from ..pool import Fill, Pool, extent, once
 from ..randomness import Rewind
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
+from ..reliance import changed
 from ..segments import Break, Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
@@ -101,6 +102,7 @@ class Tape(OperatorWatch):
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
         self._drew = False
+        self._before = [(h, h.read()) for h in reach.holders]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
@@ -116,9 +118,8 @@ class Tape(OperatorWatch):
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)
-        if self.catches and m.name.startswith(_RAISING):
-            raise Refusal(f"{m.name} may raise depending on data, and the function has an except clause",
-                          "let the exception out, and catch it around the call")  # fmt: skip
+        if m.name.startswith(_RAISING) or kwargs.get("rounding_mode") is not None:
+            self._nothing_to_clear_up(m.name)
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
@@ -138,6 +139,15 @@ class Tape(OperatorWatch):
         if works and not m.name.startswith("profiler::"):
             self._steps.append(_Step(func, *noted, operands, variant))
         return out
+
+    def _nothing_to_clear_up(self, name: str) -> None:
+        """A replay knows of no Python code that would run after an exception."""
+        if self.catches:
+            raise Refusal(f"{name} may raise depending on data, and the function has an except or finally clause, or a context "
+                          "manager of yours", "let the exception out, and catch it around the call")  # fmt: skip
+        for place in changed(self._before):
+            raise Refusal(f"{name} may raise depending on data, while {place} is changed for a time",
+                          "change it outside, around the call")  # fmt: skip
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         super().state_read(state, of)
@@ -246,7 +256,8 @@ _RAISING = tuple(f"aten::{name}" for name in (
     "embedding", "index", "gather", "scatter", "take", "put", "nll_loss", "linalg_", "_linalg_", "cholesky", "inverse",
     "triangular_solve", "lu_", "ormqr", "geqrf", "multinomial", "poisson", "binomial", "binary_cross_entropy",
     "_assert", "floor_divide", "remainder", "fmod", "multi_margin_loss", "multilabel_margin_loss", "one_hot",
-    "_ctc_loss", "segment_reduce", "bincount",
+    "_ctc_loss", "segment_reduce", "bincount", "masked_scatter", "_embedding_bag", "bernoulli", "normal", "max_unpool", "histc",
+    "repeat_interleave",
 ))  # fmt: skip
 _ASKS_FOR_GRAD_MODE = {aten.mkldnn_rnn_layer.default}  # whether to return what its backward needs
 _COPIES = {aten.clone.default, aten._to_copy.default}
@@ -389,7 +400,7 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
 
 # What reads a tensor's memory without an operator; on CUDA the same calls copy to the host. `tensor_split` does so if it is
 # given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexing with `[t, ...]`.
-_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split", "__reduce_ex__")
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
 _NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
 
 
