@@ -185,6 +185,35 @@ def test_c06_backward_twice_with_retain_graph(device):
     assert_recorded(both, 4)
 
 
+@may_run_live
+def test_c06_a_weight_of_two_recorded_modules(device):
+    """On CUDA autograd adds up the gradient where the first of them says, and there the other cannot be captured; but once."""
+
+    def make():
+        torch.manual_seed(0)
+        first, second = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        second.weight = first.weight
+        return first.to(device), second.to(device)
+
+    ours, theirs = make(), make()
+    for module in ours:
+        pg.record(module, warmup=1)
+    for n in range(10):
+        found = []
+        for first, second in (ours, theirs):
+            torch.manual_seed(n)
+            first.zero_grad()
+            loss = second(first(torch.randperm(10, device=device)[:4]).tanh()).square().sum()
+            loss.backward()
+            with torch.no_grad():
+                first.weight.sub_(first.weight.grad, alpha=0.01)
+            found.append((loss.detach(), first.weight.grad))
+        assert_same(*found)
+    for module in ours:
+        assert pg.stats(module).replayed >= 5, pg.explain(module)
+        assert all(b.stats().replayed >= 4 for b in pg.api._recorded(module)._backwards)
+
+
 def test_c06_backward_a_second_time_raises_what_eager_raises(device):
     both = Both(perceptron(device))
     for n in range(5):

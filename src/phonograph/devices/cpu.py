@@ -102,7 +102,7 @@ class Tape(OperatorWatch):
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
         self._drew = False
-        self._before = [(h, h.read()) for h in reach.holders]
+        self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
@@ -118,7 +118,7 @@ class Tape(OperatorWatch):
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)
-        if m.name.startswith(_RAISING) or kwargs.get("rounding_mode") is not None:
+        if (m.name.startswith(_RAISING) and m.name != "aten::linalg_vector_norm") or kwargs.get("rounding_mode") is not None:
             self._nothing_to_clear_up(m.name)
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
