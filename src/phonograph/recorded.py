@@ -414,12 +414,12 @@ class Recorded(Observed, Generic[P, R]):
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
             self._history(key, history)
-        self._notice_create_graph(result)
+        self._follow(result, device)
         return result
 
-    def _notice_create_graph(self, result: Any) -> None:
-        """A backward that is itself to be differentiated has to run live. It cannot be foreseen, but is noticed when it runs
-        through the results of a live call."""
+    def _follow(self, result: Any, device: Any) -> None:
+        """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to
+        run live; it cannot be foreseen."""
         leaves: list[Any] = []
         flatten(result, leaves)
         recorded = weakref.ref(self)
@@ -427,6 +427,7 @@ class Recorded(Observed, Generic[P, R]):
         def notice(_: Any) -> None:
             if torch.is_grad_enabled() and (me := recorded()) is not None:
                 me._stop(TWICE)
+            torch_private.when_backward_ends(device.ran_backward)
 
         for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(notice)

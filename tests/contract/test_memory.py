@@ -1404,3 +1404,17 @@ def test_c17_gradients_do_not_wait_for_the_garbage_collector(device, kind):
     finally:
         gc.enable()
     assert pg.stats(net).recorded == 1, pg.explain(net)
+
+
+def test_c15_what_a_warm_up_leaves_behind_is_given_back(cuda):
+    """Its backward works outside of the pool, on our stream: what is cached for that, nobody else can use."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(cuda)
+    stream = device_for(cuda)._stream.cuda_stream
+    pg.record(net, warmup=1)
+    for _ in range(5):
+        net.zero_grad()
+        net(torch.randn(64, 512, device=cuda)).square().sum().backward()
+    outside = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
+    assert [s["total_size"] for s in outside if s["stream"] == stream and not s["allocated_size"]] == []
+    assert pg.stats(net).replayed >= 3

@@ -414,7 +414,7 @@ def attribute_of_a_tensor(device):
 
 
 # What is found only behind an object of torch's, of NumPy's or of the standard library's.
-numbers = itertools.count()
+numbers, libraries = itertools.count(), []
 
 
 def loader_of(dataset):
@@ -468,12 +468,12 @@ def variable_of_a_custom_operator(device):
 @containers
 def variable_of_a_kernel(device):
     at = types.SimpleNamespace(scale=2.0)
-    library = torch.library.Library("phonograph_tests", "FRAGMENT")
-    name = f"kernel_{next(numbers)}"
+    name, library = f"kernel_{next(numbers)}", torch.library.Library("phonograph_tests", "FRAGMENT")
+    libraries.append(library)  # for ever: torch stumbles over operators that are gone
     library.define(f"{name}(Tensor x) -> Tensor")
     library.impl(name, lambda x: x * at.scale, device.type.upper())
     operator = getattr(torch.ops.phonograph_tests, name)
-    return lambda x: (library, operator(x))[1], lambda: setattr(at, "scale", 3.0)
+    return lambda x: operator(x), lambda: setattr(at, "scale", 3.0)
 
 
 @pytest.mark.parametrize("make", classes + containers)

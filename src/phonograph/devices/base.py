@@ -66,6 +66,9 @@ class Device(Protocol):
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
         places for these `arguments`."""
 
+    def ran_backward(self) -> None:
+        """The backward of such a call has run: release what it needed besides."""
+
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it; returns its result."""
 

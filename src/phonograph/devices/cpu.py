@@ -507,6 +507,9 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
+    def ran_backward(self) -> None:
+        """Nothing: what a live call lies in is not the arena's."""
+
     def joining(self, many: bool) -> Any:
         return nullcontext()
 

@@ -151,6 +151,19 @@ class CudaDevice:
             segments = torch_private.segments(self._anchor.handle)
             self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
 
+    def ran_backward(self) -> None:
+        if torch.cuda.is_current_stream_capturing():  # it is part of another call
+            return
+        torch_private.clear_cublas_workspaces()
+        self._release_cached()
+
+    def _release_cached(self) -> None:
+        """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in,
+        32 MiB of it cuBLAS (H100, H200), and the gradients that they gave. Nobody else would use it. (torch can only give back
+        what is cached for other streams as well.)"""
+        if cuda_memory.is_cached(self.index, self._stream.cuda_stream):
+            torch.cuda.empty_cache()
+
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.device(self.index):
@@ -210,6 +223,7 @@ class CudaDevice:
             ):
                 self._generators.append(g)
         states = Known([torch.cuda.default_generators[self.index], *self._generators])
+        self._release_cached()
         with self._on_stream(), self._undisturbed(protected):
             handle = self._anchor.handle
             before = cuda_memory.blocks(handle)

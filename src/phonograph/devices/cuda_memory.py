@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["SMALL", "Hold", "blocks", "hold", "hold_all", "is_part", "pool_bytes", "taken"]
+__all__ = ["SMALL", "Hold", "blocks", "hold", "hold_all", "is_cached", "is_part", "pool_bytes", "taken"]
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
@@ -56,6 +58,14 @@ def blocks(pool: Handle) -> list[Block]:
 def taken(pool: Handle) -> dict[int, int]:
     """The blocks that are not free: bytes by address."""
     return {b.address: b.nbytes for b in blocks(pool) if not b.free}
+
+
+def is_cached(device: int, stream: int) -> bool:
+    """Whether memory is cached for this stream, outside of all graphs' pools."""
+    return any(
+        s["stream"] == stream and s["device"] == device and not s["allocated_size"] and tuple(s["segment_pool_id"]) == (0, 0)
+        for s in torch.cuda.memory_snapshot()
+    )
 
 
 class Hold:
