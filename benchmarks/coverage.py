@@ -23,7 +23,8 @@ Each call gets another batch than the last, of four. A case has two passes:
     `allocated` while it is recorded, and in `reserved` always.
 
     Right: bit for bit as `torch.compile(model)`, or as the code that was recorded is when it runs unrecorded (Inductor is not
-    asked to let a backward write into what its forward saved), or no further from it than it is from itself in another run.
+    asked to let a backward write into what its forward saved), or no further from it than it is from itself in one of
+    four other runs.
 
 2.  Without deterministic algorithms, and with nothing left of the first pass: time. All methods are there at once, phonograph
     made last, and take turns. A ratio is the median over the turns of one method's time over the other's in the same turn.
@@ -184,10 +185,11 @@ def _files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def rows_of(files: list[Path]) -> dict[str, dict[str, Any]]:
-    """The last row of each case."""
+    """The last row of each case, but none of a run that was cut off before it could tell whether the case is right."""
     rows: dict[str, dict[str, Any]] = {}
     for row in itertools.chain(*(_read(file) for file in files if file.exists())):
-        if rows.get(row["case"], {}).get("date", "") <= row["date"]:
+        known = rows.get(row["case"], {})
+        if known.get("date", "") <= row["date"] and ("right" in row or "right" not in known):
             rows[row["case"]] = row
     return {name: rows[name] for name in CASES if name in rows}
 

@@ -37,6 +37,7 @@ from phonograph.torch_private import compiled_by
 EAGER, COMPILE, REDUCE, OURS = "eager", "torch.compile", "reduce-overhead", "phonograph"
 METHODS = (EAGER, COMPILE, REDUCE, OURS)
 WARM, STEADY, KEPT = 7, 8, 6
+_RUNS = 4  # of code that differs from itself from run to run
 TURNS, TURN_SECONDS = 7, 0.08  # a case's time, measuring: 7 turns x 4 methods x 0.08 s
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # how far from eager, over its largest value, is not worth a remark
 
@@ -305,9 +306,12 @@ def _rightness(ours: list[Tensor], theirs: list[Tensor], again: Callable[[str], 
     row: dict[str, Any] = {"right": bitwise, "bitwise": bitwise, "difference": most, "relative difference": relative}
     if bitwise:
         return row
-    row["torch.compile's own difference"] = difference(again(COMPILE), theirs)[1]
-    row["bitwise as the same code unrecorded"] = difference(ours, again("unrecorded"))[0]
-    row["right"] = row["bitwise as the same code unrecorded"] or most <= row["torch.compile's own difference"]
+    row["bitwise as the same code unrecorded"] = row["right"] = difference(ours, again("unrecorded"))[0]
+    own = 0.0
+    for _ in range(_RUNS):
+        if not row["right"]:
+            own = row["torch.compile's own difference"] = max(own, difference(again(COMPILE), theirs)[1])
+            row["right"] = most <= own
     return row
 
 
