@@ -309,7 +309,7 @@ class CudaDevice:
                 anchor.workspace = self._taken_by_cublas()
                 if lone and anchor.workspace is not None and cuda_memory.is_part(anchor.handle, *anchor.workspace):
                     with torch_private.route_to_pool(self.index, anchor.handle):
-                        others = cuda_memory.hold_all(anchor.handle, self._stream.cuda_stream)
+                        others, _ = cuda_memory.hold_all(anchor.handle, self._stream.cuda_stream)
                     try:
                         anchor.workspace = self._taken_by_cublas()
                     finally:

@@ -86,9 +86,6 @@ class Hold:
         del self._held[address]
         torch_private.raw_free(address)
 
-    def spans(self) -> Spans:
-        return Spans(self._held.items())
-
     def keep_only(self, wanted: Spans) -> None:
         for address, nbytes in list(self._held.items()):
             if not wanted.meets(address, nbytes):
@@ -108,45 +105,41 @@ def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | 
     wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
     if workspace is not None:
         wanted = wanted.without(*workspace)
-    held = hold_all(pool, stream)
+    held, there = hold_all(pool, stream)
     places = sorted([*wanted, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
-    for b in [b for b in blocks(pool) if b.address in held and everything.meets(b.address, b.nbytes)]:
+    for b in [b for b in there if b.address in held and everything.meets(b.address, b.nbytes)]:
         _carve(held, b, places, stream)
     if workspace is not None and workspace[0] in held:
         held.drop(workspace[0])
         torch_private.take_cublas_workspace()
     held.keep_only(wanted)
-    taken = held.spans() | Spans((b.address, b.nbytes) for b in blocks(pool) if not b.free)
-    if all(taken.covers(a, n) for a, n in _inside(everything, pool)):
+    there = blocks(pool)
+    taken, mine = Spans((b.address, b.nbytes) for b in there if not b.free), Spans((b.address, b.nbytes) for b in there)
+    if all(taken.covers(a, n) for a, n in everything if mine.meets(a, n)):  # a retired pool's bytes are not in danger
         return held
     held.release()
     return None
 
 
-def hold_all(pool: Handle, stream: int) -> Hold:
-    """Hold all that is free in the pool. The current stream must be routed to it."""
-    held = Hold()
+def hold_all(pool: Handle, stream: int) -> tuple[Hold, list[Block]]:
+    """Hold all that is free in the pool, and look at all of it then. The current stream must be routed to it."""
+    held, there = Hold(), blocks(pool)
     for _ in range(4):
-        free = sorted((b for b in blocks(pool) if b.free), key=lambda b: b.nbytes)
+        free = sorted((b for b in there if b.free), key=lambda b: b.nbytes)
         if not free:
             break
         for b in free:
             for piece in _pieces(b.nbytes, b.small):
                 held.take(piece, stream)
-    return held
+        there = blocks(pool)
+    return held, there
 
 
 def is_part(pool: Handle, address: int, nbytes: int) -> bool:
     """Whether these bytes lie in a segment of more than twice as many."""
     around = [s["total_size"] for s in segments(pool) if s["address"] <= address < s["address"] + s["total_size"]]
     return any(total > 2 * nbytes for total in around)
-
-
-def _inside(wanted: Spans, pool: Handle) -> list[tuple[int, int]]:
-    """The wanted bytes that are this pool's (a retired pool's are not in danger)."""
-    all_of_it = Spans((int(s["address"]), int(s["total_size"])) for s in segments(pool))
-    return [(a, n) for a, n in wanted if all_of_it.meets(a, n)]
 
 
 def _pieces(nbytes: int, small: bool) -> list[int]:
