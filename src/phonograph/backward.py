@@ -98,8 +98,12 @@ class Backward:
     ends: list[GradientEdge]
     sources: list[Start]
     """Arguments that get a gradient."""
+    partial: frozenset[int]
+    """The numbers of those on which not all results depend."""
     parameters: list[torch.Tensor]
     """Leaf tensors outside that get one."""
+    stands: list[Start]
+    """Where the first of these enter the graph; the others do so as leaves."""
     reentrant: list[torch.Tensor]
     """Leaf tensors that may get some from parts that are recomputed by a backward of their own."""
     nested: bool
@@ -138,7 +142,8 @@ class Backward:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.places, *self.held))
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
-        self._starts = [*(s.edge for s in self.sources), *map(get_gradient_edge, self.parameters)]
+        leaves = self.parameters[len(self.stands) :]
+        self._starts = [*(s.edge for s in (*self.sources, *self.stands)), *map(get_gradient_edge, leaves)]
 
     @property
     def repeatable(self) -> bool:
@@ -209,14 +214,14 @@ class Backward:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
         leaves = self.reentrant  # of which some may not require gradients any more
         index = {id(t): i for i, t in enumerate(leaves)}
-        for s in self.sources:
+        for s in (*self.sources, *self.stands):
             s.arrived.clear()
         with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
             torch.autograd.backward(ends, grads, retain_graph=True)
         inner = {i for i, _, nested in collected if nested}
         outer = {i: grad for i, grad, _ in collected if i not in inner}
-        own = [outer.get(index[id(p)]) for p in self.parameters]
-        arrived = [s.arrived.pop() if s.arrived else None for s in self.sources]
+        own = [outer.get(index[id(p)]) for p in self.parameters[len(self.stands) :]]
+        arrived = [s.arrived.pop() if s.arrived else None for s in (*self.sources, *self.stands)]
         return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
 
 

@@ -333,6 +333,7 @@ def _capture(
                 leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
+        stands: list[Any] = []  # for parameters that are arguments of a graph
         args, kwargs = unflatten(call.shape, iter(leaves), call.like)
         given.update(id(c) for c in containers((args, kwargs)))
         before, modes_before = [_metadata(s) for s in seen], modes()
@@ -340,8 +341,12 @@ def _capture(
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
+            called: Any = function
+            if tracing is not None and hasattr(called, "with_state"):
+                stands = [*map(tracing.parameter, called.state)]
+                called = called.with_state(stands)
             try:
-                result = function(*args, **kwargs)
+                result = called(*args, **kwargs)
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
@@ -360,7 +365,9 @@ def _capture(
             found: list[Any] = []
             flatten(result, found)
             tracing.ended(found, listener.ran, watch.outside, reach.mentions.names)
-        return _with(result, seen, slots)
+        return (
+            _with(result, [*seen, *stands], [*slots, *getattr(function, "state", ())]) if stands else _with(result, seen, slots)
+        )
 
     def leaving(result: Any) -> list[torch.Tensor]:
         leaves: list[Any] = []

@@ -6,7 +6,8 @@ now, which are fixed places that each replay of the forward fills anew. It can r
 recorded like any other function.
 
 Arguments that require a gradient enter the graph through `_Source`, a node that holds nothing, and not as leaves: a leaf
-would keep its memory, and have hooks.
+would keep its memory, and have hooks. So do parameters of a graph that gets them as arguments: where autograd adds up their
+gradients would otherwise be decided by whoever used them first in that step, and need not be a stream that can be captured.
 
 What code keeps by itself (an attribute of `ctx`, a variable of a part that is recomputed) is looked for where the function ends
 (`keeping`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture for
@@ -24,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from .backward import Backward, Places, Recompute, Start
@@ -65,10 +66,11 @@ _REENTRANT: Any = CheckpointFunction._backward_cls
 
 
 class _Found(NamedTuple):
-    """What there is between results and the leaf tensors that gradients flow to: Python code, attention, dropout in it,
-    parts that are recomputed by a backward of their own."""
+    """What there is between results and where gradients flow to, leaf tensors and `_Source`s: Python code, attention, dropout
+    in it, parts that are recomputed by a backward of their own."""
 
     leaves: list[torch.Tensor]
+    sources: set[Any]
     python: list[Any]
     attention: bool
     dropout: bool
@@ -104,6 +106,7 @@ class Tracing:
         self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
         self._sources: list[Start] = []
         self._given: list[torch.Tensor] = []
+        self._stands: list[tuple[torch.Tensor, GradientEdge, list[torch.Tensor | None]]] = []
         self._known: dict[Any, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
@@ -123,6 +126,16 @@ class Tracing:
         arrived: list[torch.Tensor | None] = []
         t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
         self._sources.append(Start(number, get_gradient_edge(t), arrived))
+        self._given.append(t)
+        return t
+
+    def parameter(self, p: torch.Tensor) -> torch.Tensor:
+        """A parameter as a graph sees it that gets it as an argument."""
+        if not (p.requires_grad and p.is_leaf and p.device == self._device):
+            return p
+        arrived: list[torch.Tensor | None] = []
+        t: torch.Tensor = _Source.apply(self._root, p, arrived)  # type: ignore[no-untyped-call]
+        self._stands.append((p, get_gradient_edge(t), arrived))
         self._given.append(t)
         return t
 
@@ -207,6 +220,7 @@ class Tracing:
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
+        self._stands = []
         self._contents = Contents([])
 
     def lost(self) -> bool:
@@ -238,7 +252,13 @@ class Tracing:
         """
         ends = [get_gradient_edge(results[i]) for i in attached]
         found = _walk(ends)
-        parameters = found.leaves
+        stands = [
+            (p, Start(i, edge, arrived)) for i, (p, edge, arrived) in enumerate(self._stands) if edge.node in found.sources
+        ]
+        parameters = [*(p for p, _ in stands), *found.leaves]
+        if any(_waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
+            raise Refusal("has parameters with a hook that waits for all their gradients (register_multi_grad_hook), which "
+                          "come in another order from a recording", "use register_post_accumulate_grad_hook")  # fmt: skip
         seeded = found.dropout or (found.attention and self.recomputes)
         reentrant = [t for tensors in outside.values() for t in tensors if t.is_leaf and t.requires_grad] * found.reentrant
         if any(getattr(t, "_post_accumulate_grad_hooks", None) for t in reentrant):
@@ -265,11 +285,15 @@ class Tracing:
         code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
         code += map(lend_module, self._module_hooks)
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
+        sources = [s for s in self._sources if s.edge.node in found.sources]
+        reached = [_walk([end]).sources for end in ends] if len(ends) > 1 and sources else []
         traced = Backward(
             function=function if found.python or has_hooks or self.recomputes else None,
             ends=ends,
-            sources=self._sources,
+            sources=sources,
+            partial=frozenset(s.number for s in sources if any(s.edge.node not in some for some in reached)),
             parameters=parameters,
+            stands=[start for _, start in stands],
             reentrant=reentrant,
             nested=found.reentrant,
             contents=self._contents,
@@ -309,9 +333,14 @@ def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
     return min(around or candidates, key=lambda c: c.numel())
 
 
+def _waits_for_all(hook: Any) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(register_multi_grad_hook.__name__)
+
+
 def _walk(ends: Sequence[GradientEdge]) -> _Found:
     found: list[torch.Tensor] = []
     python: list[Any] = []
+    sources: set[Any] = set()
     attention = dropout = reentrant = False
     work = list(dict.fromkeys(end.node for end in ends))
     seen = set(work)
@@ -326,6 +355,7 @@ def _walk(ends: Sequence[GradientEdge]) -> _Found:
         if leaf is not None:
             found.append(leaf)
         if isinstance(node, _SOURCE):
+            sources.add(node)
             continue
         if isinstance(node, NODE):
             python.append(node)
@@ -334,4 +364,4 @@ def _walk(ends: Sequence[GradientEdge]) -> _Found:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return _Found(found, python, attention, dropout, reentrant)
+    return _Found(found, sources, python, attention, dropout, reentrant)

@@ -87,8 +87,14 @@ class Bound:
         return len(args) == len(self.split.order) and all(map(is_, self.split.state(args), self.state))
 
     def __call__(self, *others: Any) -> Any:
-        given = (*self.state, *others)
-        return self._call([given[i] for i in self.split.order])
+        return self._given((*self.state, *others))
+
+    def with_state(self, state: Sequence[Any]) -> Callable[..., Any]:
+        """The same function, of other parameters and buffers."""
+        return lambda *others: self._given((*state, *others))
+
+    def _given(self, args: tuple[Any, ...]) -> Any:
+        return self._call([args[i] for i in self.split.order])
 
 
 class Graph(Observed):
