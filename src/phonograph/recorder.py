@@ -44,7 +44,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
-from .torch_private import in_inference, parametrizations_are_cached
+from .torch_private import in_inference, parametrizations_are_cached, share_version
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
@@ -121,8 +121,10 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
             grads.settle(touched, captured.watch.written.keys(), looks, reads)
             leases: dict[int, Lease] = {}
-            plan = outputs.plan(captured, call, reach, grads, leases, device, traced=tracing is not None)
-            backward = _backward(function, captured, call, reach, grads, leases, device, plan, tracing)
+            leaves: list[Any] = []
+            shape = flatten(captured.result, leaves)
+            plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+            backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
             copied = tuple(leases.pop(key) for key in captured.copied)
             captured.program.copies(outputs.moulds(plan, copied))
             entangled = _entangling(captured.watch, reach)
@@ -138,14 +140,13 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
         return record(name, function, call, reach, device, replace(terms, follow=fewer))
-    leaves: list[Any] = []
     return Recording(
         name=name,
         key=call.key,
         device=device.torch_device,
         program=captured.program,
         slots=slots,
-        shape=flatten(captured.result, leaves),
+        shape=shape,
         outputs=plan,
         leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
@@ -174,17 +175,15 @@ def settled(tracing: Tracing | None) -> None:
 
 def _backward(
     function: Any, captured: Any, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
-    plan: tuple[Output, ...], tracing: Tracing | None,
+    leaves: list[Any], plan: tuple[Output, ...], tracing: Tracing | None,
 ) -> Backward | None:  # fmt: skip
     """The backward of the results that are attached, if any are."""
-    leaves: list[Any] = []
-    flatten(captured.result, leaves)
     attached = [i for i, output in enumerate(plan) if output.attached]
     if tracing is None or not attached:
         return None
     results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if output.kind == "lease"}
     pairs = [(results[i], results[j]) for i in attached for j in results if i != j]
-    if any(outputs.overlap(a, b) and (b.requires_grad or outputs.share_version(a, b)) for a, b in pairs):
+    if any(outputs.overlap(a, b) and (b.requires_grad or share_version(a, b)) for a, b in pairs):
         raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
     followed = {storage_id(g) for g in grads.read() if g is not None} | tracing.held.keys()
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in followed for ref in captured.others):
@@ -306,6 +305,7 @@ def _capture(
     tracing = terms.tracing
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
+    stood: list[torch.Tensor] = []
     ran: set[CodeType] = set()
     watches: list[OperatorWatch] = []
     apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
@@ -317,6 +317,7 @@ def _capture(
             tracing.begin(slots, watch.states)
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
         seen = [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
+        stood[:] = seen
         for i, (place, slot, theirs) in enumerate(zip(call.places, seen, call.tensors, strict=True)):
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
@@ -368,7 +369,8 @@ def _capture(
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in ran)
-        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named)
+        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
+                                 seen=tuple(stood))  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

@@ -227,7 +227,7 @@ def objection(recording: Recording) -> Unpadded | None:
     if recording.backward is not None or any(o.attached or o.consumed for o in recording.outputs):
         return gradients()
     leases = [id(o.lease) for o in recording.outputs if o.kind == "lease"]
-    views = any(o.lazy is not None or o.kind in ("argument", "argument view", "outside view") for o in recording.outputs)
+    views = any(o.lazy is not None or o.kind in ("argument", "view") for o in recording.outputs)
     if views or len(set(leases)) < len(leases):
         return Unpadded("returns an argument, or a view of one or of another result", "return a clone of it")
     return None

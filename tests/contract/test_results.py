@@ -668,6 +668,95 @@ def test_c04_mutating_a_result_that_is_a_view_of_an_argument_mutates_the_argumen
         assert x.recorded.tolist() == [0.0, 4.0, 4.0]
 
 
+ALIASES = {
+    "detached": lambda x, state: (y := x * 2, y.detach()),
+    "detached before it": lambda x, state: (y := x * 2, y.detach())[::-1],
+    "its data": lambda x, state: (y := x * 2, y.data),
+    "a part": lambda x, state: (y := x * 2, y[1:]),
+    "a part before it": lambda x, state: (y := x * 2, y[1:3])[::-1],
+    "parts of what is no result": lambda x, state: (lambda y: (y[1:3], y.view(2, 3).t()))(x * 2),
+    "a part, detached, and a part of that": lambda x, state: (y := x * 2, d := y[2:].detach(), d[1:]),
+    "part of an argument": lambda x, state: (x[1:], x.view(2, 3).t()),
+    "an argument, detached": lambda x, state: (x.detach(), x[1:].detach()),
+    "parts of an argument, detached": lambda x, state: ((d := x.detach())[:3], d[2:]),
+    "an argument's data": lambda x, state: (x.data, x.data[1:]),
+    "part of what is outside": lambda x, state: (x + 1, state[1:], state),
+    "detached from what is outside": lambda x, state: (state.detach(), state.detach()[2:], x),
+    "data of what is outside": lambda x, state: (x + 1, state.data),
+    "all of them": lambda x, state: (x[1:], x.detach(), state[2:], y := x * 2, y[1:], y.detach(), y.data),
+}
+
+
+def write_with_history(tensors, written, w):
+    tensors[written].mul_(w)
+    sum((t * (i + 2) * w).sum() for i, t in enumerate(tensors)).backward()
+
+
+def write_what_is_saved(tensors, written, w):
+    loss = sum((t * w).sum() for t in tensors)
+    with torch.no_grad():
+        tensors[written].add_(1)
+    loss.backward()
+
+
+def detach_in_place(tensors, written, w):
+    tensors[written].detach_()
+
+
+@pytest.mark.parametrize("write", [write_with_history, write_what_is_saved, detach_in_place])
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_c04_results_on_one_memory_are_to_autograd_what_they_are_live(device, alias, write):
+    def make():
+        state = torch.zeros(6, device=device)
+        return (lambda x: alias(x, state)), state
+
+    def what_happens(f, state, written):
+        state.detach_().zero_()
+        x, w = ramp(device, 6), torch.full((), 3.0, device=device, requires_grad=True)
+        tensors = [*f(x), x, state]
+        seen: list[typing.Any] = [[[t._base is other for other in tensors] for t in tensors]]
+        try:
+            write(tensors, min(written, len(tensors) - 1), w)
+        except RuntimeError as e:
+            seen.append(str(e)[:40])
+        return [*seen, w.grad, [t.requires_grad for t in tensors], tensors]
+
+    (live, own), (function, other) = make(), make()
+    recorded = pg.record(function, warmup=1)
+    recorded(ramp(device, 6))
+    for written in range(9):
+        assert_same(what_happens(recorded, other, written), what_happens(live, own, written))
+    assert pg.stats(recorded).replayed == 9, pg.explain(recorded)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["an argument", "a parameter"])
+def test_c04_a_view_that_was_made_without_grad_must_not_be_written(device, outside):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    f = pg.record(torch.no_grad()(lambda x: (x + 1, (p if outside else x)[1:])), warmup=1)
+    for _ in range(5):
+        view = f(torch.ones(3, device=device, requires_grad=True))[1]
+        with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+            view.add_(1)
+    assert pg.stats(f).replayed == 4
+
+
+@may_run_live
+@pytest.mark.parametrize("outside", [False, True], ids=["an argument", "a closure's tensor"])
+@pytest.mark.parametrize("view", [torch.view_as_real, lambda x: x.view(torch.int32), lambda x: x.imag, lambda x: x[1:].conj()])
+def test_c04_autograd_notices_what_is_written_through_a_view_of_another_dtype(device, view, outside):
+    state = torch.ones(2, dtype=torch.cfloat, device=device)
+    f = pg.record(lambda x: (view(state if outside else x), x * 2), warmup=1)
+    for _ in range(5):
+        x = torch.ones(2, dtype=torch.cfloat, device=device)
+        w = torch.ones(2, dtype=torch.cfloat, device=device, requires_grad=True)
+        loss = ((state if outside else x) * w).real.sum()
+        seen = f(x)[0]
+        assert_same(seen, view(state if outside else x))
+        seen.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_c04_state_returned_is_the_state_itself(device):
     def make():
         state = torch.zeros(2, 3, device=device)
