@@ -6,10 +6,9 @@ replay could hand out faithfully is refused here.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -27,13 +26,14 @@ from .reliance import Grads
 from .signature import Call, attributes
 from .spans import Spans
 from .torch_private import share_version
-from .trees import containers, flatten, unflatten
+from .trees import containers, flatten, inside, labels
 from .views import View, root
 from .watch import storage_id
 
-__all__ = ["lease", "moulds", "overlap", "plan", "skeleton"]
+__all__ = ["lease", "moulds", "overlap", "plan"]
 
 _REMEDIES = {"transformers.cache_utils": "pass use_cache=False, or set model.config.use_cache = False"}
+_NESTS = (tuple, list, set, frozenset, dict, OrderedDict)
 _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
@@ -49,8 +49,9 @@ def plan(
         Attached: one is, and it was not.
         Refusal: a leaf that a replay could not hand out.
     """
+    _lasting(captured.result, reach)
     outer = {id(x) for x in reach._keep}
-    returned = [id(c) for c in containers(captured.result)]
+    returned = [id(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
     if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
@@ -70,20 +71,24 @@ def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Ten
     return tuple(found)
 
 
-def skeleton(result: Any) -> Any:
-    """The result's containers with no tensors in them, for what a container has besides its children."""
-    leaves: list[Any] = []
-    shape = flatten(result, leaves)
-    return unflatten(shape, _nones(), copy.copy(result)) if shape is not None else None
+def _lasting(result: Any, reach: Reach) -> None:
+    """Refuse containers with keys, or other things besides their children, that were made by the call, or can be changed."""
+    first, again = [*labels(flatten(result, []))], [*labels(flatten(result, []))]
+    if not all(type(x) in _NESTS or _outlives(x, reach) for label in first for x in inside(label.value)):
+        raise Refusal("returns a dictionary with a key that the call made, or an object with something else of that kind",
+                      "use names or numbers as keys")  # fmt: skip
+    # What pytree gives of an object is the object's own, if it is the same a second time.
+    changing = {id(x) for label in first if not label.copied for x in inside(label.value) if isinstance(x, (list, dict, set))}
+    if any(id(x) in changing for label in again for x in inside(label.value)):
+        raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
 
 
-def _nones() -> Iterator[None]:
-    while True:
-        yield None
+def _outlives(leaf: Any, reach: Reach) -> bool:
+    return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)
 
 
 def _value(leaf: Any, reach: Reach) -> Output:
-    if not (_is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)):
+    if not _outlives(leaf, reach):
         kind = type(leaf)
         raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
                       _REMEDIES.get(kind.__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip

@@ -75,7 +75,7 @@ class Player:
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
-        self._rebuild = rebuilding(recording.shape, recording.like)
+        self._rebuild = rebuilding(recording.shape)
         self._simple = not recording.borrow and all(
             o.kind == "lease" and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
             for o in recording.outputs

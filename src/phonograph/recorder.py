@@ -153,7 +153,6 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(reach, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        like=outputs.skeleton(captured.result),
         effects=_effects(captured.watch, slots, grads),
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
@@ -325,8 +324,10 @@ def _capture(
                 leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
-        args, kwargs = unflatten(call.shape, iter(leaves), call.like)
-        given.update(id(c) for c in containers((args, kwargs)))
+        sets = {id(x): set(x) for x in leaves if type(x) is set}
+        leaves = [sets.get(id(x), x) for x in leaves]
+        args, kwargs = unflatten(call.shape, iter(leaves))
+        given.update(id(c) for c in (*containers((args, kwargs)), *sets.values()))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
@@ -389,7 +390,7 @@ def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> A
     own = {id(t): slot for t, slot in zip(seen, slots, strict=True) if t is not slot}
     if own.keys().isdisjoint(map(id, leaves)):
         return result
-    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]), result)
+    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]))
 
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
@@ -400,7 +401,8 @@ def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
 def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], before: list[Any]) -> None:
     """A function may write into its arguments; what else it does to them cannot be repeated for the caller."""
     now: list[Any] = []
-    if flatten(args, now) != call.shape or len(now) != len(leaves) or not all(map(is_, now, leaves)):
+    as_given = flatten(args, now) == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves))
+    if not as_given or any(type(x) is set and x != y for x, y in zip(now, call.leaves, strict=True)):
         raise Refusal("changes a container that is an argument", "return the new value")
     for slot, was in zip(slots, before, strict=True):
         if _metadata(slot) != was:

@@ -154,7 +154,6 @@ class Recording:
     footprint: Spans
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
-    like: Any = None
     effects: str = ""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)

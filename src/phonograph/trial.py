@@ -215,7 +215,7 @@ def cut(result: Any, moulds: Moulds) -> Any:
             if id(t) not in made:
                 made[id(t)] = mould.cast(plain(t))
             leaves[i] = made[id(t)]
-    return unflatten(shape, iter(leaves), result)
+    return unflatten(shape, iter(leaves))
 
 
 def objection(recording: Recording) -> Unpadded | None:

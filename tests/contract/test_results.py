@@ -12,11 +12,12 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree
 
 import phonograph as pg
 from phonograph.devices import driver
 from phonograph.testing import Pair, assert_matches_live, assert_no_new_recordings, assert_same, call
-from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, side_by_side
+from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 
 # ---------------------------------------------------------------------------------------------------
 # C1: every call returns what the function would have returned
@@ -789,6 +790,91 @@ def test_c04_an_argument_container_returned_is_that_container(device):
     for _ in range(5):
         given = {"x": torch.zeros(2, device=device)}
         assert f(given) is given
+
+
+class Held:
+    """A registered class; what it holds besides its tensor, pytree does not look into."""
+
+    def __init__(self, value, more):
+        self.value, self.more = value, more
+
+
+_pytree.register_pytree_node(Held, lambda held: ([held.value], held.more), lambda parts, more: Held(*parts, more))
+
+
+def test_c04_a_default_factory_is_part_of_an_argument(device):
+    both = plain(lambda x, d: (x * (2 if d.default_factory is list else 3), d.default_factory, defaultdict(d.default_factory)))
+    for kind in (list, list, list, int, int, None, list):
+        both(ramp(device, 2), defaultdict(kind, a=1))
+    assert counts(both)[2] == 4
+
+
+@may_run_live
+def test_c04_a_key_that_the_call_has_made(device):
+    f, g = pg.record(lambda x: {x * 2: 1, "plain": x}, warmup=1), pg.record(lambda x: {(x, 1): x + 1}, warmup=1)
+    kept = [f(torch.full((1,), float(n), device=device)) for n in range(5)]
+    assert [next(iter(result)).item() for result in kept] == [2.0 * n for n in range(5)]
+    for _ in range(4):
+        x = torch.ones(1, device=device)
+        assert next(iter(g(x)))[0] is x
+    assert "names or numbers as keys" in reasons(f)
+
+
+def test_c04_keys_that_are_values(device):
+    both = plain(lambda x: {1: x + 1, (2, "a"): x + 2, torch.float32: x, None: {True: x * 2}})
+    for n in range(5):
+        both(ramp(device, 3, start=n))
+    assert counts(both) == (1, 1, 4)
+
+
+@may_run_live
+def test_c04_what_a_registered_class_holds_besides_its_tensors(device):
+    tensors = pg.record(lambda x: Held(x, x * 2), warmup=1)
+    kept = [tensors(torch.full((1,), float(n), device=device)) for n in range(5)]
+    assert [held.more.item() for held in kept] == [2.0 * n for n in range(5)]
+    lists = pg.record(lambda x: Held(x * 2, []), warmup=1)
+    for n in range(5):
+        held = lists(torch.ones(1, device=device))
+        held.more.append(n)
+        assert held.more == [n]
+    names = pg.record(lambda x: Held(x * 2, ("a", 1)), warmup=1)
+    for _ in range(5):
+        assert names(torch.ones(1, device=device)).more == ("a", 1)
+    assert pg.stats(names).replayed == 4
+
+
+@may_run_live
+def test_c03_what_a_registered_class_or_a_set_holds_is_changed_once(device):
+    def changes(x, held, numbers):
+        held.more.append(len(held.more))
+        numbers.add(len(numbers))
+        return x + 1
+
+    f = pg.record(changes, warmup=1)
+    for _ in range(4):
+        held, numbers = Held(torch.ones(1, device=device), []), {"a"}
+        f(torch.ones(1, device=device), held, numbers)
+        assert held.more == [0]
+        assert numbers == {"a", 1}
+
+
+@may_run_live
+def test_c04_a_set_returned_is_that_set(device):
+    mine: set[int] = {1}
+
+    def twice(x):
+        made = {1}
+        return x + 1, made, made
+
+    outside, argument = pg.record(lambda x: (x + 1, mine), warmup=1), pg.record(lambda x, s: (x + 1, s), warmup=1)
+    twice = pg.record(twice, warmup=1)
+    for n in range(4):
+        x, given = torch.ones(1, device=device), {1}
+        assert outside(x)[1] is mine
+        mine.add(10 + n)
+        assert argument(x, given)[1] is given
+        _, first, second = twice(x)
+        assert first is second
 
 
 def test_c04_each_call_makes_new_containers(device):
