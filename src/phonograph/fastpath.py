@@ -95,5 +95,5 @@ def _looks_at_arguments(player: Player) -> bool:
     return (
         bool(recording.live_parts)
         or any(s.written or s.borrowed for s in recording.slots)
-        or any(o.kind.startswith("argument") for o in recording.outputs)
+        or any(o.kind == "argument" for o in recording.outputs)
     )

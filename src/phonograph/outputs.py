@@ -6,10 +6,9 @@ replay could hand out faithfully is refused here.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -20,58 +19,45 @@ from .devices.base import Captured
 from .errors import Attached, Refusal
 from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, plain_key
-from .pool import Lease, dense, unowned
+from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
 from .signature import Call, attributes
 from .spans import Spans
-from .torch_private import bump, original_views, view_like
-from .trees import containers, flatten, unflatten
+from .torch_private import share_version
+from .trees import containers, flatten, inside, labels
+from .views import View, root
 from .watch import storage_id
 
-__all__ = ["lease", "moulds", "overlap", "plan", "share_version", "skeleton"]
+__all__ = ["lease", "moulds", "overlap", "plan"]
 
 _REMEDIES = {"transformers.cache_utils": "pass use_cache=False, or set model.config.use_cache = False"}
+_NESTS = (tuple, list, set, frozenset, dict, OrderedDict)
 _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
 def plan(
-    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any, *, traced: bool
-) -> tuple[Output, ...]:
-    """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out. Results may be
-    attached to the graph of autograd if the capture was `traced`.
+    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any, leaves: list[Any], *,
+    traced: bool,
+) -> tuple[Output, ...]:  # fmt: skip
+    """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out, and to `leaves`,
+    the leaves, what is none but has to be made first: what they are views of. Results may be attached to the graph of autograd
+    if the capture was `traced`.
 
     Raises:
         Attached: one is, and it was not.
         Refusal: a leaf that a replay could not hand out.
     """
-    leaves: list[Any] = []
-    flatten(captured.result, leaves)
+    _lasting(captured.result, reach)
     outer = {id(x) for x in reach._keep}
-    returned = [id(c) for c in containers(captured.result)]
+    returned = [id(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
     if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
         raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
-    seen: dict[int, int] = {}
-    found: list[Output] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
-            found.append(Output("same", index=seen[id(leaf)]))
-            continue
-        seen[id(leaf)] = i
-        if isinstance(leaf, torch.Tensor):
-            _faithful(leaf, captured, traced)
-            base = _base(leaf, leaves, captured.sets_hooks) if traced else -1
-            if base >= 0:
-                found.append(_view(leaf, leaves[base], base))
-                continue
-            output = _tensor(leaf, captured, call, reach, grads, leases, device, found)
-            found.append(_attached(output) if traced and leaf.grad_fn is not None else output)
-        else:
-            found.append(_value(leaf, reach))
-    return tuple(found)
+    planned = _Plan(captured, call, reach, grads, leases, device, leaves, traced)
+    return planned.all()
 
 
 def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Tensor, ...]:
@@ -85,20 +71,24 @@ def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Ten
     return tuple(found)
 
 
-def skeleton(result: Any) -> Any:
-    """The result's containers with no tensors in them, for what a container has besides its children."""
-    leaves: list[Any] = []
-    shape = flatten(result, leaves)
-    return unflatten(shape, _nones(), copy.copy(result)) if shape is not None else None
+def _lasting(result: Any, reach: Reach) -> None:
+    """Refuse containers with keys, or other things besides their children, that were made by the call, or can be changed."""
+    first, again = [*labels(flatten(result, []))], [*labels(flatten(result, []))]
+    if not all(type(x) in _NESTS or _outlives(x, reach) for label in first for x in inside(label.value)):
+        raise Refusal("returns a dictionary with a key that the call made, or an object with something else of that kind",
+                      "use names or numbers as keys")  # fmt: skip
+    # What pytree gives of an object is the object's own, if it is the same a second time.
+    changing = {id(x) for label in first if not label.copied for x in inside(label.value) if isinstance(x, (list, dict, set))}
+    if any(id(x) in changing for label in again for x in inside(label.value)):
+        raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
 
 
-def _nones() -> Iterator[None]:
-    while True:
-        yield None
+def _outlives(leaf: Any, reach: Reach) -> bool:
+    return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)
 
 
 def _value(leaf: Any, reach: Reach) -> Output:
-    if not (_is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)):
+    if not _outlives(leaf, reach):
         kind = type(leaf)
         raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
                       _REMEDIES.get(kind.__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip
@@ -121,53 +111,111 @@ def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, (FunctionType, BuiltinFunctionType, type)) and getattr(module, name, None) is leaf
 
 
-def _tensor(
-    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
-    so_far: list[Output],
-) -> Output:  # fmt: skip
-    made = _place(t, captured, call, reach, grads, leases, device, so_far)
-    if (t.is_conj() or t.is_neg()) and made.kind not in ("argument", "outside"):
-        return replace(made, lazy=(torch.Tensor.conj if t.is_conj() else torch._neg_view))
-    return made
+class _Plan:
+    """The outputs so far, by their number, and what is asked to find the next."""
+
+    def __init__(
+        self, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+        leaves: list[Any], traced: bool,
+    ) -> None:  # fmt: skip
+        self._captured, self._reach, self._leases, self._device, self._traced = captured, reach, leases, device, traced
+        self._results = list(leaves)
+        self._tensors = leaves  # those that are none among them as well
+        self._numbers: dict[int, int] = {id(t): i for i, t in reversed([*enumerate(leaves)])}
+        self._found: dict[int, Output] = {}
+        self._bases = Counter(id(t._base) for t in {id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
+        self._apart: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """By storage: what was planned so far, is no view, and has no history."""
+        self._outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
+
+    def all(self) -> tuple[Output, ...]:
+        for i, leaf in enumerate(self._results):
+            if not isinstance(leaf, torch.Tensor):
+                self._found[i] = _value(leaf, self._reach)
+            elif self._numbers[id(leaf)] < i:
+                self._found[i] = Output("same", index=self._numbers[id(leaf)])
+            else:
+                _faithful(leaf, self._captured, self._traced)
+                self._number(leaf)
+        return tuple(self._found[i] for i in range(len(self._tensors)))
+
+    def _number(self, t: torch.Tensor) -> int:
+        """The number of the output that this tensor is."""
+        number = self._numbers.setdefault(id(t), len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(t)
+        if number not in self._found:
+            self._found[number] = self._output(t)
+        return number
+
+    def _output(self, t: torch.Tensor) -> Output:
+        history = self._traced and t.grad_fn is not None
+        base = _base(t, self._results, self._captured.sets_hooks) if self._traced else -1
+        if base >= 0:
+            return self._view(t, self._results[base] if t._base is None else t._base)
+        for i, (slot, seen) in enumerate(zip(self._captured.used, self._captured.seen, strict=True)):
+            if t is slot or t is seen:
+                return Output("argument", index=i)
+        for x in self._outside:
+            if t is x:
+                return Output("outside", x)
+        key = storage_id(t)
+        there = [x for x in (*self._captured.seen, *self._outside) if storage_id(x) == key]
+        if there and t.grad_fn is not None:
+            raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
+                          "return a clone of it")  # fmt: skip
+        output = self._beside(t, there) if there else self._made(t, key)
+        return _attached(output) if history else output
+
+    def _beside(self, t: torch.Tensor, there: list[torch.Tensor]) -> Output:
+        """A tensor on the memory of an argument, or of a tensor outside."""
+        if t._base is not None:
+            return self._view(t, next((x for x in there if root(x) is t._base), t._base))
+        apart = self._apart[storage_id(t)]
+        output = self._view(t, next((x for x in (*apart, *there) if _share_version(t, x)), there[0]))
+        apart.append(t)
+        return output
+
+    def _made(self, t: torch.Tensor, key: int) -> Output:
+        """A tensor on memory that the call made."""
+        if t.device != self._device.torch_device:
+            raise Refusal(f"returns a tensor on {t.device}", f"return it on {self._device.torch_device}")
+        if t.untyped_storage().nbytes() == 0:
+            return Output("empty", t.is_inference(), size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
+                          consumed=t.grad_fn is not None, lazy=_lazy(t))  # fmt: skip
+        if key not in self._captured.made:
+            raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
+        if not t.requires_grad:
+            # Results that share memory go on sharing it: autograd follows a write to one of them, or notices it at least.
+            base, apart = t._base, self._apart[key]
+            if base is not None and not base.requires_grad and (id(base) in self._numbers or self._bases[id(base)] > 1):
+                return self._view(t, base)
+            other = next((x for x in apart if base is None and _share_version(t, x)), None)
+            if other is not None:
+                return self._view(t, other)
+            if base is None:
+                apart.append(t)
+        lent = lease(key, self._captured, self._leases, self._device)
+        if any(o.lease is lent and o.template is not None and o.template.dtype is not t.dtype for o in self._found.values()):
+            raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
+        place = t.dtype, t.size(), t.stride(), int(t.storage_offset())
+        template = lent.template(*place, inference=t.is_inference())
+        return Output("lease", template=template, lease=lent, consumed=t.requires_grad, lazy=_lazy(t))
+
+    def _view(self, t: torch.Tensor, base: torch.Tensor) -> Output:
+        view = View.between(base, t) if t.grad_fn is None else View.like(t, base)
+        if view is None:
+            raise Refusal("returns a tensor that shares memory with another in a way that cannot be repeated",
+                          "return a clone of it")  # fmt: skip
+        return Output("view", index=self._number(base), view=view)
 
 
-def _place(
-    t: torch.Tensor, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
-    so_far: list[Output],
-) -> Output:  # fmt: skip
-    key = storage_id(t)
-    for i, slot in enumerate(captured.used):
-        if t is slot:
-            return Output("argument", index=i)
-    for i, slot in enumerate(captured.used):
-        if key == storage_id(slot):
-            # A view of an argument becomes a view of the caller's tensor.
-            return Output("argument view", index=i, size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
-                          offset=_byte(t) - _byte(slot))  # fmt: skip
-    outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
-    for x in outside:
-        if t is x:
-            return Output("outside", x)
-    for x in outside:
-        if key == storage_id(x):
-            return Output("outside view", x.detach(), size=tuple(t.shape), stride=t.stride(), offset=int(t.storage_offset()),
-                          dtype=t.dtype)  # fmt: skip
-    if t.device != device.torch_device:
-        raise Refusal(f"returns a tensor on {t.device}", f"return it on {device.torch_device}")
-    if t.untyped_storage().nbytes() == 0:
-        return Output(
-            "empty", t.is_inference(), size=tuple(t.shape), stride=t.stride(), dtype=t.dtype, consumed=t.grad_fn is not None
-        )
-    if key not in captured.made:
-        raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
-    lease(key, captured, leases, device)
-    if any(o.lease is leases[key] and o.template is not None and o.template.dtype is not t.dtype for o in so_far):
-        raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
-    place = t.dtype, t.size(), t.stride(), int(t.storage_offset())
-    template = leases[key].template(*place, inference=t.is_inference())
-    # Views of one memory stay views of each other: they share their version, and autograd follows a write to one of them.
-    first = next((i for i, o in enumerate(so_far) if o.lease is leases[key] and _can_be_base(o, t)), -1)
-    return Output("lease", template=template, lease=leases[key], consumed=t.requires_grad, index=first)
+def _share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not (a.is_inference() or b.is_inference()) and share_version(a, b)
+
+
+def _lazy(t: torch.Tensor) -> Any:
+    return torch.Tensor.conj if t.is_conj() else torch._neg_view if t.is_neg() else None
 
 
 def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Any) -> Lease:
@@ -196,18 +244,18 @@ def _places(t: torch.Tensor) -> Iterable[int]:
 
 
 def _attached(output: Output) -> Output:
-    if output.kind != "lease" or output.index >= 0 or output.lazy is not None:
+    if output.kind != "lease" or output.lazy is not None:
         raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                       "return a clone of it")  # fmt: skip
     return replace(output, consumed=False, attached=True)
 
 
 def _base(t: torch.Tensor, leaves: list[Any], hooked: bool) -> int:
-    """Which other result, one with a history, this one is a view of, or is when it is detached; -1 if none. Some tensor of the
-    call may be `hooked`."""
+    """Which other result, one with a history, this one is a view of, or shares its version with and has none; -1 if none. Some
+    tensor of the call may be `hooked`."""
     lazy = t.is_conj() or t.is_neg()
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x is not t]
-    viewed = (not hooked and _merely_viewed(t, tensors)) if t.grad_fn is not None else not _written_with(t, tensors)
+    viewed = t.grad_fn is None or (not hooked and _merely_viewed(t, tensors))
     for i, x in enumerate(leaves if viewed else ()):
         if not isinstance(x, torch.Tensor) or x is t or x.grad_fn is None or storage_id(x) != storage_id(t) or x._is_view():
             continue
@@ -243,41 +291,13 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
     return found
 
 
-def _written_with(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
-    """Whether a detached tensor and another result are views of one that is detached as well: what is written into the one
-    with a history gives the other that history."""
-    return any(
-        x.grad_fn is None and (x._base is t or (t._base is not None and (t._base is x or t._base is x._base))) for x in others
-    )
-
-
-def _view(t: torch.Tensor, base: torch.Tensor, index: int) -> Output:
-    if t.grad_fn is None:
-        return Output("view", index=index, size=tuple(t.shape), stride=t.stride(), offset=int(t.storage_offset()))
-    with original_views():
-        return Output("view", view_like(t, unowned(base)), index)
-
-
-def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a write of one is noted for the other: of what `detach` gives it is, and not of `data`. Moves it on."""
-    before = a._version
-    bump([b])
-    return a._version != before
-
-
-def _byte(t: torch.Tensor) -> int:
-    """Where in its storage a tensor begins, in bytes."""
-    return int(t.storage_offset()) * t.element_size()
-
-
-def _can_be_base(o: Output, t: torch.Tensor) -> bool:
-    plain = not o.consumed and not o.attached and not o.lazy
-    return plain and o.template is not None and o.template.dtype is t.dtype and not t.requires_grad
-
-
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
         raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
+    try:
+        t.grad_fn  # noqa: B018
+    except RuntimeError:
+        raise Refusal("returns a view made without gradients, whose base was written since", "return a clone of it") from None
     if not traced and t.grad_fn is not None and not (captured.ran_backward and _consumed(t.grad_fn)):
         raise Attached("returns a tensor whose backward would run outside",
                        "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip

@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
-from .borrowed import Borrowed, Loan
+from .borrowed import Borrowed, Loan, plain
 from .joint import Joint
 from .pool import Fill, once
 from .recording import Output, Recording, memory_of
 from .segments import Diverged
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, use_count, view_like
+from .torch_private import address, alias, bump, use_count
 from .trees import rebuilding
+from .views import View
 
 __all__ = ["GRAD", "Player"]
 
@@ -74,16 +75,17 @@ class Player:
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
         self._single = self._one_output()
-        self._rebuild = rebuilding(recording.shape, recording.like)
+        self._rebuild = rebuilding(recording.shape)
         self._simple = not recording.borrow and all(
-            o.kind == "lease" and o.index < 0 and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
+            o.kind == "lease" and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
             for o in recording.outputs
         )
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
-        self._views = [(i, o) for i, o in enumerate(recording.outputs) if o.kind == "view"]
+        late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
+        self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         self.played = 0
 
@@ -253,55 +255,30 @@ class Player:
             made += map(alias, self._templates)
         else:
             for o in self.recording.outputs:
-                t = self._make(o, call, made, targets)
+                t = self._make(o, call, targets)
                 t = _with_history(t) if o.consumed else t
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
             self.joint.attach(made, tensors)
-            for i, o in self._views:
-                base = made[o.index]
-                detached = o.value is None
-                part = base.detach().as_strided(o.size, o.stride, o.offset) if detached else view_like(o.value, base)
-                made[i] = part.detach() if detached else part  # what is detached is no view: it may be detached in place
+        for i, o in self._late:
+            made[i] = made[o.index] if o.view is None else _on(made[o.index], o.view)
         return self._rebuild(made)
 
-    def _make(self, o: Output, call: Call | None, made: list[Any], targets: list[torch.Tensor]) -> Any:
+    def _make(self, o: Output, call: Call | None, targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
-            if o.index >= 0:
-                assert o.template is not None
-                return made[o.index].as_strided(o.template.size(), o.template.stride(), o.template.storage_offset())
             if id(o.lease) in self._copies:
                 return self._on_copy(o, targets[self._copies[id(o.lease)]])
             return self._lend(o) if self.recording.borrow else alias(o.template)
         if o.kind in ("value", "outside"):
             return copy.copy(o.value) if type(o.value) is set else o.value
-        if o.kind == "same":
-            return made[o.index]
-        if o.kind == "view":
-            return None  # until its base has a history
         if o.kind == "argument":
             assert call is not None
             return call.lent.get(o.index, call.tensors[o.index])
         if o.kind == "empty":
             with torch.inference_mode(o.value):
                 return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-        t = self._view(o, call)
-        lent = call.lent.get(o.index) if call is not None and o.kind == "argument view" else None
-        return t if lent is None else Borrowed.lend(t, lent.loan)
-
-    @staticmethod
-    def _view(o: Output, call: Call | None) -> torch.Tensor:
-        base, offset = o.value, o.offset
-        if o.kind == "argument view":
-            assert call is not None
-            assert o.dtype is not None
-            base = call.tensors[o.index].detach()  # what is attached to the argument was refused
-            offset = (offset + base.storage_offset() * base.element_size()) // o.dtype.itemsize
-        if base.dtype is not o.dtype:
-            base = torch.empty(0, dtype=o.dtype, device=base.device).set_(base.untyped_storage())
-        t: torch.Tensor = base.as_strided(o.size, o.stride, offset)
-        return t
+        return None  # until there is what it is a view of
 
     def _lend(self, o: Output) -> torch.Tensor:
         assert o.lease is not None
@@ -321,6 +298,15 @@ class Player:
         with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
             t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
             return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+
+
+def _behind(o: Output, outputs: Sequence[Output]) -> int:
+    """How many others have to be made before this one."""
+    return 1 + _behind(outputs[o.index], outputs) if o.kind in ("view", "same") else 0
+
+
+def _on(base: torch.Tensor, view: View) -> torch.Tensor:
+    return Borrowed.lend(view.of(plain(base)), base.loan) if type(base) is Borrowed else view.of(base)
 
 
 def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:

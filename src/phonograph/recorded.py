@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -432,7 +432,13 @@ class Recorded(Observed, Generic[P, R]):
                 me._stop(TWICE)
             torch_private.when_backward_ends(device.ran_backward)
 
-        for node in {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
+        nodes: set[Any] = set()
+        for leaf in leaves:
+            with suppress(
+                RuntimeError
+            ):  # torch does not say it of a view made without gradients, if its base was written since
+                nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
+        for node in nodes - {None}:
             node.register_prehook(notice)
 
     def _stop(self, refusal: Refusal) -> None:

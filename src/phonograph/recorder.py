@@ -44,7 +44,7 @@ from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
-from .torch_private import in_inference, parametrizations_are_cached
+from .torch_private import in_inference, parametrizations_are_cached, share_version
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
@@ -124,8 +124,10 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
             grads.settle(touched, captured.watch.written.keys(), looks, reads)
             leases: dict[int, Lease] = {}
-            plan = outputs.plan(captured, call, reach, grads, leases, device, traced=tracing is not None)
-            backward = _backward(function, captured, call, reach, grads, leases, device, plan, tracing)
+            leaves: list[Any] = []
+            shape = flatten(captured.result, leaves)
+            plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+            backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
             copied = tuple(leases.pop(key) for key in captured.copied)
             captured.program.copies(outputs.moulds(plan, copied))
             entangled = _entangling(captured.watch, reach)
@@ -141,21 +143,19 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
         return record(name, function, call, reach, device, replace(terms, follow=fewer))
-    leaves: list[Any] = []
     return Recording(
         name=name,
         key=call.key,
         device=device.torch_device,
         program=captured.program,
         slots=slots,
-        shape=flatten(captured.result, leaves),
+        shape=shape,
         outputs=plan,
         leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(reach, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        like=outputs.skeleton(captured.result),
         effects=_effects(captured.watch, slots, grads),
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
@@ -177,17 +177,15 @@ def settled(tracing: Tracing | None) -> None:
 
 def _backward(
     function: Any, captured: Any, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
-    plan: tuple[Output, ...], tracing: Tracing | None,
+    leaves: list[Any], plan: tuple[Output, ...], tracing: Tracing | None,
 ) -> Backward | None:  # fmt: skip
     """The backward of the results that are attached, if any are."""
-    leaves: list[Any] = []
-    flatten(captured.result, leaves)
     attached = [i for i, output in enumerate(plan) if output.attached]
     if tracing is None or not attached:
         return None
     results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if output.kind == "lease"}
     pairs = [(results[i], results[j]) for i in attached for j in results if i != j]
-    if any(outputs.overlap(a, b) and (b.requires_grad or outputs.share_version(a, b)) for a, b in pairs):
+    if any(outputs.overlap(a, b) and (b.requires_grad or share_version(a, b)) for a, b in pairs):
         raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
     followed = {storage_id(g) for g in grads.read() if g is not None} | tracing.held.keys()
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in followed for ref in captured.others):
@@ -315,6 +313,7 @@ def _capture(
     tracing = terms.tracing
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
+    stood: list[torch.Tensor] = []
     ran: set[CodeType] = set()
     watches: list[OperatorWatch] = []
     apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
@@ -326,6 +325,7 @@ def _capture(
             tracing.begin(slots, watch.states)
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
         seen = [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
+        stood[:] = seen
         for i, (place, slot, theirs) in enumerate(zip(call.places, seen, call.tensors, strict=True)):
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
@@ -333,18 +333,19 @@ def _capture(
                 leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
-        stands: list[Any] = []  # for parameters that are arguments of a graph
-        args, kwargs = unflatten(call.shape, iter(leaves), call.like)
-        given.update(id(c) for c in containers((args, kwargs)))
+        sets = {id(x): set(x) for x in leaves if type(x) is set}
+        leaves = [sets.get(id(x), x) for x in leaves]
+        args, kwargs = unflatten(call.shape, iter(leaves))
+        given.update(id(c) for c in (*containers((args, kwargs)), *sets.values()))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             called: Any = function
-            if tracing is not None and hasattr(called, "with_state"):
-                stands = [*map(tracing.parameter, called.state)]
-                called = called.with_state(stands)
+            state = getattr(function, "state", ()) if tracing is not None else ()  # of a graph: it gets parameters as arguments
+            if tracing is not None and state:
+                called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
                 result = called(*args, **kwargs)
             except BaseException as e:
@@ -365,9 +366,7 @@ def _capture(
             found: list[Any] = []
             flatten(result, found)
             tracing.ended(found, listener.ran, watch.outside, reach.mentions.names)
-        return (
-            _with(result, [*seen, *stands], [*slots, *getattr(function, "state", ())]) if stands else _with(result, seen, slots)
-        )
+        return _with(result, seen, slots) if not state else _with(result, [*seen, *stands], [*slots, *state])
 
     def leaving(result: Any) -> list[torch.Tensor]:
         leaves: list[Any] = []
@@ -384,7 +383,8 @@ def _capture(
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in ran)
-        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named)
+        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
+                                 seen=tuple(stood))  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
@@ -403,7 +403,7 @@ def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> A
     own = {id(t): slot for t, slot in zip(seen, slots, strict=True) if t is not slot}
     if own.keys().isdisjoint(map(id, leaves)):
         return result
-    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]), result)
+    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]))
 
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
@@ -414,7 +414,8 @@ def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
 def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], before: list[Any]) -> None:
     """A function may write into its arguments; what else it does to them cannot be repeated for the caller."""
     now: list[Any] = []
-    if flatten(args, now) != call.shape or len(now) != len(leaves) or not all(map(is_, now, leaves)):
+    as_given = flatten(args, now) == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves))
+    if not as_given or any(type(x) is set and x != y for x, y in zip(now, call.leaves, strict=True)):
         raise Refusal("changes a container that is an argument", "return the new value")
     for slot, was in zip(slots, before, strict=True):
         if _metadata(slot) != was:

@@ -13,6 +13,7 @@ from .pool import Lease
 from .reliance import Reliances
 from .spans import Spans
 from .trees import Node
+from .views import View
 
 __all__ = ["Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
 
@@ -66,11 +67,9 @@ class Output:
 
     `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
     ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
-    `index`), ``"argument view"`` (`offset` bytes after its beginning), ``"outside"`` (the very tensor `value`), ``"outside
-    view"`` (a view of `value`), ``"same"`` (the object that output `index` became), ``"view"`` (of output `index`, which has
-    a history: the view that `value` is of its own base, or a detached one). A lease with an `index` is a view of that output,
-    without a history. `consumed` outputs get the history of one whose backward already ran; `lazy` (conjugation, negation) is
-    applied last. The recording's `backward` is that of the `attached` ones.
+    `index`), ``"outside"`` (the very tensor `value`), ``"same"`` (the object that output `index` became), ``"view"`` (on the
+    memory of output `index`, made by `view`). `consumed` outputs get the history of one whose backward already ran; `lazy`
+    (conjugation, negation) is applied last. The recording's `backward` is that of the `attached` ones.
     """
 
     kind: str
@@ -80,8 +79,8 @@ class Output:
     lease: Lease | None = None
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    offset: int = 0
     dtype: torch.dtype | None = None
+    view: View | None = None
     consumed: bool = False
     attached: bool = False
     lazy: Any = None
@@ -138,6 +137,7 @@ class Recording:
     Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
     What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
     `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled` memory.
+    `outputs` has more than the result has leaves where these are views of what is no result.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
     memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else.
     """
@@ -154,7 +154,6 @@ class Recording:
     footprint: Spans
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
-    like: Any = None
     effects: str = ""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)

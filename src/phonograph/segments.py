@@ -46,10 +46,10 @@ class Diverged(Refusal):
 class Break:
     """A live operator, between two segments."""
 
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], like: Any, where: str) -> None:
+    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str) -> None:
         self.form = form
         self.where = where
-        self._shape, self._leaves, self._like = shape, leaves, like  # its arguments, None where `inputs` go
+        self._shape, self._leaves = shape, leaves  # its arguments
         self._places = [i for i, x in enumerate(leaves) if x is _HERE]
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ class Break:
         leaves = [*self._leaves]
         for i, t in zip(self._places, self._inputs, strict=True):
             leaves[i] = t
-        args, kwargs = unflatten(self._shape, iter(leaves), self._like)
+        args, kwargs = unflatten(self._shape, iter(leaves))
         with Within(waits=True), below_autograd():
             result = self.form.operator(*args, **kwargs)
             if form_of(self.form.operator, args, kwargs, result) != self.form:
@@ -171,9 +171,8 @@ class Cuts:
             raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
             raise Refusal(f"{runs}, which gives tensors of another inference mode", "leave the mode as it is")
-        like = unflatten(shape, iter([None] * len(leaves)), (args, kwargs))
         given = [_HERE if isinstance(x, torch.Tensor) and x.device == watch.device else x for x in leaves]
-        part = Break(form, shape, given, like, users_line())
+        part = Break(form, shape, given, users_line())
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]

@@ -27,13 +27,14 @@ from torch.utils.hooks import BackwardHook
 __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd",
            "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart",
            "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
-           "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_when", "maker", "may_run_backward",
-           "missing", "module_hooks", "module_settings", "optimizer_hooks", "original_views", "own_call",
-           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
-           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed", "unbacked", "use_count",
-           "view_like", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched",
+           "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when",
+           "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks",
+           "original_views", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
+           "share_version", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace",
+           "tensor_check", "tracing_state", "transformed", "unbacked", "use_count", "view_like", "when_backward_ends",
+           "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -64,6 +65,32 @@ alias: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type:
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write of one is noted for the other: of what `detach` gives it is, and not of `data`. Leaves it as it was (or
+    moves it on, where this release of torch cannot set it: autograd then raises, should the tensor have been saved)."""
+    before = a._version
+    if b._version != before:
+        return False
+    bump([b])
+    shared = a._version != before
+    if _set_versions is not None:
+        _set_versions((b,), (before,))
+    return shared
+
+
+_creation: Any = getattr(torch._C._autograd, "_get_creation_meta", None)
+
+
+def made_as(view: torch.Tensor) -> str:
+    """What autograd notes of how a view was made, so that writes of it raise: in `no_grad`, by a function that is written in
+    Python. Of one of several (the halves of `chunk`) it says no more than of others."""
+    noted = "" if _creation is None else _creation(view).name
+    return "DEFAULT" if noted == "MULTI_OUTPUT_NODE" else noted
 
 
 def has_memory(t: torch.Tensor) -> bool:

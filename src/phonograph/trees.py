@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from .introspection import slots_of
 from .keys import nested_key
 
-__all__ = ["Node", "containers", "flatten", "kinds", "rebuilding", "unflatten"]
+__all__ = ["Node", "containers", "flatten", "inside", "kinds", "labels", "rebuilding", "unflatten"]
 
 
 class Node(NamedTuple):
@@ -43,36 +43,31 @@ def flatten(tree: Any, leaves: list[Any]) -> Node | None:
     return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
 
 
-def unflatten(node: Node | None, leaves: Iterator[Any], like: Any = None) -> Any:
-    """Rebuild the tree of shape `node` from `leaves`. `like` is the original, for a defaultdict's factory."""
-    if node is None:
-        return next(leaves)
-    old = _parts(like)
-    olds = old[1] if old is not None and len(old[1]) == len(node.children) else [None] * len(node.children)
-    values = [unflatten(child, leaves, o) for child, o in zip(node.children, olds, strict=True)]
-    return _build(node, values, like)
+def unflatten(node: Node | None, leaves: Iterator[Any]) -> Any:
+    """Rebuild the tree of shape `node` from `leaves`."""
+    return next(leaves) if node is None else _build(node, [unflatten(child, leaves) for child in node.children])
 
 
-def rebuilding(node: Node | None, like: Any) -> Callable[[list[Any]], Any]:
+def rebuilding(node: Node | None) -> Callable[[list[Any]], Any]:
     """`unflatten` of one shape, for a list of leaves, written out: ``lambda m: (m[0], [m[1], m[2]])``. It is called in each
     replay, and is some five times as fast."""
     names: dict[str, Any] = {}
-    expression, _ = _written(node, like, 0, names, 0)
+    expression, _ = _written(node, 0, names, 0)
     rebuild: Callable[[list[Any]], Any] = eval(f"lambda m: {expression}", names)
     return rebuild
 
 
-def _written(node: Node | None, like: Any, at: int, names: dict[str, Any], depth: int) -> tuple[str, int]:
+def _written(node: Node | None, at: int, names: dict[str, Any], depth: int) -> tuple[str, int]:
     """The expression for a shape whose leaves begin `at` a place, and where they end."""
     if node is None:
         return f"m[{at}]", at + 1
     if node.kind not in (tuple, list) or depth > 20:  # Python's parser has a limit
         end, name = at + _size(node), f"part{len(names)}"
-        names[name] = partial(unflatten, node, like=like)
+        names[name] = partial(unflatten, node)
         return f"{name}(iter(m[{at}:{end}]))", end
     parts = []
-    for child, old in zip(node.children, like if like is not None else [None] * len(node.children), strict=True):
-        part, at = _written(child, old, at, names, depth + 1)
+    for child in node.children:
+        part, at = _written(child, at, names, depth + 1)
         parts.append(f"{part}, ")
     return ("(%s)" if node.kind is tuple else "[%s]") % "".join(parts), at
 
@@ -97,6 +92,32 @@ def containers(tree: Any) -> Iterator[Any]:
             yield tree
         for value in parts[1]:
             yield from containers(value)
+
+
+def labels(node: Node | None) -> Iterator[_Key]:
+    """What the containers of a tree have besides their children, but for names: keys of dictionaries that are no strings, the
+    contexts of pytree's registered types."""
+    if node is not None:
+        yield from (name for name in node.names if isinstance(name, _Key))
+        for child in node.children:
+            yield from labels(child)
+
+
+def inside(value: Any) -> Iterator[Any]:
+    """The value of a label and, where it is a container, all that is in it."""
+    yield value
+    if isinstance(value, (tuple, list, set, frozenset, dict)):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from inside(part)
+
+
+def _fresh(context: Any) -> Any:
+    """A context of its own for each object that is made from it."""
+    if type(context) in (tuple, list):
+        return type(context)(map(_fresh, context))
+    if type(context) in (dict, OrderedDict):
+        return type(context)((key, _fresh(value)) for key, value in context.items())
+    return set(context) if type(context) is set else context
 
 
 def _is_namedtuple(kind: type) -> bool:
@@ -130,10 +151,11 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     if kind in _DICTS:
         if not _is_dict(tree):
             return None
+        if kind is defaultdict:
+            return (*map(_name, tree), _Key(tree.default_factory)), list(tree.values())
         if kind is OrderedDict and tree.__dict__:  # as state_dict() has them
-            keys = [k if type(k) is str else _Key(k) for k in tree]
-            return (*keys, _Attributes(tree.__dict__)), [*tree.values(), None]
-        return tuple(k if type(k) is str else _Key(k) for k in tree), list(tree.values())
+            return (*map(_name, tree), _Attributes(tree.__dict__)), [*tree.values(), None]
+        return tuple(map(_name, tree)), list(tree.values())
     if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
         if kind.__new__ is not object.__new__ or isinstance(tree, torch.nn.Module):
             return None  # more than its fields: a dictionary, an exception, a module
@@ -153,6 +175,8 @@ class _Key:
     other values are, and not as Python does, to which 1, 1.0 and True are equal."""
 
     __slots__ = ("_of", "value")
+    copied = False
+    """Whether what is built from it has a copy."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -174,24 +198,29 @@ class _Attributes(_Key):
     """What a dictionary has besides its items; stands where a key does, for a value of None."""
 
     __slots__ = ()
+    copied = True
 
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(dict(value))
+
+
+def _name(key: Any) -> Any:
+    return key if type(key) is str else _Key(key)
 
 
 def _key(name: Any) -> Any:
     return name.value if isinstance(name, _Key) else name
 
 
-def _build(node: Node, values: list[Any], like: Any) -> Any:
+def _build(node: Node, values: list[Any]) -> Any:
     kind: Callable[..., Any] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
         return kind(values)
     if _is_namedtuple(node.kind):
         return tuple.__new__(node.kind, values)
     if kind is defaultdict:
-        filled: defaultdict[Any, Any] = defaultdict(like.default_factory if like is not None else None)
-        filled.update(zip(map(_key, node.names), values, strict=True))
+        filled: defaultdict[Any, Any] = defaultdict(node.names[-1].value)
+        filled.update(zip(map(_key, node.names[:-1]), values, strict=True))
         return filled
     if kind in _DICTS:
         build: Callable[..., Any] = node.kind
@@ -202,7 +231,7 @@ def _build(node: Node, values: list[Any], like: Any) -> Any:
             made.__dict__.update(copy.deepcopy(extra))
         return made
     if node.kind in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, node.names[0].value)
+        return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, _fresh(node.names[0].value))
     made = object.__new__(node.kind)  # not copy.copy, which leaves a note on the class
     for name, value in zip(node.names, values, strict=True):
         object.__setattr__(made, name, value)

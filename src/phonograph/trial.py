@@ -215,7 +215,7 @@ def cut(result: Any, moulds: Moulds) -> Any:
             if id(t) not in made:
                 made[id(t)] = mould.cast(plain(t))
             leaves[i] = made[id(t)]
-    return unflatten(shape, iter(leaves), result)
+    return unflatten(shape, iter(leaves))
 
 
 def objection(recording: Recording) -> Unpadded | None:
@@ -227,7 +227,7 @@ def objection(recording: Recording) -> Unpadded | None:
     if recording.backward is not None or any(o.attached or o.consumed for o in recording.outputs):
         return gradients()
     leases = [id(o.lease) for o in recording.outputs if o.kind == "lease"]
-    views = any(o.lazy is not None or o.kind in ("argument", "argument view", "outside view") for o in recording.outputs)
+    views = any(o.lazy is not None or o.kind in ("argument", "view") for o in recording.outputs)
     if views or len(set(leases)) < len(leases):
         return Unpadded("returns an argument, or a view of one or of another result", "return a clone of it")
     return None

@@ -185,6 +185,93 @@ def test_c06_backward_twice_with_retain_graph(device):
     assert_recorded(both, 4)
 
 
+class Towers(nn.Module):
+    """Two results, each of one argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return torch.tanh(self.a(x)), torch.tanh(self.b(y))
+
+
+def steps_of(optimizers):
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad(set_to_none=False)
+
+    return step
+
+
+@may_run_live
+@pytest.mark.parametrize("way", ["clamp", "step", "module", "checkpoint"])
+def test_c06_modules_before_whose_result_has_no_gradient(device, way):
+    """Autograd does not come by there: no hook runs, and nothing is recomputed."""
+
+    def make():
+        torch.manual_seed(0)
+        return Towers().to(device), nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+
+    both = [make(), make()]
+    pg.record(both[0][0], warmup=1)
+    heard = [[], []]
+    for (_, *encoders), seen in zip(both, heard, strict=True):
+        parameters = [p for e in encoders for p in e.parameters()]
+        if way == "module":
+            for e in encoders:
+                e.register_full_backward_hook(lambda _, given, out, seen=seen: seen.append(out[0].clone()))
+        for p in parameters:
+            if way == "clamp":
+                p.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+            if way == "step":
+                optimizers = {q: torch.optim.SGD([q], 0.1, momentum=0.9) for q in parameters}
+                p.register_post_accumulate_grad_hook(steps_of(optimizers))
+    for n in range(9):
+        found = []
+        for towers, first, second in both:
+            torch.manual_seed(n)
+            x, y = (torch.randn(2, 4, device=device, requires_grad=True) for _ in range(2))
+            if way != "step":
+                for module in (towers, first, second):
+                    module.zero_grad()
+            if way == "checkpoint":
+                given = [checkpoint(e, t, use_reentrant=True) for e, t in ((first, x), (second, y))]
+            else:
+                given = first(x), second(y)
+            a, b = towers(*given)
+            (a if n % 3 else b).square().sum().backward()
+            found.append([p.grad for m in (towers, first, second) for p in m.parameters()])
+            found[-1] += [p.detach().clone() for m in (first, second) for p in m.parameters()]
+        assert_same(*found)
+        assert_same(*heard)
+
+
+@may_run_live
+def test_c06_a_hook_that_waits_for_the_gradients_of_all(device):
+    def make():
+        torch.manual_seed(0)
+        return Towers().to(device)
+
+    both = [make(), make()]
+    pg.record(both[0], warmup=1)
+    calls = [[], []]
+    for module, seen in zip(both, calls, strict=True):
+
+        def step(_, module=module, seen=seen):
+            with torch.no_grad():
+                seen.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+
+        torch.autograd.graph.register_multi_grad_hook([*module.parameters()], step)
+    for n in range(8):
+        for module in both:
+            torch.manual_seed(n)
+            a, b = module(*torch.randn(2, 2, 4, device=device))
+            (a if n % 3 else b).square().sum().backward()
+        assert_same(*calls)
+    assert len(calls[0]) == 8
+
+
 @may_run_live
 def test_c06_a_weight_of_two_recorded_modules(device):
     """On CUDA autograd adds up the gradient where the first of them says, and there the other cannot be captured; but once."""

@@ -12,11 +12,12 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree
 
 import phonograph as pg
 from phonograph.devices import driver
 from phonograph.testing import Pair, assert_matches_live, assert_no_new_recordings, assert_same, call
-from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, side_by_side
+from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 
 # ---------------------------------------------------------------------------------------------------
 # C1: every call returns what the function would have returned
@@ -668,6 +669,95 @@ def test_c04_mutating_a_result_that_is_a_view_of_an_argument_mutates_the_argumen
         assert x.recorded.tolist() == [0.0, 4.0, 4.0]
 
 
+ALIASES = {
+    "detached": lambda x, state: (y := x * 2, y.detach()),
+    "detached before it": lambda x, state: (y := x * 2, y.detach())[::-1],
+    "its data": lambda x, state: (y := x * 2, y.data),
+    "a part": lambda x, state: (y := x * 2, y[1:]),
+    "a part before it": lambda x, state: (y := x * 2, y[1:3])[::-1],
+    "parts of what is no result": lambda x, state: (lambda y: (y[1:3], y.view(2, 3).t()))(x * 2),
+    "a part, detached, and a part of that": lambda x, state: (y := x * 2, d := y[2:].detach(), d[1:]),
+    "part of an argument": lambda x, state: (x[1:], x.view(2, 3).t()),
+    "an argument, detached": lambda x, state: (x.detach(), x[1:].detach()),
+    "parts of an argument, detached": lambda x, state: ((d := x.detach())[:3], d[2:]),
+    "an argument's data": lambda x, state: (x.data, x.data[1:]),
+    "part of what is outside": lambda x, state: (x + 1, state[1:], state),
+    "detached from what is outside": lambda x, state: (state.detach(), state.detach()[2:], x),
+    "data of what is outside": lambda x, state: (x + 1, state.data),
+    "all of them": lambda x, state: (x[1:], x.detach(), state[2:], y := x * 2, y[1:], y.detach(), y.data),
+}
+
+
+def write_with_history(tensors, written, w):
+    tensors[written].mul_(w)
+    sum((t * (i + 2) * w).sum() for i, t in enumerate(tensors)).backward()
+
+
+def write_what_is_saved(tensors, written, w):
+    loss = sum((t * w).sum() for t in tensors)
+    with torch.no_grad():
+        tensors[written].add_(1)
+    loss.backward()
+
+
+def detach_in_place(tensors, written, w):
+    tensors[written].detach_()
+
+
+@pytest.mark.parametrize("write", [write_with_history, write_what_is_saved, detach_in_place])
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_c04_results_on_one_memory_are_to_autograd_what_they_are_live(device, alias, write):
+    def make():
+        state = torch.zeros(6, device=device)
+        return (lambda x: alias(x, state)), state
+
+    def what_happens(f, state, written):
+        state.detach_().zero_()
+        x, w = ramp(device, 6), torch.full((), 3.0, device=device, requires_grad=True)
+        tensors = [*f(x), x, state]
+        seen: list[typing.Any] = [[[t._base is other for other in tensors] for t in tensors]]
+        try:
+            write(tensors, min(written, len(tensors) - 1), w)
+        except RuntimeError as e:
+            seen.append(str(e)[:40])
+        return [*seen, w.grad, [t.requires_grad for t in tensors], tensors]
+
+    (live, own), (function, other) = make(), make()
+    recorded = pg.record(function, warmup=1)
+    recorded(ramp(device, 6))
+    for written in range(9):
+        assert_same(what_happens(recorded, other, written), what_happens(live, own, written))
+    assert pg.stats(recorded).replayed == 9, pg.explain(recorded)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["an argument", "a parameter"])
+def test_c04_a_view_that_was_made_without_grad_must_not_be_written(device, outside):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    f = pg.record(torch.no_grad()(lambda x: (x + 1, (p if outside else x)[1:])), warmup=1)
+    for _ in range(5):
+        view = f(torch.ones(3, device=device, requires_grad=True))[1]
+        with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+            view.add_(1)
+    assert pg.stats(f).replayed == 4
+
+
+@may_run_live
+@pytest.mark.parametrize("outside", [False, True], ids=["an argument", "a closure's tensor"])
+@pytest.mark.parametrize("view", [torch.view_as_real, lambda x: x.view(torch.int32), lambda x: x.imag, lambda x: x[1:].conj()])
+def test_c04_autograd_notices_what_is_written_through_a_view_of_another_dtype(device, view, outside):
+    state = torch.ones(2, dtype=torch.cfloat, device=device)
+    f = pg.record(lambda x: (view(state if outside else x), x * 2), warmup=1)
+    for _ in range(5):
+        x = torch.ones(2, dtype=torch.cfloat, device=device)
+        w = torch.ones(2, dtype=torch.cfloat, device=device, requires_grad=True)
+        loss = ((state if outside else x) * w).real.sum()
+        seen = f(x)[0]
+        assert_same(seen, view(state if outside else x))
+        seen.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_c04_state_returned_is_the_state_itself(device):
     def make():
         state = torch.zeros(2, 3, device=device)
@@ -700,6 +790,91 @@ def test_c04_an_argument_container_returned_is_that_container(device):
     for _ in range(5):
         given = {"x": torch.zeros(2, device=device)}
         assert f(given) is given
+
+
+class Held:
+    """A registered class; what it holds besides its tensor, pytree does not look into."""
+
+    def __init__(self, value, more):
+        self.value, self.more = value, more
+
+
+_pytree.register_pytree_node(Held, lambda held: ([held.value], held.more), lambda parts, more: Held(*parts, more))
+
+
+def test_c04_a_default_factory_is_part_of_an_argument(device):
+    both = plain(lambda x, d: (x * (2 if d.default_factory is list else 3), d.default_factory, defaultdict(d.default_factory)))
+    for kind in (list, list, list, int, int, None, list):
+        both(ramp(device, 2), defaultdict(kind, a=1))
+    assert counts(both)[2] == 4
+
+
+@may_run_live
+def test_c04_a_key_that_the_call_has_made(device):
+    f, g = pg.record(lambda x: {x * 2: 1, "plain": x}, warmup=1), pg.record(lambda x: {(x, 1): x + 1}, warmup=1)
+    kept = [f(torch.full((1,), float(n), device=device)) for n in range(5)]
+    assert [next(iter(result)).item() for result in kept] == [2.0 * n for n in range(5)]
+    for _ in range(4):
+        x = torch.ones(1, device=device)
+        assert next(iter(g(x)))[0] is x
+    assert "names or numbers as keys" in reasons(f)
+
+
+def test_c04_keys_that_are_values(device):
+    both = plain(lambda x: {1: x + 1, (2, "a"): x + 2, torch.float32: x, None: {True: x * 2}})
+    for n in range(5):
+        both(ramp(device, 3, start=n))
+    assert counts(both) == (1, 1, 4)
+
+
+@may_run_live
+def test_c04_what_a_registered_class_holds_besides_its_tensors(device):
+    tensors = pg.record(lambda x: Held(x, x * 2), warmup=1)
+    kept = [tensors(torch.full((1,), float(n), device=device)) for n in range(5)]
+    assert [held.more.item() for held in kept] == [2.0 * n for n in range(5)]
+    lists = pg.record(lambda x: Held(x * 2, []), warmup=1)
+    for n in range(5):
+        held = lists(torch.ones(1, device=device))
+        held.more.append(n)
+        assert held.more == [n]
+    names = pg.record(lambda x: Held(x * 2, ("a", 1)), warmup=1)
+    for _ in range(5):
+        assert names(torch.ones(1, device=device)).more == ("a", 1)
+    assert pg.stats(names).replayed == 4
+
+
+@may_run_live
+def test_c03_what_a_registered_class_or_a_set_holds_is_changed_once(device):
+    def changes(x, held, numbers):
+        held.more.append(len(held.more))
+        numbers.add(len(numbers))
+        return x + 1
+
+    f = pg.record(changes, warmup=1)
+    for _ in range(4):
+        held, numbers = Held(torch.ones(1, device=device), []), {"a"}
+        f(torch.ones(1, device=device), held, numbers)
+        assert held.more == [0]
+        assert numbers == {"a", 1}
+
+
+@may_run_live
+def test_c04_a_set_returned_is_that_set(device):
+    mine: set[int] = {1}
+
+    def twice(x):
+        made = {1}
+        return x + 1, made, made
+
+    outside, argument = pg.record(lambda x: (x + 1, mine), warmup=1), pg.record(lambda x, s: (x + 1, s), warmup=1)
+    twice = pg.record(twice, warmup=1)
+    for n in range(4):
+        x, given = torch.ones(1, device=device), {1}
+        assert outside(x)[1] is mine
+        mine.add(10 + n)
+        assert argument(x, given)[1] is given
+        _, first, second = twice(x)
+        assert first is second
 
 
 def test_c04_each_call_makes_new_containers(device):
@@ -1096,3 +1271,20 @@ def test_c10_verify_from_the_first_replay_on_with_a_gradient_that_is_made_anew(d
         weight.grad = None
         f(ramp(device, 4, start=n))
         assert_same(weight.grad, ramp(device, 4, start=n))
+
+
+@may_run_live
+def test_c04_a_view_made_without_gradients_whose_base_is_written(device):
+    """torch does not tell where such a view comes from."""
+    ours, theirs = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
+
+    def f(p, x):
+        with torch.no_grad():
+            view = p[1:]
+            p.add_(x)
+        return view
+
+    recorded = pg.record(lambda x: f(ours, x), warmup=1)
+    for n in range(4):
+        x = ramp(device, 1, start=n)
+        assert_same(recorded(x).detach(), f(theirs, x).detach())

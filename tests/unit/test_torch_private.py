@@ -66,3 +66,13 @@ def test_a_view_like_another():
     assert type(view.grad_fn) is type(base.t()[1:].grad_fn)  # by the same functions, and not by as_strided
     with pytest.raises(ValueError, match="no such view"):
         torch_private.view_like(mould, base.t())
+
+
+def test_whether_tensors_share_their_version():
+    x = torch.ones(3)
+    x.add_(1)
+    assert torch_private.share_version(x, x.detach())
+    assert torch_private.share_version(x[1:], x)
+    assert not torch_private.share_version(x, x.data)
+    assert not torch_private.share_version(torch.ones(3), torch.ones(3))
+    assert x._version == 1  # as it was

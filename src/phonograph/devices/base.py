@@ -30,7 +30,8 @@ class Captured(NamedTuple):
     """A dry run of a call. Nothing has been executed as far as the outside can tell.
 
     `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
-    are the slots that the call saw, `slots` the same places for the time after (they do not own their memory).
+    are the slots of the call, `seen` the tensors that stood for them in it, `slots` the same places for the time after (they
+    do not own their memory).
     `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
     identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
     that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
@@ -50,6 +51,7 @@ class Captured(NamedTuple):
     ran_backward: bool = False
     sets_hooks: bool = False
     names_gradients: bool = False
+    seen: tuple[torch.Tensor, ...] = ()
 
 
 class Device(Protocol):

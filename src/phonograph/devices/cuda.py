@@ -293,7 +293,7 @@ class CudaDevice:
             leaves: list[Any] = []
             shape = flatten(result, leaves)
             copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-            return unflatten(shape, copies, result)
+            return unflatten(shape, copies)
 
     def _end_workspace(self, lone: bool = False) -> None:
         """Take cuBLAS's workspace from it, as long as it is known whose it was: it would keep it for ever, and others of torch
