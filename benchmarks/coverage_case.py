@@ -307,10 +307,11 @@ def _rightness(ours: list[Tensor], theirs: list[Tensor], again: Callable[[str], 
     if bitwise:
         return row
     row["bitwise as the same code unrecorded"] = row["right"] = difference(ours, again("unrecorded"))[0]
-    own = 0.0
+    runs, own = [theirs], 0.0
     for _ in range(_RUNS):
         if not row["right"]:
-            own = row["torch.compile's own difference"] = max(own, difference(again(COMPILE), theirs)[1])
+            runs.append(again(COMPILE))
+            own = row["torch.compile's own difference"] = max(own, *(difference(runs[-1], run)[1] for run in runs[:-1]))
             row["right"] = most <= own
     return row
 
