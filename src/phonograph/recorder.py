@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
@@ -343,7 +343,7 @@ def _capture(
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             called: Any = function
-            state = getattr(function, "state", ()) if tracing is not None else ()  # of a graph: it gets parameters as arguments
+            state = _state_of(function) if tracing is not None else ()
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
@@ -394,6 +394,12 @@ def _capture(
                       operator=watches[-1].failed if watches else None) from e  # fmt: skip
     finally:
         _recording.pop()
+
+
+def _state_of(function: Any) -> Sequence[Any]:
+    """The parameters and buffers of a function of our own that calls a graph, which gets them as arguments."""
+    ours = type(function).__module__.startswith("phonograph.") and hasattr(function, "with_state")
+    return function.state if ours else ()
 
 
 def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> Any:

@@ -185,6 +185,25 @@ def test_c06_backward_twice_with_retain_graph(device):
     assert_recorded(both, 4)
 
 
+@may_run_live
+def test_c06_a_callable_object_with_a_state_of_its_own(device):
+    class Scaled:
+        def __init__(self):
+            self.weight, self.state = nn.Parameter(torch.ones(4, device=device)), torch.full((4,), 2.0, device=device)
+
+        def __call__(self, x):
+            return (x * self.weight * self.state).square()
+
+    ours, theirs = Scaled(), Scaled()
+    recorded = pg.record(ours, warmup=1)
+    for n in range(6):
+        for f, scaled in ((recorded, ours), (theirs, theirs)):
+            f(torch.arange(4.0, device=device) + n).sum().backward()
+            scaled.state.add_(1)
+        assert_same(ours.weight.grad, theirs.weight.grad)
+    assert pg.stats(recorded).replayed >= 4
+
+
 class Towers(nn.Module):
     """Two results, each of one argument."""
 
