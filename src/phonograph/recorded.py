@@ -434,9 +434,7 @@ class Recorded(Observed, Generic[P, R]):
 
         nodes: set[Any] = set()
         for leaf in leaves:
-            with suppress(
-                RuntimeError
-            ):  # torch does not say it of a view made without gradients, if its base was written since
+            with suppress(RuntimeError):  # torch does not say it of a view made without gradients, whose base was written since
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         for node in nodes - {None}:
             node.register_prehook(notice)
