@@ -190,6 +190,12 @@ class Reach:
         """Whether something may be decided by whether a gradient is there."""
         return bool(self.optimizers) or self.mentions.minds_gradients
 
+    def gives(self, name: str) -> bool:
+        """Whether some object or class of the user's has an attribute of this name."""
+        dicts = [own_dict(thing) for _, thing, _ in self._selected]
+        dicts += [d for m in self.modules for d in (m._modules, m._parameters, m._buffers)]
+        return any(name in d for d in dicts if d) or any(name in vars(k) for bases in self._kinds.values() for k in bases)
+
     def overlooked(self, ran: Iterable[CodeType]) -> Overlooked | None:
         """What this walk lacked, going by the code that ran in a capture."""
         unread = {n for _, thing, entered in self._selected for n in (own_dict(thing) or {}).keys() - entered}

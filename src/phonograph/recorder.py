@@ -235,8 +235,9 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
     if reach.mentions.asks_history and theirs:
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
-    if asked := sorted(_MEMORY & reach.mentions.reads):
-        raise Refusal(f"asks what a tensor's memory is like ({asked[0]})", "do that outside")
+    for asked in sorted(_MEMORY & reach.mentions.reads):
+        if not reach.gives(asked):
+            raise Refusal(f"asks what a tensor's memory is like ({asked})", "do that outside")
     if parametrizations_are_cached():
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
@@ -330,7 +331,7 @@ def _capture(
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
             else:
-                leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
+                leaves[place] = stood[i] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
         sets = {id(x): set(x) for x in leaves if type(x) is set}

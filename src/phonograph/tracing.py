@@ -52,7 +52,7 @@ class _Source(torch.autograd.Function):
     def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)
-        return alias(t)
+        return t.detach()  # which shares its version
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -106,7 +106,7 @@ class Tracing:
         self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
         self._sources: list[Start] = []
         self._given: list[torch.Tensor] = []
-        self._stands: list[tuple[torch.Tensor, GradientEdge, list[torch.Tensor | None]]] = []
+        self._stands: dict[Any, tuple[torch.Tensor, Start]] = {}  # by their nodes
         self._known: dict[Any, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
@@ -135,7 +135,8 @@ class Tracing:
             return p
         arrived: list[torch.Tensor | None] = []
         t: torch.Tensor = _Source.apply(self._root, p, arrived)  # type: ignore[no-untyped-call]
-        self._stands.append((p, get_gradient_edge(t), arrived))
+        edge = get_gradient_edge(t)
+        self._stands[edge.node] = p, Start(len(self._stands), edge, arrived)
         self._given.append(t)
         return t
 
@@ -198,6 +199,8 @@ class Tracing:
         return [t for t in self.saved if storage_id(t) not in self.held]
 
     def _pack(self, t: torch.Tensor) -> int:
+        if t.grad_fn in self._stands:
+            t = self._stands[t.grad_fn][0]  # the parameter itself: backward reads what is there then
         storage = storage_id(t)
         leaf = t.grad_fn is None
         key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), leaf)
@@ -220,7 +223,7 @@ class Tracing:
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
-        self._stands = []
+        self._stands = {}
         self._contents = Contents([])
 
     def lost(self) -> bool:
@@ -252,9 +255,7 @@ class Tracing:
         """
         ends = [get_gradient_edge(results[i]) for i in attached]
         found = _walk(ends)
-        stands = [
-            (p, Start(i, edge, arrived)) for i, (p, edge, arrived) in enumerate(self._stands) if edge.node in found.sources
-        ]
+        stands = [stand for node, stand in self._stands.items() if node in found.sources]
         parameters = [*(p for p, _ in stands), *found.leaves]
         if any(_waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
             raise Refusal("has parameters with a hook that waits for all their gradients (register_multi_grad_hook), which "

@@ -581,3 +581,46 @@ def test_c14_recording_does_not_change_what_dynamo_traces(before):
     """What tells us of changes to modules does not show, whichever comes first in a process."""
     code = _TRACED.replace("{before}", str(before))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_c06_a_parameter_whose_memory_is_replaced_before_the_backward(device, inner):
+    """Backward reads what is there then, as live."""
+    net, live = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device) for _ in range(2))
+    live.load_state_dict(net.state_dict())
+    pairs = [(compiled(net, inner), net), (unrecorded(live, inner), live)]
+    for n in range(6):
+        found = []
+        for f, module in pairs:
+            module.zero_grad()
+            y = f(torch.ones(3, 4, device=device) + n)
+            if n > 2:
+                module[1].weight.data = torch.full((4, 4), float(n), device=device)
+            y.sum().backward()
+            found.append([p.grad for p in module.parameters()])
+        assert_same(*found)
+
+
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return self.linear(x).relu(), self.linear.bias.detach()
+
+
+@pytest.mark.parametrize("writes", ["weight", "bias"])
+def test_c04_autograd_hears_of_parameters_that_are_written(device, inner, writes):
+    """By the graph itself, and by who has a detached one from it."""
+    torch.manual_seed(0)
+    net = Written().to(device)
+    f = compiled(net, inner)
+    for n in range(6):
+        before = (getattr(net.linear, writes) ** 2).sum()
+        _, detached = f(torch.ones(2, 4, device=device) + n)
+        if writes == "bias":
+            detached.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()

@@ -1288,3 +1288,33 @@ def test_c04_a_view_made_without_gradients_whose_base_is_written(device):
     for n in range(4):
         x = ramp(device, 1, start=n)
         assert_same(recorded(x).detach(), f(theirs, x).detach())
+
+
+@pytest.mark.parametrize("way", [lambda x: x.detach(), lambda x: x.detach()[1:], lambda x: x[1:].detach()],
+                         ids=["whole", "a view of it", "of a view"])  # fmt: skip
+def test_c04_an_argument_detached_beside_a_result_with_a_history(device, way):
+    """Writing it is heard by whoever has saved the argument."""
+    recorded = pg.record(lambda x: (way(x), x * 2), warmup=1)
+    for n in range(5):
+        x = ramp(device, 4, start=n).requires_grad_()
+        detached, _ = recorded(x)
+        before = (x**2).sum()
+        detached.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.backward()
+    assert pg.stats(recorded).replayed == 4
+
+
+def test_c07_attributes_of_ones_own_with_the_names_of_what_tensors_tell(device):
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._base, self._version, self.is_shared = torch.nn.Linear(4, 4).to(device), 2.0, True
+
+        def forward(self, x):
+            return self._base(x) * self._version * self.is_shared
+
+    module = pg.record(Wrapped(), warmup=1)
+    for n in range(4):
+        module(ramp(device, 4, start=n))
+    assert pg.stats(module).replayed == 3
