@@ -188,7 +188,7 @@ class _Plan:
         if not t.requires_grad:
             # Results that share memory go on sharing it: autograd follows a write to one of them, or notices it at least.
             base, apart = t._base, self._apart[key]
-            if base is not None and not base.requires_grad and (id(base) in self._numbers or self._bases[id(base)] > 1):
+            if base is not None and not base.requires_grad and (self._bases[id(base)] > 1 or self._is_shared(base, t)):
                 return self._view(t, base)
             other = next((x for x in apart if base is None and _share_version(t, x)), None)
             if other is not None:
@@ -201,6 +201,11 @@ class _Plan:
         place = t.dtype, t.size(), t.stride(), int(t.storage_offset())
         template = lent.template(*place, inference=t.is_inference())
         return Output("lease", template=template, lease=lent, consumed=t.requires_grad, lazy=_lazy(t))
+
+    def _is_shared(self, base: torch.Tensor, t: torch.Tensor) -> bool:
+        """Whether what a tensor is a view of is a result, or shares its version with another, or with what that views."""
+        others = (x for x in self._results if isinstance(x, torch.Tensor) and x is not t and storage_id(x) == storage_id(base))
+        return id(base) in self._numbers or any(_share_version(base, root(x)) for x in others)
 
     def _view(self, t: torch.Tensor, base: torch.Tensor) -> Output:
         view = View.between(base, t) if t.grad_fn is None else View.like(t, base)

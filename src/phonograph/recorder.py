@@ -331,7 +331,7 @@ def _capture(
             if not theirs.requires_grad or theirs is slot:
                 leaves[place] = slot
             else:
-                leaves[place] = stood[i] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
+                leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
         sets = {id(x): set(x) for x in leaves if type(x) is set}

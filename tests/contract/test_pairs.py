@@ -266,6 +266,25 @@ def test_c06_modules_before_whose_result_has_no_gradient(device, way):
         assert_same(*heard)
 
 
+def test_c06_a_module_before_whose_result_is_not_used(device):
+    """No result depends on that argument: autograd does not come by what made it."""
+
+    class One(Towers):
+        def forward(self, x, y):
+            return torch.tanh(self.a(x))
+
+    torch.manual_seed(0)
+    module, first, second = pg.record(One().to(device), warmup=1), nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+    heard = []
+    for p in second.parameters():
+        p.register_hook(heard.append)
+    for n in range(5):
+        module(first(torch.ones(2, 4, device=device) + n), second(torch.ones(2, 4, device=device))).sum().backward()
+    assert heard == []
+    assert all(p.grad is not None for p in first.parameters())
+    assert pg.stats(module).replayed == 4
+
+
 @may_run_live
 def test_c06_a_hook_that_waits_for_the_gradients_of_all(device):
     def make():

@@ -1,5 +1,6 @@
 """C1-C5: results. What a call returns, draws, mutates and hands out is what eager would have, for as long as it is."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -1288,6 +1289,28 @@ def test_c04_a_view_made_without_gradients_whose_base_is_written(device):
     for n in range(4):
         x = ramp(device, 1, start=n)
         assert_same(recorded(x).detach(), f(theirs, x).detach())
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["data", "detach"])
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "whole"])
+@pytest.mark.parametrize("of", ["argument", "closure", "result"])
+def test_c04_who_has_saved_a_tensor_hears_of_writes_through_detach_and_not_through_data(device, of, whole, shares):
+    outside = ramp(device, 4)
+
+    def f(x):
+        base = {"argument": x, "closure": outside, "result": x * 2}[of]
+        alias = base.detach() if shares else base.data
+        return base, alias if whole else alias[1:]
+
+    recorded = pg.record(f, warmup=1)
+    weight = torch.full((4,), 2.0, device=device, requires_grad=True)
+    for n in range(5):
+        base, alias = recorded(ramp(device, 4, start=n))
+        loss = (base * weight).sum()
+        alias.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace") if shares else contextlib.nullcontext():
+            loss.backward()
+    assert pg.stats(recorded).replayed == 4
 
 
 @pytest.mark.parametrize("way", [lambda x: x.detach(), lambda x: x.detach()[1:], lambda x: x[1:].detach()],
