@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .randomness import sets_for_torch
-from .where import STDLIB, USER, origin, works_for
+from .where import STDLIB, USER, is_ours, origin, works_for
 
 __all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "told_names"]
 
@@ -164,7 +164,10 @@ _STDLIB_NAMES = _LIBRARY_NAMES | {n for n, e in _EFFECTS if e.by is USERS} | {"_
 
 
 def mentions(filename: str, names: tuple[str, ...]) -> bool:
-    """Whether code of this file that mentions these names may call something that is an effect there."""
+    """Whether code of this file that mentions these names may call something that is an effect there. (Ours does not, and runs
+    for each operator.)"""
+    if is_ours(filename):
+        return False
     whose = origin(filename)
     if whose is USER:
         return True

@@ -8,15 +8,13 @@ here, each with its reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import Refusal
 
-__all__ = ["CONVERTING", "Meaning", "check", "constant", "is_constant", "made_integers", "meaning", "operands",
-           "reads_value", "tensors_in", "written_by"]  # fmt: skip
+__all__ = ["Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
 
 aten = torch.ops.aten
 
@@ -27,6 +25,8 @@ class Meaning(NamedTuple):
     `writes` are the positions, `writes_named` the names, of arguments that it may write. `reads_host` and
     `shape_from_data` refuse a recording; `metadata_only` operators (`t_`, `squeeze_`) change what a tensor object shows,
     and no memory. For all others than the `refusable` there is nothing to `check`; `compiled` says that it is no Python code.
+    `constant` operators hand in a tensor that Python code just made from numbers (`torch.tensor(2.0)`); `converts` those that
+    may make integers of any size of floating-point numbers.
     """
 
     name: str
@@ -38,6 +38,9 @@ class Meaning(NamedTuple):
     metadata_only: bool
     refusable: bool
     compiled: bool
+    communicates: bool
+    constant: bool
+    converts: bool
 
 
 # Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
@@ -76,9 +79,9 @@ _METADATA = {f"aten::{name}" for name in (
     "_use_miopen_ctc_loss",
 )}  # fmt: skip
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
-CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
-              "prims::convert_element_type"}  # fmt: skip
-"""Operators that may make integers of any size of floating-point numbers."""
+_CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
+               "prims::convert_element_type"}  # fmt: skip
+_CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
@@ -93,9 +96,18 @@ _REMEDIES = {
 }
 
 
-@cache
+_known: dict[int, tuple[Any, Meaning]] = {}  # by identity: an overload's own hash is Python code
+
+
 def meaning(func: torch._ops.OpOverload) -> Meaning:
     """What `func` means; worked out once an overload."""
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = func, _meaning(func)
+    return known[1]
+
+
+def _meaning(func: torch._ops.OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
@@ -111,6 +123,9 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
         torch.Tag.inplace_view in tags,
         reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         schema.name.startswith("aten::"),
+        schema.name.startswith(("c10d", "_c10d")),
+        schema.name in _CONSTANT,
+        schema.name in _CONVERTING,
     )
 
 
@@ -168,14 +183,9 @@ def made_integers(args: Sequence[Any], out: Any) -> bool:
     return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))
 
 
-def is_constant(m: Meaning) -> bool:
-    """Whether the operator hands in a tensor that Python code just made from numbers (`torch.tensor(2.0)`)."""
-    return m.name in ("aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift")
-
-
 def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
-    """What such an operator gives: that tensor itself, which may lie in an array's memory; a copy where the operator makes one
-    (what it copies is a constant of some graph's, and outlives the call)."""
+    """What a `constant` operator gives: that tensor itself, which may lie in an array's memory; a copy where the operator makes
+    one (what it copies is a constant of some graph's, and outlives the call)."""
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 

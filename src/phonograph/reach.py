@@ -246,11 +246,14 @@ class Reach:
     def _items(self, path: str, d: dict[Any, Any]) -> None:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
+            named = type(k) is str
             if type(v) not in _LEAVES and id(v) not in seen:
-                work.append((f"{path}.{k}" if isinstance(k, str) else f"{path}[{key_label(k)}]", v))
+                work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
+            if named:
+                continue
             if type(k) is torch.Tensor:
                 self.mentions.asks_identity = True  # looking it up does
-            if type(k) is not str and not isinstance(k, torch.nn.Parameter):
+            if not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
     def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:

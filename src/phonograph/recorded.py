@@ -411,6 +411,7 @@ class Recorded(Observed, Generic[P, R]):
         notes = history.notes = Notes(history.split)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
+        device.tidy()  # now rather than between this call and the capture, which is to find this call's memory
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)

@@ -102,7 +102,7 @@ class OperatorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         listening = unheard()
         try:
-            if func in self.split:
+            if self.split and func in self.split:
                 assert self.cutting is not None
                 with self:  # what the cut makes is the call's own
                     return self.cutting(func, args, kwargs)
@@ -115,7 +115,7 @@ class OperatorWatch(TorchDispatchMode):
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
             out = self._perform(func, m, args, kwargs)
-            if m.name in operators.CONVERTING and operators.made_integers(args, out):
+            if m.converts and operators.made_integers(args, out):
                 self.more = self.more or f"makes integers of floating-point numbers ({m.name}), which may be indices"
             if sizes and sizes != _sizes(m, args, kwargs):
                 raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
@@ -154,7 +154,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
-        out = operators.constant(m, args[0]) if operators.is_constant(m) else func(*args, **kwargs)
+        out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)
         else:
@@ -206,7 +206,7 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif name is None:
                 self.stranger(m, t)
-        if m.random or m.name.startswith(("c10d", "_c10d")):
+        if m.random or m.communicates:
             self.more = self.more or ("draws random numbers" if m.random else f"communicates ({m.name})")
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
             raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
@@ -262,7 +262,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:
         """An operator reads a tensor that is neither an argument, nor in reach, nor made by a watched operator."""
-        if operators.is_constant(m):
+        if m.constant:
             return
         raise Refusal(
             f"{m.name} reads a tensor that phonograph cannot trace back to an argument or to the function's own variables",

@@ -11,7 +11,8 @@ from types import FrameType
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "is_torchs", "is_users", "origin", "runs_through", "users_line", "works_for"]
+__all__ = ["LIBRARY", "STDLIB", "USER", "is_compiled", "is_ours", "is_torchs", "is_users", "origin", "runs_through",
+           "users_line", "works_for"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -34,6 +35,18 @@ def is_users(filename: str) -> bool:
     if any(part in path for part in (*_LIBRARIES, *_COMPILED)):
         return False
     return not path.startswith((_OURS, _TORCH, *_STDLIB))
+
+
+@cache
+def is_ours(filename: str) -> bool:
+    """Whether a source file is of this library."""
+    return filename.startswith(_OURS)
+
+
+@cache
+def is_compiled(filename: str) -> bool:
+    """Whether a source file was written by Inductor."""
+    return any(part in filename for part in _COMPILED)
 
 
 @cache

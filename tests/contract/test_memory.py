@@ -1141,6 +1141,26 @@ def test_a_capture_needs_no_more_memory_than_the_call_before_it(cuda):
     assert device_for(cuda).pool_bytes == before >= 3 * 192 << 20
 
 
+def test_c15_a_capture_finds_the_memory_of_its_warm_up_where_recordings_have_gone(cuda):
+    """What they leave is given back before the warm-up call, and not between it and the capture."""
+
+    def f(x):
+        y = x.repeat(16, 1)
+        return (y * 2 + x.repeat(16, 1)).sum()
+
+    x = torch.randn(2048, 1536, device=cuda)
+    for _ in range(2):  # the second time a recording has gone
+        recorded = pg.record(f, warmup=1)
+        recorded(x)
+        before = torch.cuda.memory_stats(cuda)["num_device_alloc"]
+        torch.testing.assert_close(recorded(x), f(x))
+        assert pg.stats(recorded).recorded == 1
+        assert torch.cuda.memory_stats(cuda)["num_device_alloc"] - before <= 2  # results, and what f takes outside
+        del recorded
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def test_c15_a_warm_function_takes_the_result_of_a_cold_one(device):
     f, g = plain(lambda x: x * 2), plain(lambda y: y + 1)
     for n in range(4):

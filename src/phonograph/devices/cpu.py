@@ -114,7 +114,7 @@ class Tape(OperatorWatch):
         self._generator_states.append((generator, generator.get_state()))
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
-        if operators.is_constant(m):
+        if m.constant:
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)

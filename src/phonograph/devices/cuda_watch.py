@@ -17,8 +17,9 @@ the call's own shows at the end, when the footprint is known: by its address.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..reach import Reach
 from ..segments import Break
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
-from ..where import users_line
+from ..where import is_compiled, is_torchs, users_line
 
 __all__ = ["CudaWatch"]
 
@@ -57,6 +58,7 @@ class CudaWatch(OperatorWatch):
         self._registered = generators
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
+        self._lines: dict[CodeType, str] = {}  # of the user's, that call this code
         self.next_segment: Callable[[], None] = _nothing
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
@@ -142,9 +144,21 @@ class CudaWatch(OperatorWatch):
         if t.is_cuda:
             place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
             if place not in self.strangers and not self._free.covers(*place):
-                self.strangers[place] = (m.name, users_line())
+                self.strangers[place] = (m.name, self._line())
         else:
             super().stranger(m, t)
+
+    def _line(self) -> str:
+        """The user's line, which takes a while to find. Inductor's code for a graph works with hundreds of tensors that it has
+        made itself: it is looked for once for all of them."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_torchs(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None or not is_compiled(frame.f_code.co_filename):
+            return users_line(frame)
+        if frame.f_code not in self._lines:
+            self._lines[frame.f_code] = users_line(frame)
+        return self._lines[frame.f_code]
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
