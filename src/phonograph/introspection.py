@@ -10,9 +10,8 @@ import gc
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch.utils.data
 from .where import is_users
 
 __all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with",
-           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "parts", "slots_of"]  # fmt: skip
+           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "reading_parts",
+           "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -45,8 +45,16 @@ _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib"
            "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
            "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
 
-parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-"""What makes a function another one if it is assigned."""
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[Any, ...]]:
+    """A function that reads of each of these what makes it another one if it is assigned, and how many attributes it has. It is
+    called in each replay, and so it is written out."""
+    names = {f"f{i}": f for i, f in enumerate(functions)}
+    read = "".join(f"{f}.{part}, " for f in names for part in _PARTS) + "".join(f"len({f}.__dict__), " for f in names)
+    reading: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({read})", names)
+    return reading
 
 
 def contents(cell: CellType) -> Any:

@@ -74,12 +74,8 @@ class Player:
         self._copies = {id(lease): i for i, lease in enumerate(recording.copied)}
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
         self._places = [*map(address, self._templates)]
-        self._single = self._one_output()
+        self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape)
-        self._simple = not recording.borrow and all(
-            o.kind == "lease" and not o.consumed and o.lazy is None and id(o.lease) not in self._copies
-            for o in recording.outputs
-        )
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
@@ -87,17 +83,22 @@ class Player:
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
+        self._one = recording.shape is None and self._plain is not None and not self._attached
         self.played = 0
 
-    def _one_output(self) -> Output | None:
-        """The output, where the result is one plain tensor."""
-        outs = self.recording.outputs
-        if self.recording.shape is not None or len(outs) != 1 or self.recording.borrow:
-            return None
-        copied = self.recording.program.outs
-        whole = not copied or (outs[0].template is copied[0] and copied[0].is_inference() is torch.is_inference_mode_enabled())
-        special = outs[0].consumed or outs[0].attached or outs[0].lazy
-        return outs[0] if outs[0].kind == "lease" and not special and whole else None
+    def _plain_outputs(self) -> list[tuple[int, torch.Tensor]] | None:
+        """Which of the copies each result is, and its template; -1 where it stays in the recording's memory. None where some
+        result takes more to be made."""
+        copies, inference = self.recording.program.outs, torch.is_inference_mode_enabled()
+        whole = {id(mould): i for i, mould in enumerate(copies) if mould.is_inference() is inference}
+        plain: list[tuple[int, torch.Tensor]] = []
+        for o in self.recording.outputs:
+            copied = id(o.lease) in self._copies
+            special = o.kind != "lease" or o.consumed or o.lazy is not None or (copied and id(o.template) not in whole)
+            if special or o.template is None or self.recording.borrow:
+                return None
+            plain.append((whole[id(o.template)] if copied else -1, o.template))
+        return plain
 
     @property
     def pool(self) -> Any:
@@ -248,11 +249,12 @@ class Player:
                     bump([theirs])
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
-        if self._single is not None:
-            return targets[0] if targets else alias(self._single.template)
+        plain = self._plain
+        if self._one and plain is not None:
+            return targets[0] if targets else alias(plain[0][1])
         made: list[Any] = []
-        if self._simple:
-            made += map(alias, self._templates)
+        if plain is not None:
+            made += [targets[i] if i >= 0 else alias(template) for i, template in plain]
         else:
             for o in self.recording.outputs:
                 t = self._make(o, call, targets)

@@ -58,7 +58,7 @@ from .introspection import (
     has_attributes,
     is_users_class,
     names_in,
-    parts,
+    reading_parts,
     slots_of,
 )
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
@@ -140,7 +140,7 @@ class Reach:
                     for name in f.__dict__.keys() - names:
                         del f.__dict__[name]
 
-            self._hold(Holder("code", lambda: tuple([x for f in functions for x in (*parts(f), len(f.__dict__))]), restore))
+            self._hold(Holder("code", reading_parts(functions), restore))
         if objects or kinds:
             self._hold(kept("class", lambda: (*map(type, objects), *[x for k in kinds for x in (k.__bases__, k.__name__)])))
         if any(isinstance(k, abc.ABCMeta) for k in kinds) and self.mentions.asks_kind:

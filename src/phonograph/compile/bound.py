@@ -84,7 +84,8 @@ class Bound:
 
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether these arguments of the graph have its parameters."""
-        return len(args) == len(self.split.order) and all(map(is_, self.split.state(args), self.state))
+        split, state = self.split, self.state
+        return len(args) == len(split.order) and (not state or all(map(is_, split.state(args), state)))
 
     def __call__(self, *others: Any) -> Any:
         return self._given((*self.state, *others))
@@ -287,4 +288,7 @@ def _is_state(t: Any) -> bool:
 def _taking(places: list[int]) -> _Take:
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda args: tuple(args[i] for i in places)
+    if not places:
+        return lambda args: ()
+    (only,) = places
+    return lambda args: (args[only],)
