@@ -23,8 +23,8 @@ Each call gets another batch than the last, of four. A case has two passes:
     `allocated` while it is recorded, and in `reserved` always.
 
     Right: bit for bit as `torch.compile(model)`, or as the code that was recorded is when it runs unrecorded (Inductor is not
-    asked to let a backward write into what its forward saved), or no further from it than five runs of it are from each
-    other.
+    asked to let a backward write into what its forward saved), or, where five runs of it differ, no further from it than twice
+    what they are from each other.
 
 2.  Without deterministic algorithms, and with nothing left of the first pass: time. All methods are there at once, phonograph
     made last, and take turns. A ratio is the median over the turns of one method's time over the other's in the same turn.
