@@ -14,9 +14,14 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .operators import meaning, operands, written_by
+from .places import Holder
+from .reach import Reach
+from .reliance import changed
 from .trees import Node, flatten
+from .watch import storage_id
 
-__all__ = ["Form", "Meta", "Notes", "form_of", "noting"]
+__all__ = ["Form", "Meta", "Notes", "form_of", "noting", "sizes_of"]
 
 
 class Meta(NamedTuple):
@@ -71,25 +76,47 @@ def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
     return Meta.of(x)
 
 
+def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
+    """The sizes of the tensors that an operator is given."""
+    return [t.size() for t in operands(args, kwargs)]
+
+
 def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
 class Notes:
-    """The forms of these operators in a live call, and the values of their results on the CPU."""
+    """The forms of these operators in a live call, and the values of their results on the CPU. `reach` is what the function can
+    reach: an operator that changes something of that, besides giving its result, cannot run between segments."""
 
-    def __init__(self, operators: Set[OpOverload]) -> None:
+    def __init__(self, operators: Set[OpOverload], reach: Reach) -> None:
         self.operators = operators
+        self.reach: Reach | None = reach
         self.forms: list[Form] = []
         self.values: list[list[Any]] = []
 
     def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+        places, versions, sizes = self._places(), self._versions(operator, args, kwargs), sizes_of(args, kwargs)
         result = operator(*args, **kwargs)
-        self.forms.append(form_of(operator, args, kwargs, result))
+        form = form_of(operator, args, kwargs, result)
+        for hidden in (*changed(places), *(name for name, t, version in versions if t._version != version)):
+            form = form._replace(objection=f"changes {hidden} besides giving its result")
+        if sizes_of(args, kwargs) != sizes:
+            form = form._replace(objection="resizes an argument")
+        self.forms.append(form)
         leaves: list[Any] = []
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])
         return result
+
+    def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
+        return [(h, h.read()) for h in self.reach.holders if h.dial is None] if self.reach is not None else []
+
+    def _versions(self, operator: OpOverload, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor, int]]:
+        """Of the tensors in reach, but for those that the operator says it writes."""
+        reached = self.reach.tensors.values() if self.reach is not None else ()
+        written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
+        return [(name, t, t._version) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
 
 
 class _Noting(TorchDispatchMode):
@@ -112,3 +139,5 @@ def noting(notes: Notes | None) -> Iterator[None]:
     """These operators are noted in the block."""
     with _Noting(notes) if notes is not None and notes.operators else nullcontext():
         yield
+    if notes is not None:
+        notes.reach = None  # which holds all that it has found

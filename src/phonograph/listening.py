@@ -37,6 +37,7 @@ import torch
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
 from .randomness import READS, SETS, asked
+from .torch_private import on_thread_of_autograds
 from .where import users_line
 
 __all__ = ["Listener", "unheard", "watching_python"]
@@ -126,7 +127,7 @@ class Listener:
 
     def concerned(self) -> bool:
         """Whether this thread is part of the capture."""
-        return threading.get_ident() == self._thread or isinstance(threading.current_thread(), threading._DummyThread)
+        return threading.get_ident() == self._thread or on_thread_of_autograds()
 
 
 # -- sys.monitoring

@@ -40,6 +40,7 @@ __all__ = ["Padded"]
 
 _KNOWN = 4096  # kinds of calls that are tried with one recording
 _FAILURES = 8  # verdicts against padding in quick succession, after which a declared size is not tried any more
+_UNTOLD = 8  # calls that did not show whether a declared size may be padded, after which likewise
 
 
 class _Declared(NamedTuple):
@@ -147,7 +148,11 @@ class Padded(Recorded[..., Any]):
             with Ours("tried a padded call"):
                 verdict = never or judged(self._said(pads), pads, call, padded, player, self._reach(call), result)
             if verdict is None:
-                return None
+                history.untold += 1
+                if history.untold < _UNTOLD:
+                    return None
+                verdict = Unpadded(f"gives, or is given, nothing but zeros where {self._said(pads)}, which shows nothing",
+                                   "call it first with other numbers")  # fmt: skip
         except Refusal as e:
             e.let_go()
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)

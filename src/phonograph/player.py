@@ -23,7 +23,7 @@ from .borrowed import Borrowed, Loan, plain
 from .joint import Joint
 from .pool import Fill, once
 from .recording import Output, Recording, memory_of
-from .segments import Diverged
+from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
 from .torch_private import address, alias, bump, use_count
@@ -70,6 +70,8 @@ class Player:
         self._written = [i for i, s in slots if s.written]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
+        if isinstance(recording.program, Segments):
+            recording.program.disturbing = recording.reliances.disturbing
         self._mixed = recording.program.mixed
         self._copies = {id(lease): i for i, lease in enumerate(recording.copied)}
         self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
@@ -188,9 +190,11 @@ class Player:
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
-        except Diverged:
+        except Diverged:  # nothing has happened
             self.played -= 1
-            raise  # nothing has happened
+            if not self.played:
+                self.recording.reliances.grads.restore()  # to what they were before the capture, which this call follows
+            raise
         except BaseException:  # an operator that raises (an index out of range) leaves what was written before it
             self._leave(tensors)
             raise

@@ -40,7 +40,7 @@ from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, overloads, switched_off
 from .player import GRAD, Player
 from .reach import Reach
-from .recorder import Terms, fed, record, recording_here, settled
+from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import Entangled, Recording
 from .segments import Diverged, Unseen
 from .shelf import Found, Shelf
@@ -98,7 +98,7 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "warm",
+    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "untold", "warm",
                  "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any]) -> None:
@@ -108,6 +108,7 @@ class History:
         self.notes: Notes | None = None  # what these gave in the last live call
         self.split = split  # operators that run live between segments
         self.attempts = 0
+        self.untold = 0  # calls that did not show whether they may be padded
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
         self.refusal: Refusal | None = None
@@ -408,7 +409,7 @@ class Recorded(Observed, Generic[P, R]):
             with Within(waits=True):
                 return self._function(*args, **kwargs)
         history = self._history(call.key)
-        notes = history.notes = Notes(history.split)
+        notes = history.notes = Notes(history.split, reach)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         device.tidy()  # now rather than between this call and the capture, which is to find this call's memory
@@ -450,7 +451,7 @@ class Recorded(Observed, Generic[P, R]):
         optimizers.stepped(self._function)
         notes = None
         if isinstance(refusal, Diverged):
-            notes = refusal.history.notes = Notes(refusal.history.split)
+            notes = refusal.history.notes = Notes(refusal.history.split, Reach([(self.name, self._function)], self._heard))
         again = nullcontext() if notes is None else Within(waits=True)
         with again, optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
             return self._function(*args, **kwargs)
@@ -689,8 +690,7 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if recording_here():
             name = getattr(function, "__qualname__", repr(function))
-            raise Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function",
-                          where=users_line())  # fmt: skip
+            refuse(Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function", users_line()))
         return function(*args, **kwargs)
 
     return run

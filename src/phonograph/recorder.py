@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
+import re
 import sys
 import threading
 import traceback
@@ -44,12 +45,12 @@ from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
-from .torch_private import in_inference, parametrizations_are_cached, share_version
+from .torch_private import in_inference, on_thread_of_autograds, parametrizations_are_cached, share_version, transforms_undone
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 
-__all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "settled"]
+__all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "refuse", "settled"]
 
 _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a further one hands out copies
 
@@ -58,14 +59,19 @@ _KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute
 
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
-_recording: list[int] = []  # the thread that captures at the moment
+_recording: list[tuple[int, list[Refusal]]] = []  # the thread that captures at the moment, and what `refuse` has raised there
 
 
 def recording_here() -> bool:
-    """Whether the calling thread is part of a capture: it captures, or it is autograd's, which is no thread of Python's
-    making. Another thread of the user's is not concerned by the capture."""
-    mine = threading.get_ident() in _recording
-    return mine or (bool(_recording) and isinstance(threading.current_thread(), threading._DummyThread))
+    """Whether the calling thread is part of a capture: it captures, or it is autograd's. Another thread of the user's is not
+    concerned by the capture."""
+    return bool(_recording) and (threading.get_ident() == _recording[-1][0] or on_thread_of_autograds())
+
+
+def refuse(refusal: Refusal) -> None:
+    """Raise this in code of the user's that runs as part of a capture. It counts also where that code catches it."""
+    _recording[-1][1].append(refusal)
+    raise refusal
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
             named = captured.names_gradients and in_place
             looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
-            grads.settle(touched, captured.watch.written.keys(), looks, reads)
+            grads.settle(touched, captured.watch.written.keys(), looks, reads, captured.ran_backward)
             leases: dict[int, Lease] = {}
             leaves: list[Any] = []
             shape = flatten(captured.result, leaves)
@@ -157,6 +163,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         reliances=Reliances(reach, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
         effects=_effects(captured.watch, slots, grads),
+        draws=captured.watch.drew,
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
@@ -355,8 +362,8 @@ def _capture(
                 raise
         ran.update(listener.ran)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
-        if listener.found:
-            raise listener.found[0]
+        for refusal in (*said, *listener.found):
+            raise refusal
         overlooked = listener.overlooked or reach.overlooked(listener.ran)
         if overlooked is not None:
             raise overlooked
@@ -375,11 +382,13 @@ def _capture(
         staying = {storage_id(g) for g in grads.read() if g is not None}
         return [x for x in leaves if isinstance(x, torch.Tensor) and _ordinary(x) and storage_id(x) not in staying]
 
-    _recording.append(threading.get_ident())
+    said: list[Refusal] = []
+    _recording.append((threading.get_ident(), said))
     try:
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
-        captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
+        with transforms_undone():
+            captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
         backward = any(code.co_name == "_engine_run_backward" for code in ran)
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
@@ -389,7 +398,7 @@ def _capture(
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
-        first = str(e).strip().split("\n", 1)[0]
+        first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0])
         remedy = next((r for said, r in device.remedies.items() if said in first), "")
         raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True,
                       operator=watches[-1].failed if watches else None) from e  # fmt: skip

@@ -139,7 +139,8 @@ class Recording:
     `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled` memory.
     `outputs` has more than the result has leaves where these are views of what is no result.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
-    memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else.
+    memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else. `draws` is
+    False if it surely draws no random numbers.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Recording:
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
     effects: str = ""
+    draws: bool = True
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()

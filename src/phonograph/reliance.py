@@ -207,10 +207,14 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool) -> None:
+    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool, ran_backward: bool) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
         operator of the call read, `written` those that it wrote. Its code may decide by whether a gradient is there (`looks`),
         and look at one that is (`reads`)."""
+        looked = looks or reads or not touched.isdisjoint(kept.storage for kept in self._before if kept is not None)
+        if not (looked or ran_backward):
+            self.parameters, self._before = [], []  # what becomes of them meanwhile, other threads have done
+            return
         found: list[torch.Tensor] = []
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
@@ -350,6 +354,17 @@ class Reliances:
         if witness.epoch() != self._epoch:
             return self._all_watched()
         return self._rotate() if self._rotates else None
+
+    def disturbing(self) -> Callable[[], bool]:
+        """A function that says whether something has changed since this call. (For the time of one replay: what changes without
+        notice is found before the next one.)"""
+        before, epoch = self._read_hot(), witness.epoch()
+
+        def disturbed() -> bool:
+            now = self._read_hot()
+            return len(now) != len(before) or not all(map(is_, now, before)) or witness.epoch() != epoch
+
+        return disturbed
 
     def _all_watched(self) -> str | None:
         epoch = witness.epoch()

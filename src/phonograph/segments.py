@@ -17,11 +17,12 @@ from torch._ops import OpOverload
 
 from . import operators
 from .errors import Refusal
-from .forms import Form, Meta, Notes, form_of
+from .forms import Form, Meta, Notes, form_of, sizes_of
 from .keys import NoSignature, plain_key
 from .pool import once
 from .reach import Reach
 from .recording import Tensors
+from .reliance import changed
 from .signature import modes
 from .spans import Spans
 from .torch_private import backward_id, below_autograd
@@ -49,6 +50,7 @@ class Break:
     def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str) -> None:
         self.form = form
         self.where = where
+        self._grad_mode = torch.is_grad_enabled()
         self._shape, self._leaves = shape, leaves  # its arguments
         self._places = [i for i, x in enumerate(leaves) if x is _HERE]
         self._inputs: list[torch.Tensor] = []
@@ -67,9 +69,10 @@ class Break:
         for i, t in zip(self._places, self._inputs, strict=True):
             leaves[i] = t
         args, kwargs = unflatten(self._shape, iter(leaves))
-        with Within(waits=True), below_autograd():
+        sizes = sizes_of(args, kwargs)
+        with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode):
             result = self.form.operator(*args, **kwargs)
-            if form_of(self.form.operator, args, kwargs, result) != self.form:
+            if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
                 return False
             found: list[Any] = []
             flatten(result, found)
@@ -97,6 +100,7 @@ class Segments:
         mixed = [p.mixed for p in programs if p.mixed is not None]
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()
+        self.disturbing: Callable[[], Callable[[], bool]] = lambda: bool  # see `Reliances`
         with torch.inference_mode(False), torch.no_grad():
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
         self._generators = generators
@@ -109,12 +113,15 @@ class Segments:
         with torch.no_grad():
             before = [t.clone() for t in self._written]
         states = [g.get_state() for g in self._generators]
+        disturbed = self.disturbing()
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
-            if not live.run():
+            same_form = live.run()
+            if not same_form or disturbed():
                 self._undo(before, states)
-                raise Diverged(f"{live.form.operator.name()} gives a result of another shape than before",
-                               "use an operator whose output has a fixed shape", live.where, this_call=True)  # fmt: skip
+                did = "changes what the function relies on" if same_form else "gives a result of another shape than before"
+                raise Diverged(f"{live.form.operator.name()} {did}", "use an operator whose output has a fixed shape",
+                               live.where, this_call=True)  # fmt: skip
             targets = program.run(())
         return targets
 
@@ -145,6 +152,7 @@ class Cuts:
         self._watch = watch
         self._apart = apart  # why there may be no cut at all
         self._modes = modes()
+        self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.operators else []
         self._outer = outer
         self._before = 0
 
@@ -163,8 +171,13 @@ class Cuts:
         shape = flatten((args, kwargs), leaves)
         for x in leaves:
             self._passable(x, runs)
+        self._watch.dials_lost(leaves)
         mine = [x for x in leaves if isinstance(x, torch.Tensor) and x.device == watch.device]
-        for t in operators.written_by(operators.meaning(operator), args, kwargs):
+        m = operators.meaning(operator)
+        if m.metadata_only or (m.writes_named and m.shape_from_data):
+            raise Refusal(f"{runs}, which may resize a tensor that it is given", "let it make a new one")
+        watch.drew = watch.drew or m.random or not m.compiled
+        for t in operators.written_by(m, args, kwargs):
             watch.writes(t)
         self._check(runs)
         if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
@@ -187,6 +200,8 @@ class Cuts:
             raise Refusal(f"{runs}, {self._apart}", "call it outside the recorded function")
         if self._reach.mentions.catches:
             raise Refusal(f"{runs}, and has an except clause", "let the exception out, and catch it around the call")
+        for place in changed(self._held):
+            raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
         now, then = modes(), self._modes
         if now[1:] != then[1:] or now[0][1:] != then[0][1:]:
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,19 +23,20 @@ import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
+from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd",
-           "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart",
-           "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched",
-           "is_composite", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when",
-           "maker", "may_run_backward", "missing", "module_hooks", "module_settings", "optimizer_hooks",
-           "original_views", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
-           "recomputed_part", "replica_calling", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
-           "share_version", "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace",
-           "tensor_check", "tracing_state", "transformed", "unbacked", "use_count", "view_like", "when_backward_ends",
-           "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
+           "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device",
+           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_recomputed",
+           "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite", "keeps_graph",
+           "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "missing",
+           "module_hooks", "module_settings", "on_thread_of_autograds", "optimizer_hooks", "original_views", "own_call",
+           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
+           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
+           "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed",
+           "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
+           "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -199,7 +201,15 @@ _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_gr
 
 
 backward_id: Callable[[], int] = _c("_current_graph_task_id")
-"""Within a backward: its number; one that runs within another has its own."""
+"""Within a backward: its number; one that runs within another has its own. Otherwise -1."""
+
+
+def on_thread_of_autograds() -> bool:
+    """Whether this is a thread of autograd's, which is none of Python's making, at work on a backward. Others make threads in C
+    as well."""
+    return backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+
+
 may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", bool)
 """Whether this is no backward for chosen inputs only (`torch.autograd.grad`), which cannot have one of its own."""
 
@@ -345,6 +355,41 @@ tracing_state: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambd
 def transformed() -> bool:
     """Whether a functorch transform (grad, vmap, jvp) is going on."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_hooks_of_saved: Any = getattr(torch._C, "_autograd", None)
+
+
+@contextmanager
+def transforms_undone() -> Iterator[None]:
+    """If the block raises: end those of functorch's transforms that have begun in it, and a level of forward-mode derivatives,
+    and let saved tensors have hooks as before. Dynamo writes their beginnings and ends into graphs as calls of their own: an
+    exception between them would leave all of that as it is, for the whole process."""
+    depth = _functorch.get_dynamic_layer_stack_depth()
+    disabled = _hooks_of_saved._saved_tensors_hooks_get_disabled_error_message()
+    level = forward_ad._current_level
+    try:
+        yield
+    except BaseException:
+        if _functorch.get_dynamic_layer_stack_depth() > depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if level < 0:
+            _end_dual_level()
+        if disabled is None:
+            _hooks_of_saved._saved_tensors_hooks_enable()
+        else:
+            _hooks_of_saved._saved_tensors_hooks_disable(disabled)
+        raise
+
+
+def _end_dual_level() -> None:
+    """There is one at most, and its own functions are the only ones that know of it."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:  # within another
+        level = 0
+    torch._C._exit_dual_level(level=level)
 
 
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)

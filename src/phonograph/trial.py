@@ -105,7 +105,9 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
     live = _Leaves(result)
     args, kwargs = padded.like
     moulds: Moulds | None = None
-    with _nothing_drawn(generators_in(reach)):
+    if not all(map(_can_show, _padded(pads, args, kwargs))):
+        return None
+    with _nothing_drawn(generators_in(reach) if player.recording.draws else ()):
         for rows, fills in _TRIALS:
             first: _Leaves | None = None
             for fill in fills:
@@ -128,6 +130,15 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
                     raise Unpadded(f"gives another result where {where} with other values", _MASK)
     assert moulds is not None
     return moulds
+
+
+def _padded(pads: Pads, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [plain(kwargs[at] if isinstance(at, str) else args[at]) for at in pads]
+
+
+def _can_show(t: torch.Tensor) -> bool:
+    """Whether other rows and another padding can be made of an argument: of zeros, which may be indices, there can not."""
+    return t.dtype is torch.bool or bool(t.any())
 
 
 def _tells_nothing(leaf: Any) -> bool:

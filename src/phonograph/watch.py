@@ -92,6 +92,7 @@ class OperatorWatch(TorchDispatchMode):
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.dials: Dials | None = None
+        self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
 
     @classmethod
@@ -220,6 +221,11 @@ class OperatorWatch(TorchDispatchMode):
             generator = kwargs.get("generator")
             if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
                 self.meet(generator)
+
+    def dials_lost(self, values: Sequence[Any]) -> None:
+        """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""
+        if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
+            self.dials.lost = True
 
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         """This tensor is going to be written; it had that version before, if not the one that it has now."""

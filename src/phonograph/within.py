@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from .torch_private import on_thread_of_autograds
+
 __all__ = ["Within", "inside"]
 
 _thread = threading.local()
@@ -14,7 +16,7 @@ def inside() -> bool:
     while some thread does: then it runs the backward of that function."""
     if getattr(_thread, "depth", 0) > 0:
         return True
-    return Within.running > 0 and isinstance(threading.current_thread(), threading._DummyThread)
+    return Within.running > 0 and on_thread_of_autograds()
 
 
 class Within:

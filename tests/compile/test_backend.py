@@ -6,6 +6,7 @@ import importlib.metadata
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 
 import pytest
@@ -624,3 +625,26 @@ def test_c04_autograd_hears_of_parameters_that_are_written(device, inner, writes
             detached.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             before.backward()
+
+
+@pytest.mark.parametrize("transform", ["per-sample gradients", "forward mode"])
+def test_c12_a_capture_that_fails_within_a_transform_of_functorchs(device, transform):
+    """Dynamo writes these into a graph as a call where it begins and one where it ends; the second does not come then."""
+    w = torch.nn.Parameter(torch.ones(3, device=device))
+
+    def per_sample(x):
+        return torch.func.vmap(torch.func.grad(lambda w, x: (w * x).sin().sum()), (None, 0))(w, x).norm()
+
+    def forward_mode(x):
+        return torch.func.jvp(lambda x: (w * x).sin(), (x,), (torch.ones_like(x),))[1].sum()
+
+    function = per_sample if transform == "per-sample gradients" else forward_mode
+    fast = torch.compile(function, backend=backend, options={"inner": "eager"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for n in range(5):
+            x = torch.full((2, 3), 0.5 + n, device=device)
+            torch.testing.assert_close(fast(x), function(x))
+    x = torch.ones(3, device=device, requires_grad=True)
+    assert checkpoint(lambda x: (x * w).sum(), x, use_reentrant=False).item() == 3.0
+    assert torch.func.jvp(torch.sin, (x.detach(),), (x.detach(),))[1].shape == (3,)

@@ -1,5 +1,7 @@
 """C14-C20: living with others. Threads, streams, nesting, memory, pickling, the end of things, bounds, being told."""
 
+import _thread
+import contextlib
 import copy
 import gc
 import inspect
@@ -226,6 +228,82 @@ def test_c14_a_live_part_that_mutates_and_draws(device):
     both = side_by_side(make)
     for n in range(7):
         both(ramp(device, 3, start=n))
+
+
+def caught(calls, x):
+    try:
+        return calls(x)
+    except Exception:
+        return x * 0
+
+
+def suppressed(calls, x):
+    with contextlib.suppress(Exception):
+        x = calls(x)
+    return x * 2
+
+
+def left_behind(calls, x):
+    try:
+        y = x * 3
+        calls(x)
+    finally:
+        return y  # noqa: B012 - that is what is tested
+
+
+@may_run_live
+@pytest.mark.parametrize("catching", [caught, suppressed, left_behind])
+def test_c14_a_live_part_in_code_that_catches_exceptions(device, catching):
+    """What keeps it from being recorded is an exception, which is not that code's business."""
+
+    def make():
+        ran = []
+
+        @pg.live
+        def part(x):
+            ran.append(1)
+            return x * len(ran)
+
+        return lambda x: catching(part, x), ran
+
+    both = side_by_side(make)
+    for n in range(6):
+        both(ramp(device, 3, start=n))
+    assert len(both.state) == 6
+
+
+def test_c14_a_live_part_in_a_thread_of_another_make(device):
+    """Python knows as little of it as of autograd's: what it runs is no part of a capture here."""
+
+    @pg.live
+    def part(n):
+        return n + 1
+
+    raised, ran, stop = [], [], []
+
+    def foreign():
+        while not stop:
+            try:
+                ran.append(part(1))
+            except Exception as e:
+                raised.append(e)
+            time.sleep(0.0002)
+
+    def function(x):
+        for _ in range(100):
+            x = x * 1.01
+        return x
+
+    recorded = pg.record(function)
+    _thread.start_new_thread(foreign, ())
+    for n in range(1, 6):
+        for _ in range(3):
+            recorded(ramp(device, n))
+    stop.append(1)
+    time.sleep(0.01)
+    assert not raised
+    assert ran
+    assert pg.stats(recorded).recorded == 5
 
 
 def test_c14_a_live_function_is_a_plain_function_elsewhere(device):

@@ -1756,3 +1756,34 @@ def test_c08_what_goes_around_the_methods_of_a_parameter_is_found_late(device):
             f(x)
         for _ in range(4):
             assert_same(f(x), sum(weights, x))
+
+
+class Setting:
+    scale = 1
+
+
+@torch.library.custom_op("phonograph_tests::by_setting", mutates_args=())
+def by_setting(x: torch.Tensor) -> torch.Tensor:
+    return x * Setting.scale * (2 if torch.is_grad_enabled() else 3)
+
+
+def in_no_grad(x):
+    with torch.no_grad():
+        return by_setting(x * 2)
+
+
+def with_another_scale(x):
+    Setting.scale = 5
+    y = by_setting(x * 2)
+    Setting.scale = 1
+    return y
+
+
+@may_run_live
+@pytest.mark.parametrize("function", [in_no_grad, with_another_scale])
+def test_c09_what_an_operator_of_the_users_own_asks_for(device, function):
+    """Its code runs in each replay on the CPU, where it is called from."""
+    recorded = pg.record(function)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        assert_same(recorded(x), function(x))

@@ -697,3 +697,38 @@ def test_c02_truth_values_that_were_all_the_same(device):
     for n in range(8):
         x, mask = torch.randn(3, 4, device=device), torch.full((3, 4), n >= 4, device=device)
         assert_same(f(x, mask), function(x, mask))
+
+
+ZEROS = {
+    "softmax over all": lambda table: lambda x: torch.softmax(table[x] @ table[x].T, -1) @ table[x],
+    "the mean of all": lambda table: lambda x: table[x].mean(0, keepdim=True),
+    "the order": lambda table: lambda x: table[x].flip(0),
+}
+
+
+@pytest.mark.parametrize("make", ZEROS.values(), ids=ZEROS)
+def test_c18_indices_that_are_all_zero_show_nothing(device, quiet, make):
+    """The usual dummy call: what is in the padding, and in other rows, can only be zero as well."""
+    torch.manual_seed(0)
+    function = make(torch.randn(10, 4, device=device))
+    f = pg.record(function, shapes={"x": {0: [4, 8]}})
+    for ids in ([0, 0, 0], [0, 0, 0], [1, 5, 7], [1, 5, 7], [2, 3], [2, 3, 4, 5, 6], [1, 0, 2]):
+        x = torch.tensor(ids, device=device)
+        check(f, function, x)
+
+
+def test_c18_numbers_that_are_all_zero_show_nothing(device, quiet):
+    b = torch.ones((), device=device)
+    f = pg.record(lambda x: x / x.shape[0] + b, shapes={"x": {0: [4, 8]}})
+    for n in range(8):
+        x = torch.full((3,), float(n // 3), device=device)
+        check(f, lambda x: x / x.shape[0] + b, x)
+
+
+def test_c18_an_argument_that_is_zero_each_time_is_padded_no_more(device, quiet):
+    f = pg.record(lambda x, kind: x * 2 + kind, shapes={"x": {0: [4, 8]}, "kind": {0: [4, 8]}})
+    for n in range(30):
+        x = torch.arange(3.0, device=device) + n
+        check(f, lambda x, kind: x * 2 + kind, x, torch.zeros(3, dtype=torch.long, device=device))
+    assert pg.stats(f).replayed > 10
+    assert "zero" in pg.explain(f)

@@ -4,6 +4,8 @@ import copy
 import gc
 import io
 import pickle
+import threading
+import time
 import weakref
 from functools import partial
 
@@ -337,6 +339,28 @@ def test_c06_a_weight_of_two_recorded_modules(device):
     for module in ours:
         assert pg.stats(module).replayed >= 5, pg.explain(module)
         assert all(b.stats().replayed >= 4 for b in pg.api._recorded(module)._backwards)
+
+
+@pytest.mark.parametrize("delay", [0, 0.01, 0.02, 0.04])
+def test_c14_gradients_that_another_thread_adds_while_a_forward_is_captured(device, delay):
+    """A forward has no business with them; so neither its end nor its failure puts them back."""
+
+    def gradients(record):
+        net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)]).to(device)
+        for p in net.parameters():
+            p.data.fill_(0.25)
+        if record:
+            pg.record(net, warmup=1)
+        x = torch.ones(3, 4, device=device)
+        first = net(x).sum()
+        add = threading.Thread(target=lambda: (time.sleep(delay), first.backward()))
+        add.start()
+        second = net(x).sum()
+        add.join()
+        second.backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    assert_same(gradients(True), gradients(False))
 
 
 def test_c06_backward_a_second_time_raises_what_eager_raises(device):

@@ -1,6 +1,9 @@
 """`fallback="split"`: operators that need the host run live between the segments of a recording."""
 
 import pickle
+import threading
+import time
+import warnings
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 import phonograph as pg
 from phonograph import recorder
 from phonograph.devices import device_for
+from phonograph.testing import assert_same
 from tests.helpers import may_run_live, side_by_side
 
 
@@ -330,3 +334,172 @@ def test_c18_a_signature_whose_recordings_have_gone_leaves_no_place_behind(devic
             x = ramp(device, size, start=1.0)
             assert torch.equal(f(x), x * 2)
     assert len(f._shelf) == 2
+
+
+class Meter:
+    count = 0
+    scale = 1
+    marks: torch.Tensor
+
+
+@torch.library.custom_op("phonograph_tests::metering", mutates_args=())
+def metering(x: torch.Tensor) -> torch.Tensor:
+    Meter.count = int((x > 0).sum())
+    return x.clone()
+
+
+@torch.library.custom_op("phonograph_tests::marking", mutates_args=())
+def marking(x: torch.Tensor) -> torch.Tensor:
+    Meter.marks += int((x > 0).sum())
+    return x.clone()
+
+
+@torch.library.custom_op("phonograph_tests::scaling", mutates_args=())
+def scaling(x: torch.Tensor) -> torch.Tensor:
+    return x * Meter.scale * (2 if torch.is_grad_enabled() else 3) * int((x > -9).sum())
+
+
+@torch.library.custom_op("phonograph_tests::rarely", mutates_args=())
+def rarely(x: torch.Tensor) -> torch.Tensor:
+    if int((x > 0).sum()) == 1:
+        Meter.count += 1
+    return x.clone()
+
+
+def scaled_for_a_time(x):
+    Meter.scale = 5
+    y = scaling(x)
+    Meter.scale = 1
+    return y
+
+
+def in_no_grad(x):
+    with torch.no_grad():
+        return scaling(x)
+
+
+BESIDE = {
+    "changes what comes after it reads": lambda x: metering(x * 2) * Meter.count,
+    "writes a tensor that comes after it": lambda x: marking(x * 2) * Meter.marks,
+    "changes, at times, what comes after it reads": lambda x: rarely(x * 2) * (1 if Meter.count == 0 else 2),
+    "reads what is changed around it": scaled_for_a_time,
+    "asks for the grad mode": in_no_grad,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", BESIDE.values(), ids=BESIDE)
+def test_c08_a_live_operator_that_does_something_besides_its_result(device, function):
+    xs = [torch.tensor(v, device=device) for v in ([1.0, 2.0], [1.0, 2.0], [3.0, 2.0], [3.0, -2.0], [4.0, 4.0], [-1.0, -2.0])]
+    found = []
+    for f in (function, pg.record(function, fallback="split")):
+        Meter.count, Meter.marks = 0, torch.zeros((), device=device)
+        found.append([f(x).tolist() for x in xs])
+    assert found[0] == found[1]
+
+
+@may_run_live
+def test_c06_gradients_of_a_call_that_begins_again_where_it_would_be_replayed_first(device):
+    """The capture leaves gradients as a replay would; the live call that follows must not add to them."""
+
+    def make():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4).to(device)
+
+        def step(x):
+            loss = net(x).square().sum()
+            loss.backward()
+            return loss.detach() + (x > 0).nonzero().sum()
+
+        return net, step
+
+    (ours, step), (theirs, eager) = make(), make()
+    recorded = pg.record(step, fallback="split")
+    for n in range(9):
+        x = torch.ones(4, device=device)
+        x[: n % 3] = -1
+        ours.zero_grad()
+        theirs.zero_grad()
+        assert_same((recorded(x), ours.weight.grad), (eager(x), theirs.weight.grad))
+
+
+@may_run_live
+@pytest.mark.parametrize("operator", ["aten::add_", "aten::addcdiv_"])
+def test_c10_a_learning_rate_that_goes_to_a_live_operator(device, operator):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4).to(device)
+        kind = torch.optim.SGD if operator == "aten::add_" else torch.optim.RMSprop
+        optimizer = kind(net.parameters(), lr=0.01, foreach=False)
+
+        def step(x):
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+
+        return net, optimizer, step
+
+    (ours, optimizer, step), (theirs, live, eager) = make(), make()
+    recorded = pg.record(step, fallback="split", split_at=[operator])
+    for n in range(10):
+        optimizer.param_groups[0]["lr"] = live.param_groups[0]["lr"] = 0.01 / (1 + n // 4)
+        x = ramp(device, 4, start=n)
+        recorded(x)
+        eager(x)
+        torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+@may_run_live
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_c03_an_operator_that_may_resize_what_it_is_given(device, where):
+    found = torch.empty(6, 1, dtype=torch.long, device=device)
+
+    def function(x):
+        into = found if where == "outside" else torch.empty(0, dtype=torch.long, device=device)
+        torch.nonzero(x > 0, out=into)
+        return into + 1
+
+    recorded = pg.record(function, fallback="split")
+    for k in (6, 6, 6, 4, 4):
+        x = torch.ones(6, device=device)
+        x[k:] = -1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="An output with one or more elements was resized")
+            expected = function(x)
+            found.resize_(6, 1)
+            assert_same(recorded(x), expected)
+            assert where == "inside" or len(found) == k
+            found.resize_(6, 1)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", ["split", "padded"])
+def test_c02_what_another_thread_draws_meanwhile(how):
+    """A call that begins again, or is tried, puts generators back; where it draws nothing there is nothing to put back."""
+
+    def net(x):
+        for _ in range(300):
+            x = x @ torch.eye(64)
+        return x if how == "padded" else (x > 0).nonzero().sum()
+
+    sizes = (3, 5, 6, 7, 2, 3, 5, 6, 7) if how == "padded" else (3, 3, 3, 4, 4, 4, 5, 5, 5)
+    torch.manual_seed(0)
+    right = [torch.rand(()).item() for _ in range(20_000)]
+    torch.manual_seed(0)
+    drawn, stop = [], []
+
+    def loader():
+        while not stop:
+            drawn.append(torch.rand(()).item())
+            time.sleep(0.0005)
+
+    f = pg.record(net, shapes={"x": {0: [4, 8]}}) if how == "padded" else pg.record(net, fallback="split")
+    thread = threading.Thread(target=loader)
+    thread.start()
+    with torch.no_grad():
+        for k in sizes:
+            f(torch.ones(k, 64) if how == "padded" else torch.cat([torch.ones(k, 64), -torch.ones(8 - k, 64)]))
+    stop.append(1)
+    thread.join()
+    assert drawn == right[: len(drawn)]
+    assert pg.stats(f).replayed >= 2

@@ -101,7 +101,7 @@ class Tape(OperatorWatch):
         self._places: dict[int, _Place] = {}
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
-        self._drew = False
+        self.drew = False
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
@@ -123,7 +123,11 @@ class Tape(OperatorWatch):
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
-        self._drew = self._drew or m.random or not m.compiled  # Python code of others may draw without saying so
+        self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
+        if not m.compiled:
+            for place in changed(self._before):
+                raise Refusal(f"{m.name}, which may be code that asks for it, is called while {place} is changed for a time",
+                              "change it outside, around the call")  # fmt: skip
         out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
         if results and all(t.is_meta for t in results):
@@ -161,7 +165,7 @@ class Tape(OperatorWatch):
             return
         if name:
             self.touched.add(storage_id(state))
-        self._drew = True
+        self.drew = True
         self._steps.append(_Step(torch.default_generator.set_state, (self._note(state),), {}, []))
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
@@ -213,7 +217,7 @@ class Tape(OperatorWatch):
         # Backwards: two storage objects may stand for one memory (borrowed arguments), and the first copy is the oldest.
         for storage, old in reversed(self._undo):
             storage.copy_(old)
-        for generator, state in self._generator_states if self._drew else ():
+        for generator, state in self._generator_states if self.drew else ():
             generator.set_state(state)
 
     def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
@@ -226,7 +230,7 @@ class Tape(OperatorWatch):
         for _, part, inputs, results in self._cuts:
             with torch.inference_mode(False), torch.no_grad():
                 part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
-        generators = [g for g, _ in self._generator_states]
+        generators = [g for g, _ in self._generator_states] if self.drew else []
         return Segments(programs, [part for _, part, *_ in self._cuts], self.undone, generators, len(self._steps))
 
     def close(self, leaving: set[int]) -> dict[int, Made]:
@@ -259,10 +263,17 @@ _RAISING = tuple(f"aten::{name}" for name in (
     "_ctc_loss", "segment_reduce", "bincount", "masked_scatter", "_embedding_bag", "bernoulli", "normal", "max_unpool", "histc",
     "repeat_interleave",
 ))  # fmt: skip
-_ASKS_FOR_GRAD_MODE = {aten.mkldnn_rnn_layer.default}  # whether to return what its backward needs
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
             aten.new_empty_strided.default}  # fmt: skip
+
+
+def _asks_for_grad_mode(func: Any) -> bool:
+    """Whether an operator may do something else where gradients are wanted: this one returns what its backward needs; what
+    others than torch have made may do what it likes."""
+    return func is aten.mkldnn_rnn_layer.default or (
+        isinstance(func, torch._ops.OpOverload) and not operators.meaning(func).compiled
+    )
 
 
 def _in_grad_mode(enabled: bool, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -335,6 +346,8 @@ class TapeProgram:
             return None
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
+        if _asks_for_grad_mode(step.func):
+            return partial(_run_and_copy, partial(_in_grad_mode, step.grad_mode, step.func._op), args, kwargs, outs)
         if not any(o is not None for o in outs):
             return partial(step.func, *args, **kwargs)
         if step.func is _read_state:
@@ -343,8 +356,6 @@ class TapeProgram:
             return partial(aten.fill_.Scalar, outs[0], _FILLS[step.func](step.args, step.kwargs))
         if step.func in _COPIES:
             return partial(aten.copy_.default, outs[0], args[0])
-        if step.func in _ASKS_FOR_GRAD_MODE:
-            return partial(_run_and_copy, partial(_in_grad_mode, step.grad_mode, step.func._op), args, kwargs, outs)
         if step.variant is not None:
             return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
