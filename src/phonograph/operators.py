@@ -24,9 +24,9 @@ class Meaning(NamedTuple):
 
     `writes` are the positions, `writes_named` the names, of arguments that it may write. `reads_host` and
     `shape_from_data` refuse a recording; `metadata_only` operators (`t_`, `squeeze_`) change what a tensor object shows,
-    and no memory. For all others than the `refusable` there is nothing to `check`; `compiled` says that it is no Python code.
-    `constant` operators hand in a tensor that Python code just made from numbers (`torch.tensor(2.0)`); `converts` those that
-    may make integers of any size of floating-point numbers.
+    and no memory. For all others than the `refusable` there is nothing to `check`. `compiled` says that it is no Python code,
+    `others` that somebody else than torch has made it. `constant` operators hand in a tensor that Python code just made from
+    numbers (`torch.tensor(2.0)`); those that `converts` may make integers of any size of floating-point numbers.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Meaning(NamedTuple):
     metadata_only: bool
     refusable: bool
     compiled: bool
+    others: bool
     communicates: bool
     constant: bool
     converts: bool
@@ -81,6 +82,7 @@ _METADATA = {f"aten::{name}" for name in (
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
+_TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
@@ -123,6 +125,7 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
         torch.Tag.inplace_view in tags,
         reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         schema.name.startswith("aten::"),
+        schema.name.split("::")[0] not in _TORCHS,
         schema.name.startswith(("c10d", "_c10d")),
         schema.name in _CONSTANT,
         schema.name in _CONVERTING,

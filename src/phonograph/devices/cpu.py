@@ -124,7 +124,7 @@ class Tape(OperatorWatch):
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
-        if not m.compiled:
+        if m.others:
             for place in changed(self._before):
                 raise Refusal(f"{m.name}, which may be code that asks for it, is called while {place} is changed for a time",
                               "change it outside, around the call")  # fmt: skip
@@ -271,9 +271,7 @@ _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_stride
 def _asks_for_grad_mode(func: Any) -> bool:
     """Whether an operator may do something else where gradients are wanted: this one returns what its backward needs; what
     others than torch have made may do what it likes."""
-    return func is aten.mkldnn_rnn_layer.default or (
-        isinstance(func, torch._ops.OpOverload) and not operators.meaning(func).compiled
-    )
+    return func is aten.mkldnn_rnn_layer.default or (isinstance(func, torch._ops.OpOverload) and operators.meaning(func).others)
 
 
 def _in_grad_mode(enabled: bool, op: Any, *args: Any, **kwargs: Any) -> Any:
