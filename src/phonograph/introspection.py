@@ -19,7 +19,7 @@ import torch
 import torch.distributions
 import torch.utils.data
 
-from .where import is_users
+from .where import is_users, written_out
 
 __all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with",
            "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "reading_parts",
@@ -53,7 +53,7 @@ def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[Any, 
     called in each replay, and so it is written out."""
     names = {f"f{i}": f for i, f in enumerate(functions)}
     read = "".join(f"{f}.{part}, " for f in names for part in _PARTS) + "".join(f"len({f}.__dict__), " for f in names)
-    reading: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({read})", names)
+    reading: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({read})", names)
     return reading
 
 

@@ -149,6 +149,8 @@ def _monitoring(listener: Listener) -> Iterator[None]:
 
     def started(code: CodeType, offset: int) -> Any:
         if code not in listener.ran:
+            if not listener.concerned():
+                return None  # another thread is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
         if code in listener.caching or code in SETS:
             return listener.started(sys._getframe(1))

@@ -33,6 +33,7 @@ from .places import Holder
 from .randomness import share_state
 from .reach import FEW, Reach
 from .torch_private import address, bump, tensor_check, use_count
+from .where import written_out
 
 __all__ = ["Grads", "Reliances", "Snapshot", "changed", "same"]
 
@@ -409,7 +410,7 @@ def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], li
     comparison then does for all."""
     names = {f"r{i}": read for i, read in enumerate(reads)} | {f"m{i}": object() for i in range(len(reads))}
     parts = ", ".join(f"m{i}, *r{i}()" for i in range(len(reads)))
-    together: Callable[[], list[Any]] = eval(f"lambda: [{parts}]", names)
+    together: Callable[[], list[Any]] = written_out(f"lambda: [{parts}]", names)
     return together
 
 

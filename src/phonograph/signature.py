@@ -21,6 +21,7 @@ from .borrowed import Borrowed, plain
 from .keys import NoSignature, plain_key
 from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks, tracing_state
 from .trees import Node, flatten
+from .where import written_out
 
 __all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "put_back", "tensor_key", "unseen"]
 
@@ -236,7 +237,7 @@ def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ..
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""
     names = {f"g{i}": get for i, get in enumerate(getters)}
-    calls: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
+    calls: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
     return calls
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 
 from .introspection import slots_of
 from .keys import nested_key
+from .where import written_out
 
 __all__ = ["Node", "containers", "flatten", "inside", "kinds", "labels", "rebuilding", "unflatten"]
 
@@ -53,7 +54,7 @@ def rebuilding(node: Node | None) -> Callable[[list[Any]], Any]:
     replay, and is some five times as fast."""
     names: dict[str, Any] = {}
     expression, _ = _written(node, 0, names, 0)
-    rebuild: Callable[[list[Any]], Any] = eval(f"lambda m: {expression}", names)
+    rebuild: Callable[[list[Any]], Any] = written_out(f"lambda m: {expression}", names)
     return rebuild
 
 

@@ -8,11 +8,12 @@ import sys
 import sysconfig
 from functools import cache
 from types import FrameType
+from typing import Any
 
 import torch
 
 __all__ = ["LIBRARY", "STDLIB", "USER", "is_compiled", "is_ours", "is_torchs", "is_users", "origin", "runs_through",
-           "users_line", "works_for"]  # fmt: skip
+           "users_line", "works_for", "written_out"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -41,6 +42,11 @@ def is_users(filename: str) -> bool:
 def is_ours(filename: str) -> bool:
     """Whether a source file is of this library."""
     return filename.startswith(_OURS)
+
+
+def written_out(expression: str, names: dict[str, Any]) -> Any:
+    """The value of a Python expression that this library has made: code that it defines is code of this library."""
+    return eval(compile(expression, __file__, "eval"), names)
 
 
 @cache
