@@ -137,7 +137,9 @@ class _Noting(TorchDispatchMode):
 @contextmanager
 def noting(notes: Notes | None) -> Iterator[None]:
     """These operators are noted in the block."""
-    with _Noting(notes) if notes is not None and notes.operators else nullcontext():
-        yield
-    if notes is not None:
-        notes.reach = None  # which holds all that it has found
+    try:
+        with _Noting(notes) if notes is not None and notes.operators else nullcontext():
+            yield
+    finally:
+        if notes is not None:
+            notes.reach = None  # which holds all that it has found
