@@ -89,17 +89,19 @@ class Notes:
     """The forms of these operators in a live call, and the values of their results on the CPU. `reach` is what the function can
     reach: an operator that changes something of that, besides giving its result, cannot run between segments."""
 
-    def __init__(self, operators: Set[OpOverload], reach: Reach) -> None:
+    def __init__(self, operators: Set[OpOverload], reach: Reach | None) -> None:
         self.operators = operators
-        self.reach: Reach | None = reach
+        self.reach = reach
         self.forms: list[Form] = []
         self.values: list[list[Any]] = []
 
     def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
-        places, versions, sizes = self._places(), self._versions(operator, args, kwargs), sizes_of(args, kwargs)
+        written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
+        places, before, sizes = self._places(), self._tensors(written), sizes_of(args, kwargs)
         result = operator(*args, **kwargs)
         form = form_of(operator, args, kwargs, result)
-        for hidden in (*changed(places), *(name for name, t, version in versions if t._version != version)):
+        now = self._tensors(written)
+        for hidden in (*changed(places), *(name for name, was in before.items() if now.get(name) != was)):
             form = form._replace(objection=f"changes {hidden} besides giving its result")
         if sizes_of(args, kwargs) != sizes:
             form = form._replace(objection="resizes an argument")
@@ -112,11 +114,12 @@ class Notes:
     def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
         return [(h, h.read()) for h in self.reach.holders if h.dial is None] if self.reach is not None else []
 
-    def _versions(self, operator: OpOverload, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor, int]]:
-        """Of the tensors in reach, but for those that the operator says it writes."""
+    def _tensors(self, written: Set[int]) -> dict[str, tuple[int, int, int]]:
+        """By name, where tensors in reach lie, their versions and which gradients they have; but for those that the operator
+        says it writes."""
         reached = self.reach.tensors.values() if self.reach is not None else ()
-        written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
-        return [(name, t, t._version) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
+        plain = [(name, t) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
+        return {name: (t.data_ptr(), t._version, id(t.grad) if t.is_leaf else 0) for name, t in plain}
 
 
 class _Noting(TorchDispatchMode):

@@ -79,11 +79,11 @@ _METADATA = {f"aten::{name}" for name in (
     "_nested_get_ragged_idx", "_nested_tensor_storage_offsets", "_fused_sdp_choice", "_use_cudnn_ctc_loss",
     "_use_miopen_ctc_loss",
 )}  # fmt: skip
-# They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
 _TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
+# They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "

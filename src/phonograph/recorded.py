@@ -375,6 +375,8 @@ class Recorded(Observed, Generic[P, R]):
         self._counters.replayed -= 1
         self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         history = diverged.history = self._history(call.key)
+        with suppress(Refusal), Ours("looked at what the function can reach"):
+            history.notes = Notes(history.split, self._reach(call))
         if history.changed(self._counters.replayed) > _CHANGES:
             history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
 
@@ -405,14 +407,14 @@ class Recorded(Observed, Generic[P, R]):
                 reach = self._reach(call)
                 device = self._device(call, reach)
                 optimizers.prepare(reach.optimizers)
+                device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
             with Within(waits=True):
                 return self._function(*args, **kwargs)
         history = self._history(call.key)
-        notes = history.notes = Notes(history.split, reach)
+        notes = history.notes = Notes(history.split, reach if history.split else None)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
-        device.tidy()  # now rather than between this call and the capture, which is to find this call's memory
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
@@ -449,9 +451,7 @@ class Recorded(Observed, Generic[P, R]):
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
         self._counters.live += 1
         optimizers.stepped(self._function)
-        notes = None
-        if isinstance(refusal, Diverged):
-            notes = refusal.history.notes = Notes(refusal.history.split, Reach([(self.name, self._function)], self._heard))
+        notes = refusal.history.notes if isinstance(refusal, Diverged) else None
         again = nullcontext() if notes is None else Within(waits=True)
         with again, optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
             return self._function(*args, **kwargs)

@@ -21,9 +21,10 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import is_
 from types import CodeType
 from typing import Any
@@ -65,7 +66,8 @@ _recording: list[tuple[int, list[Refusal]]] = []  # the thread that captures at 
 def recording_here() -> bool:
     """Whether the calling thread is part of a capture: it captures, or it is autograd's. Another thread of the user's is not
     concerned by the capture."""
-    return bool(_recording) and (threading.get_ident() == _recording[-1][0] or on_thread_of_autograds())
+    now = _recording[-1:]
+    return bool(now) and (now[0][0] == threading.get_ident() or on_thread_of_autograds())
 
 
 def refuse(refusal: Refusal) -> None:
@@ -128,7 +130,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
             named = captured.names_gradients and in_place
             looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
-            grads.settle(touched, captured.watch.written.keys(), looks, reads, captured.ran_backward)
+            grads.settle(touched, captured.watch.written.keys(), looks, reads)
             leases: dict[int, Lease] = {}
             leaves: list[Any] = []
             shape = flatten(captured.result, leaves)
@@ -322,7 +324,7 @@ def _capture(
     outer = {id(x) for x in reach._keep}
     given: set[int] = set()
     stood: list[torch.Tensor] = []
-    ran: set[CodeType] = set()
+    ran: list[set[CodeType]] = []
     watches: list[OperatorWatch] = []
     apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
 
@@ -350,6 +352,7 @@ def _capture(
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
         with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
+            ran.append(listener.ran)
             called: Any = function
             state = _state_of(function) if tracing is not None else ()
             if tracing is not None and state:
@@ -360,7 +363,6 @@ def _capture(
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
                 raise
-        ran.update(listener.ran)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):
             raise refusal
@@ -387,12 +389,12 @@ def _capture(
     try:
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
-        with transforms_undone():
+        with transforms_undone(lambda: chain(*ran)):
             captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
-        backward = any(code.co_name == "_engine_run_backward" for code in ran)
+        backward = any(code.co_name == _BACKWARD for code in chain(*ran))
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
-        hooks = sets_hook.__code__ in ran or any("hook" in name for name in reach.mentions.names)
-        named = any("grad" in code.co_names for code in ran)
+        hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
+        named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood))  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
@@ -404,6 +406,18 @@ def _capture(
                       operator=watches[-1].failed if watches else None) from e  # fmt: skip
     finally:
         _recording.pop()
+        if grads.shared and not _may_change_gradients(chain(*ran), reach):
+            grads.leave_alone()
+
+
+_BACKWARD = "_engine_run_backward"  # the function of torch's that each backward goes through
+_SETTERS = frozenset({"setattr", "__setattr__", "delattr", "__delattr__"})
+
+
+def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
+    """Whether a call may have given parameters other gradients, going by the code that ran."""
+    asks = reach.looks_at_gradients or reach.mentions.reads_gradients or reach.mentions.looks_around
+    return asks or any(c.co_name == _BACKWARD or "grad" in c.co_names or not _SETTERS.isdisjoint(c.co_names) for c in ran)
 
 
 def _state_of(function: Any) -> Sequence[Any]:

@@ -18,6 +18,7 @@ list that the function would look at now.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import cycle
@@ -32,6 +33,7 @@ from .keys import NoSignature, plain_key
 from .places import Holder
 from .randomness import share_state
 from .reach import FEW, Reach
+from .signature import modes
 from .torch_private import address, bump, tensor_check, use_count
 from .where import written_out
 
@@ -179,6 +181,7 @@ class Grads:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
+        self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
@@ -208,14 +211,14 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
-    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool, ran_backward: bool) -> None:
+    def leave_alone(self) -> None:
+        """What becomes of gradients during the capture, other threads do."""
+        self.parameters, self._before = [], []
+
+    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
         operator of the call read, `written` those that it wrote. Its code may decide by whether a gradient is there (`looks`),
         and look at one that is (`reads`)."""
-        looked = looks or reads or not touched.isdisjoint(kept.storage for kept in self._before if kept is not None)
-        if not (looked or ran_backward):
-            self.parameters, self._before = [], []  # what becomes of them meanwhile, other threads have done
-            return
         found: list[torch.Tensor] = []
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             before = None if kept is None else kept()
@@ -357,13 +360,14 @@ class Reliances:
         return self._rotate() if self._rotates else None
 
     def disturbing(self) -> Callable[[], bool]:
-        """A function that says whether something has changed since this call. (For the time of one replay: what changes without
-        notice is found before the next one.)"""
-        before, epoch = self._read_hot(), witness.epoch()
+        """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
+        rotation is found before a later one.)"""
+        before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch(), modes()
 
         def disturbed() -> bool:
-            now = self._read_hot()
-            return len(now) != len(before) or not all(map(is_, now, before)) or witness.epoch() != epoch
+            now = [*self._read_hot(), *self._grads.read()]
+            same_objects = len(now) == len(before) + len(grads) and all(map(is_, now, (*before, *grads)))
+            return not (same_objects and self._alike(self._pointed) and witness.epoch() == epoch and modes() == settings)
 
         return disturbed
 

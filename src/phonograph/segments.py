@@ -100,7 +100,7 @@ class Segments:
         mixed = [p.mixed for p in programs if p.mixed is not None]
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()
-        self.disturbing: Callable[[], Callable[[], bool]] = lambda: bool  # see `Reliances`
+        self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
         with torch.inference_mode(False), torch.no_grad():
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
         self._generators = generators

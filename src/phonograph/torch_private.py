@@ -11,10 +11,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import BuiltinFunctionType, FrameType, MethodDescriptorType
+from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -357,15 +357,15 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_functorch: Any = getattr(torch._C, "_functorch", None)
-_hooks_of_saved: Any = getattr(torch._C, "_autograd", None)
+_functorch: Any = torch._C._functorch
+_hooks_of_saved: Any = torch._C._autograd
 
 
 @contextmanager
-def transforms_undone() -> Iterator[None]:
+def transforms_undone(ran: Callable[[], Iterable[CodeType]]) -> Iterator[None]:
     """If the block raises: end those of functorch's transforms that have begun in it, and a level of forward-mode derivatives,
     and let saved tensors have hooks as before. Dynamo writes their beginnings and ends into graphs as calls of their own: an
-    exception between them would leave all of that as it is, for the whole process."""
+    exception between them would leave all of that as it is, for the whole process. `ran` is the code that has run."""
     depth = _functorch.get_dynamic_layer_stack_depth()
     disabled = _hooks_of_saved._saved_tensors_hooks_get_disabled_error_message()
     level = forward_ad._current_level
@@ -374,8 +374,9 @@ def transforms_undone() -> Iterator[None]:
     except BaseException:
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if level < 0:
+        if level < 0 and any("_enter_dual_level" in code.co_names for code in ran()):  # or it is another thread's
             _end_dual_level()
+            forward_ad._current_level = level
         if disabled is None:
             _hooks_of_saved._saved_tensors_hooks_enable()
         else:

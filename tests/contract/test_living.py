@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phonograph as pg
@@ -228,6 +229,56 @@ def test_c14_a_live_part_that_mutates_and_draws(device):
     both = side_by_side(make)
     for n in range(7):
         both(ramp(device, 3, start=n))
+
+
+def test_c17_a_call_that_raises_keeps_nothing_alive(device):
+    box = {"net": torch.nn.Linear(3, 3, device=device)}
+    gone = weakref.ref(box["net"])
+
+    @pg.record
+    def f(x):
+        box["net"](x).detach()
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - that one
+        f(ramp(device, 2, 3))
+    del box["net"]
+    gc.collect()
+    assert gone() is None
+
+
+@may_run_live
+def test_c14_forward_mode_derivatives_in_another_thread(device):
+    """They belong to the process; a capture that fails leaves them to who has begun them."""
+
+    def f(x):
+        for _ in range(100):
+            x = x * 1.0
+        return x * float(x.sum())
+
+    stop, found = [], []
+
+    def other():
+        while not stop:
+            time.sleep(0.005)
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+                time.sleep(0.005)
+                found.append(forward_ad.unpack_dual(dual * dual).tangent.tolist())
+
+    raised = []
+    before, threading.excepthook = threading.excepthook, lambda args: raised.append(args.exc_value)
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        for _ in range(40):
+            pg.record(f, warmup=0)(ramp(device, 3))
+    finally:
+        stop.append(1)
+        thread.join()
+        threading.excepthook = before
+    assert not raised
+    assert all(t == [2.0, 2.0, 2.0] for t in found)
 
 
 def caught(calls, x):

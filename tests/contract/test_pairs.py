@@ -341,13 +341,24 @@ def test_c06_a_weight_of_two_recorded_modules(device):
         assert all(b.stats().replayed >= 4 for b in pg.api._recorded(module)._backwards)
 
 
+class Looks(nn.Module):
+    """Cannot be recorded."""
+
+    def forward(self, x):
+        return x * float(x.detach().sum() > -1)
+
+
+@may_run_live
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("delay", [0, 0.01, 0.02, 0.04])
-def test_c14_gradients_that_another_thread_adds_while_a_forward_is_captured(delay):
-    """A forward has no business with them; so neither its end nor its failure puts them back. (On a GPU that thread would work on
-    the stream that is captured: docs/limits.md.)"""
+def test_c14_gradients_that_another_thread_adds_while_a_forward_is_captured(delay, fails):
+    """A forward has no business with them; so neither its end nor its failure puts them back. (On a GPU that thread would
+    work on the stream that is captured: docs/limits.md.)"""
 
     def gradients(record):
         net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])
+        if fails:
+            net.append(Looks())
         for p in net.parameters():
             p.data.fill_(0.25)
         if record:
@@ -362,6 +373,41 @@ def test_c14_gradients_that_another_thread_adds_while_a_forward_is_captured(dela
         return [p.grad.clone() for p in net.parameters()]
 
     assert_same(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another thread"])
+@pytest.mark.parametrize("how", ["a method under another name", "an attribute by a name in a variable"])
+def test_c06_a_forward_that_drops_gradients(device, how, beside):
+    def make():
+        torch.manual_seed(0)
+        net, name = nn.Linear(3, 3).to(device), "grad"
+        prepare = net.zero_grad
+
+        def forward(x):
+            if how == "a method under another name":
+                prepare()
+            else:
+                for p in net.parameters():
+                    setattr(p, name, None)
+            return net(x)
+
+        return net, forward
+
+    (ours, f), (theirs, g) = make(), make()
+    recorded = pg.record(f)
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    if beside:
+        thread.start()
+    try:
+        for n in range(6):
+            x = torch.full((2, 3), n + 1.0, device=device)
+            recorded(x).sum().backward()
+            g(x).sum().backward()
+            assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    finally:
+        done.set()
+    assert pg.stats(recorded).replayed >= 4
 
 
 def test_c06_backward_a_second_time_raises_what_eager_raises(device):

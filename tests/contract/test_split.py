@@ -340,6 +340,7 @@ class Meter:
     count = 0
     scale = 1
     marks: torch.Tensor
+    weight: nn.Parameter
 
 
 @torch.library.custom_op("phonograph_tests::metering", mutates_args=())
@@ -366,6 +367,25 @@ def rarely(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("phonograph_tests::moving", mutates_args=())
+def moving(x: torch.Tensor) -> torch.Tensor:
+    if int((x > 0).sum()) == 1:
+        Meter.marks.data = torch.full_like(Meter.marks, 2.0)
+    return x.clone()
+
+
+@torch.library.custom_op("phonograph_tests::wiping", mutates_args=())
+def wiping(x: torch.Tensor) -> torch.Tensor:
+    Meter.weight.grad = None
+    return x * int((x > -99).sum())
+
+
+def with_a_gradient(x):
+    y = wiping(x)
+    (Meter.weight * y).sum().backward()
+    return Meter.weight.grad + y
+
+
 def scaled_for_a_time(x):
     Meter.scale = 5
     y = scaling(x)
@@ -382,6 +402,8 @@ BESIDE = {
     "changes what comes after it reads": lambda x: metering(x * 2) * Meter.count,
     "writes a tensor that comes after it": lambda x: marking(x * 2) * Meter.marks,
     "changes, at times, what comes after it reads": lambda x: rarely(x * 2) * (1 if Meter.count == 0 else 2),
+    "gives a tensor other memory": lambda x: moving(x * 2) * Meter.marks,
+    "drops a gradient": with_a_gradient,
     "reads what is changed around it": scaled_for_a_time,
     "asks for the grad mode": in_no_grad,
 }
@@ -394,6 +416,7 @@ def test_c08_a_live_operator_that_does_something_besides_its_result(device, func
     found = []
     for f in (function, pg.record(function, fallback="split")):
         Meter.count, Meter.marks = 0, torch.zeros((), device=device)
+        Meter.weight = nn.Parameter(torch.ones(2, device=device))
         found.append([f(x).tolist() for x in xs])
     assert found[0] == found[1]
 
