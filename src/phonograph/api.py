@@ -108,7 +108,7 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
-        torch_private.call_through(fn, make(call, replace(options, name=name)))
+        torch_private.call_through(fn, make(call, replace(options, name=name)).of(fn))
         return fn
     return make(fn, options)
 

@@ -270,7 +270,10 @@ def _keep_quiet(p: torch.Tensor) -> None:
     _quiet.add(key)
     when_backward_ends(partial(_quiet.discard, key))
     given: list[bool] = []
+    frozen = not p.requires_grad  # since the forward: then torch takes no hook
+    p.requires_grad_()
     asks = p.register_hook(lambda grad: given.append(grad is not None))
+    p.requires_grad_(not frozen)
     both: tuple[Any, Any] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
     for hooks in both:
         own = {key: hook for key, hook in (hooks or {}).items() if key != asks.id}

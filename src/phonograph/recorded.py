@@ -152,6 +152,7 @@ class Recorded(Observed, Generic[P, R]):
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
+        self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{id(self):x}"
@@ -201,12 +202,15 @@ class Recorded(Observed, Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
+        other = None if self._owner is None else torch_private.other_calling(sys._getframe(1), self._owner())
         if inside() or switched_off() or owned():
-            return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
+            return (other or self._function)(*args, **kwargs)
+        if other is not None:
+            return self._of_another(other, args, kwargs)
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
-            return (torch_private.replica_calling(sys._getframe(1)) or self._function)(*args, **kwargs)
+            return self._function(*args, **kwargs)
         try:
             fast = self._fast
             if fast is not None and not kwargs:
@@ -219,13 +223,9 @@ class Recorded(Observed, Generic[P, R]):
                     counters.replayed += 1
                     counters.bytes_copied += copied
                     return result  # type: ignore[no-any-return]
-            replica = torch_private.replica_calling(sys._getframe(1))
-            if replica is None:
-                answered, value = self._answer(args, kwargs)
+            answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
-        if replica is not None:
-            return self._replicated(replica, args, kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
 
     def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -485,13 +485,18 @@ class Recorded(Observed, Generic[P, R]):
         if self.options.fallback != "error":
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
 
-    def _replicated(self, replica: Callable[..., Any], args: Any, kwargs: Any) -> R:
-        """`DataParallel` calls a replica of the module, which it makes anew each time: it is that which has to run."""
+    def of(self, module: torch.nn.Module) -> Recorded[P, R]:
+        """Note that calls of this module go through here."""
+        self._owner = weakref.ref(module)
+        return self
+
+    def _of_another(self, call: Callable[..., Any], args: Any, kwargs: Any) -> R:
+        """A module is called that has the attributes of ours, but may have other parameters: it is that which has to run."""
         self._counters.calls += 1
-        self._count(Refusal("is called by DataParallel, which makes new replicas for each call",
-                            "use a single device, or DistributedDataParallel"))  # fmt: skip
+        self._count(Refusal("is called as part of a module that was made with the attributes of this one (as by DataParallel)",
+                            "record that one: pg.record(module)"))  # fmt: skip
         self._counters.live += 1
-        return replica(*args, **kwargs)  # type: ignore[no-any-return]
+        return call(*args, **kwargs)  # type: ignore[no-any-return]
 
     # -- recording
 

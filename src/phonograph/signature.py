@@ -186,7 +186,10 @@ _AUTOCAST = ("cpu", "cuda")
 
 
 def _autocast() -> tuple[Any, ...]:
-    return tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST)
+    """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
+    up in that type."""
+    kinds = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST)
+    return kinds, torch.is_autocast_cache_enabled()
 
 
 def modes() -> tuple[Any, ...]:
@@ -212,7 +215,9 @@ def put_back(before: tuple[Any, ...]) -> None:
             set_to(then[get])
     only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
     torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)
-    for kind, (on, dtype) in zip(_AUTOCAST, before[1] or [(False, None)] * len(_AUTOCAST), strict=True):
+    kinds, cached = before[1] or ([(False, None)] * len(_AUTOCAST), torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(cached)
+    for kind, (on, dtype) in zip(_AUTOCAST, kinds, strict=True):
         torch.set_autocast_enabled(kind, on)
         if dtype is not None:
             torch.set_autocast_dtype(kind, dtype)

@@ -31,8 +31,8 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_recomputed",
            "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite", "keeps_graph",
            "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "missing",
-           "module_hooks", "module_settings", "on_thread_of_autograds", "optimizer_hooks", "original_views", "own_call",
-           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "replica_calling",
+           "module_hooks", "module_settings", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling",
+           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
            "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed",
            "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
@@ -494,13 +494,13 @@ def own_call(module: torch.nn.Module) -> Callable[..., Any]:
 _CALL: Any = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
 
 
-def replica_calling(frame: FrameType) -> Callable[..., Any] | None:
-    """The own call of a replica made by `torch.nn.DataParallel`, if this frame is the call of one. A replica has the
-    attributes of its module, and with them what the module's calls go through, but parameters on another device."""
+def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
+    """The own call of the module whose call this frame is, if that is another than `owner`: one that was given the attributes
+    of that, and with them what its calls go through. So are the replicas of `torch.nn.DataParallel` made."""
     if frame.f_code is not _CALL:
         return None
     module = frame.f_locals["self"]
-    return own_call(module) if "_is_replica" in module.__dict__ else None
+    return own_call(module) if module is not owner else None
 
 
 def _global_hooks(module: Any) -> list[dict[int, Any]]:

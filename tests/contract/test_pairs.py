@@ -410,6 +410,86 @@ def test_c06_a_forward_that_drops_gradients(device, how, beside):
     assert pg.stats(recorded).replayed >= 4
 
 
+@may_run_live
+def test_c16_a_module_made_with_the_attributes_of_a_recorded_one(device):
+    """What calls of the one go through, calls of the other do as well; but it is the other that has to run."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.by = 2.0
+
+        def forward(self, x):
+            return self.linear(x) * self.by
+
+    module = pg.record(Scaled().to(device), warmup=1)
+    x = torch.ones(1, 3, device=device)
+    for _ in range(4):
+        module(x)
+    other = Scaled.__new__(Scaled)
+    other.__dict__.update(module.__dict__)
+    other._modules = {"linear": nn.Linear(3, 3).to(device)}
+    other.by = 5.0
+    for _ in range(3):
+        assert_same(other(x), other.forward(x))
+        assert_same(module(x), module.forward(x))
+    other(x).sum().backward()
+    assert other.linear.weight.grad is not None
+    assert module.linear.weight.grad is None
+    assert pg.stats(module).replayed >= 4
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_c06_a_hooked_weight_without_gradient_is_frozen_for_a_backward(device, kind):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    torch.manual_seed(0)
+    theirs = Two().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    heard = {id(ours): [], id(theirs): []}
+    for m in (ours, theirs):
+        getattr(m.b.weight, kind)(lambda t, m=m: heard[id(m)].append(1))
+    for n in range(7):
+        for m in (ours, theirs):
+            u, v = m(torch.full((2, 3), n + 1.0, device=device))
+            m.b.requires_grad_(n not in (3, 5))
+            (u if n in (2, 3, 4) else u + v).sum().backward()
+            m.b.requires_grad_(True)
+        assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    assert heard[id(ours)] == heard[id(theirs)]
+    assert pg.stats(ours).replayed >= 4
+
+
+def test_c10_a_weight_that_autocast_casts_once_or_each_time(device):
+    class Thrice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(x) + self.linear(x * 2) * 0.3 + self.linear(x.sin())
+
+    torch.manual_seed(0)
+    theirs = Thrice().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    x = torch.randn(4, 6, device=device)
+    for cached in (True, True, True, False, False, False, True):
+        for m in (ours, theirs):
+            m.zero_grad()
+            with torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cached):
+                y = m(x)
+            y.float().square().sum().backward()
+        assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    assert pg.stats(ours).replayed >= 4
+
+
 def test_c06_backward_a_second_time_raises_what_eager_raises(device):
     both = Both(perceptron(device))
     for n in range(5):
@@ -2437,7 +2517,7 @@ def test_c14_a_replica_that_data_parallel_makes_runs_itself(device, monkeypatch,
         assert_same(call(replica, shorter), F.linear(shorter, other.weight, other.bias).detach())
     if way == "recorded":
         assert pg.stats(module).replayed == 4, pg.explain(module)
-        assert "is called by DataParallel, which makes new replicas for each call" in pg.stats(module).refusals
+        assert any("DataParallel" in reason for reason in pg.stats(module).refusals)
 
 
 @may_run_live

@@ -45,12 +45,11 @@ __all__ = ["CudaDevice"]
 
 _STEP = 4  # numbers that a thread draws at once
 
-_CROSSED = "legacy stream depend on a capturing"
 _REMEDIES: Mapping[str, str] = {
     "Cannot copy between CPU and CUDA tensors":
         "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the host",
     "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
-    _CROSSED:
+    "legacy stream depend on a capturing":
         "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "
         "or run it on another stream",
 }  # fmt: skip
@@ -130,7 +129,6 @@ class CudaDevice:
         self._last = -1  # the stream of the last replay
         self._last_stream: torch.cuda.Stream | None = None
         self._joined: list[torch.cuda.Stream] = []  # the user's, where nodes of autograd were made
-        self._crossed = False  # whether a capture met such a node
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
 
@@ -352,8 +350,7 @@ class CudaDevice:
             try:
                 yield
                 graphs.end()
-            except BaseException as e:
-                self._crossed = self._crossed or _CROSSED in str(e)
+            except BaseException:
                 graphs.give_up()
                 states.put_back()
                 raise
@@ -418,13 +415,11 @@ class CudaDevice:
 
     def joining(self, many: bool) -> AbstractContextManager[None]:
         """Parameters that were first met in a warm-up call get their gradients added up on the stream of that. Where there are
-        many, the backward is played there as well, or autograd would wait for the other stream at each; and so it is if
-        another function could not be captured, because its parameters were met on the caller's stream before: in one of ours,
-        perhaps."""
+        many, the backward is played there as well, or autograd would wait for the other stream at each."""
         users = self._current(raw_stream(self.index))
         if users not in self._joined and users != self._stream:
             self._joined.append(users)
-        if not (many or self._crossed):
+        if not many:
             return nullcontext()
         return OnStream(self._stream) if current_device() == self.index else torch.cuda.stream(self._stream)
 
