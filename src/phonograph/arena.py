@@ -1,7 +1,8 @@
 """A small allocator over real memory: the CPU device's counterpart of CUDA's caching allocator in a graph pool.
 
-Addresses are given out and taken back in the order in which a captured call's tensors are born and die, first fit, so
-that memory is reused exactly as a CUDA capture would reuse it: a wrong belief about liveness shows as wrong numbers.
+Addresses are given out and taken back in the order in which a captured call's tensors are born and die, best fit, so that
+memory is reused as a CUDA capture would reuse it: a wrong belief about liveness shows as wrong numbers. And what is small and
+held for long keeps no large piece of memory, where there is a smaller one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ __all__ = ["Arena"]
 
 _ALIGN = 64  # bytes: a cache line, and what vectorised kernels like
 _SEGMENT = 1 << 20  # bytes: the least that is taken from the system at once
+
+
+def _aligned(address: int) -> int:
+    return -(-address // _ALIGN) * _ALIGN
 
 
 class Arena:
@@ -47,14 +52,17 @@ class Arena:
     def take(self, nbytes: int) -> int:
         """The address of `nbytes` free bytes; a new segment where none are left. Zero bytes take a place too."""
         want = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
-        for i, (address, length) in enumerate(self._free):
-            start = -(-address // _ALIGN) * _ALIGN
-            if address + length >= start + want:
-                self._free[i : i + 1] = [p for p in ((address, start - address),
-                                                     (start + want, address + length - start - want)) if p[1] > 0]  # fmt: skip
-                self._taken[start] = want
-                self.used.append((start, want))
-                return start
+        fitting = [
+            (length, i) for i, (address, length) in enumerate(self._free) if _aligned(address) + want <= address + length
+        ]
+        if fitting:
+            length, i = min(fitting)
+            address, start = self._free[i][0], _aligned(self._free[i][0])
+            rest = (address, start - address), (start + want, address + length - start - want)
+            self._free[i : i + 1] = [piece for piece in rest if piece[1] > 0]
+            self._taken[start] = want
+            self.used.append((start, want))
+            return start
         with torch.inference_mode(False):
             self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8, device="cpu"))
         self._give(self.segments[-1].data_ptr(), self.segments[-1].nbytes)
