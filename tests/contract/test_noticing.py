@@ -1787,3 +1787,24 @@ def test_c09_what_an_operator_of_the_users_own_asks_for(device, function):
     for n in range(5):
         x = ramp(device, 3, start=n)
         assert_same(recorded(x), function(x))
+
+
+@pytest.mark.parametrize("operator", ["index", "of the user's own"])
+def test_c09_attributes_that_nobody_reads_beside_an_operator_that_looks_at_them_all(device, operator):
+    """Before some operators the CPU device looks whether anything is changed for a time: that is no code of the user's."""
+
+    class Runner:
+        def __init__(self):
+            self.table = torch.arange(12.0, device=device).reshape(4, 3)
+            self.steps = 0
+
+        def step(self, i):
+            return self.table[i] * 2 if operator == "index" else by_setting(self.table[:2] + i[:, None])
+
+    runner = Runner()
+    recorded = pg.record(runner.step)
+    for n in range(12):
+        runner.steps += 1
+        i = torch.tensor([n % 4, 1], device=device)
+        assert_same(recorded(i), runner.step(i))
+    assert pg.stats(recorded).replayed == 11
