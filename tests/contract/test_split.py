@@ -343,6 +343,14 @@ class Meter:
     weight: nn.Parameter
 
 
+@pytest.fixture
+def meter():
+    """What these operators work with; nothing of it stays."""
+    yield
+    Meter.count, Meter.scale = 0, 1
+    del Meter.marks, Meter.weight
+
+
 @torch.library.custom_op("phonograph_tests::metering", mutates_args=())
 def metering(x: torch.Tensor) -> torch.Tensor:
     Meter.count = int((x > 0).sum())
@@ -411,6 +419,7 @@ BESIDE = {
 
 @may_run_live
 @pytest.mark.parametrize("function", BESIDE.values(), ids=BESIDE)
+@pytest.mark.usefixtures("meter")
 def test_c08_a_live_operator_that_does_something_besides_its_result(device, function):
     xs = [torch.tensor(v, device=device) for v in ([1.0, 2.0], [1.0, 2.0], [3.0, 2.0], [3.0, -2.0], [4.0, 4.0], [-1.0, -2.0])]
     found = []
