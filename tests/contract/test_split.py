@@ -339,16 +339,15 @@ def test_c18_a_signature_whose_recordings_have_gone_leaves_no_place_behind(devic
 class Meter:
     count = 0
     scale = 1
-    marks: torch.Tensor
-    weight: nn.Parameter
+    marks: torch.Tensor | None = None
+    weight: nn.Parameter | None = None
 
 
 @pytest.fixture
 def meter():
     """What these operators work with; nothing of it stays."""
     yield
-    Meter.count, Meter.scale = 0, 1
-    del Meter.marks, Meter.weight
+    Meter.count, Meter.scale, Meter.marks, Meter.weight = 0, 1, None, None
 
 
 @torch.library.custom_op("phonograph_tests::metering", mutates_args=())
