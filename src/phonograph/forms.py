@@ -85,6 +85,25 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
+class _Seen(NamedTuple):
+    """A tensor in reach at one moment. It holds the gradient, whose identity another one could else have later."""
+
+    name: str
+    place: int
+    version: int
+    grad: torch.Tensor | None
+    grad_version: int
+
+    @classmethod
+    def of(cls, name: str, t: torch.Tensor) -> _Seen:
+        grad = t.grad if t.is_leaf else None
+        return cls(name, t.data_ptr(), t._version, grad, 0 if grad is None or grad.is_inference() else grad._version)
+
+    def same(self, now: _Seen) -> bool:
+        places = self.place == now.place and self.version == now.version
+        return places and self.grad is now.grad and self.grad_version == now.grad_version
+
+
 class Notes:
     """The forms of these operators in a live call, and the values of their results on the CPU. `reach` is what the function can
     reach: an operator that changes something of that, besides giving its result, cannot run between segments."""
@@ -100,8 +119,8 @@ class Notes:
         places, before, sizes = self._places(), self._tensors(written), sizes_of(args, kwargs)
         result = operator(*args, **kwargs)
         form = form_of(operator, args, kwargs, result)
-        now = self._tensors(written)
-        for hidden in (*changed(places), *(name for name, was in before.items() if now.get(name) != was)):
+        moved = [was.name for was, now in zip(before, self._tensors(written), strict=True) if not was.same(now)]
+        for hidden in (*changed(places), *moved):
             form = form._replace(objection=f"changes {hidden} besides giving its result")
         if sizes_of(args, kwargs) != sizes:
             form = form._replace(objection="resizes an argument")
@@ -114,12 +133,10 @@ class Notes:
     def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
         return [(h, h.read()) for h in self.reach.holders if h.dial is None] if self.reach is not None else []
 
-    def _tensors(self, written: Set[int]) -> dict[str, tuple[int, int, int]]:
-        """By name, where tensors in reach lie, their versions and which gradients they have; but for those that the operator
-        says it writes."""
+    def _tensors(self, written: Set[int]) -> list[_Seen]:
+        """The tensors in reach, but for those that the operator says it writes."""
         reached = self.reach.tensors.values() if self.reach is not None else ()
-        plain = [(name, t) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
-        return {name: (t.data_ptr(), t._version, id(t.grad) if t.is_leaf else 0) for name, t in plain}
+        return [_Seen.of(name, t) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
 
 
 class _Noting(TorchDispatchMode):

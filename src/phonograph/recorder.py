@@ -125,7 +125,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             if changes:
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
-            snapshot.restore_objects()  # `self.seen = []`
+            snapshot.restore(unchanged=True)  # `self.seen = []`
             touched = captured.watch.touched
             # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
             named = captured.names_gradients and in_place

@@ -78,10 +78,18 @@ class Snapshot:
         places = changed(zip(self.holders, self.values, strict=True))
         return places + [name for name, t, state in self.tensors if _state(t) != state]
 
-    def restore(self) -> None:
-        """Put every changed place back as it was, and make every changed tensor again what it was."""
-        failed = self._restore_places()
-        for i, (_, t, before) in enumerate(self.tensors):
+    def restore(self, *, unchanged: bool = False) -> None:
+        """Put every changed place back as it was, and make every changed tensor again what it was. Where there are no `changes`
+        (`unchanged`), objects may still be equal and not the same, of which nobody would hear."""
+        failed: list[Exception] = []
+        for holder, old in zip(self.holders, self.values, strict=True):
+            try:
+                now = holder.read()
+                if len(now) != len(old) or not all(map(is_, now, old)):
+                    holder.restore(old)
+            except Exception as e:  # the other places have to be put back all the same
+                failed.append(e)
+        for i, (_, t, before) in enumerate([] if unchanged else self.tensors):
             now = _state(t)
             if before[-1] or now[-1]:
                 for hooks, saved in zip(_hooks_of(t), self._hooks.get(i, ({}, {})), strict=True):
@@ -93,23 +101,6 @@ class Snapshot:
                 t.requires_grad_(before[-2])
         if failed:
             raise failed[0]
-
-    def restore_objects(self) -> None:
-        """Where there are no `changes`: put back what is equal and not the same, of which nobody would hear."""
-        failed = self._restore_places()
-        if failed:
-            raise failed[0]
-
-    def _restore_places(self) -> list[Exception]:
-        failed: list[Exception] = []
-        for holder, old in zip(self.holders, self.values, strict=True):
-            try:
-                now = holder.read()
-                if len(now) != len(old) or not all(map(is_, now, old)):
-                    holder.restore(old)
-            except Exception as e:  # the other places have to be put back all the same
-                failed.append(e)
-        return failed
 
 
 def changed(read: Iterable[tuple[Holder, tuple[Any, ...]]]) -> list[str]:

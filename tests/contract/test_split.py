@@ -12,6 +12,8 @@ from torch import nn
 import phonograph as pg
 from phonograph import recorder
 from phonograph.devices import device_for
+from phonograph.forms import Notes
+from phonograph.reach import Reach
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, side_by_side
 
@@ -534,3 +536,36 @@ def test_c02_what_another_thread_draws_meanwhile(how):
     thread.join()
     assert drawn == right[: len(drawn)]
     assert pg.stats(f).replayed >= 2
+
+
+@torch.library.custom_op("phonograph_tests::touching", mutates_args=())
+def touching(x: torch.Tensor) -> torch.Tensor:
+    if Meter.weight.grad is not None:
+        Meter.weight.grad.zero_()
+    Meter.marks.data = Meter.marks.data.clone()
+    return x * int((x > -99).sum())
+
+
+@pytest.mark.usefixtures("meter")
+@pytest.mark.parametrize("what", ["one of two of a name", "a gradient in place"])
+def test_c08_the_notes_of_a_live_operator_tell_what_it_changed(device, what):
+    """Two closures may give two tensors one name; and a gradient may be written, or replaced, as well."""
+
+    def holding(t):
+        return lambda: t
+
+    Meter.marks, Meter.weight = torch.zeros(2, device=device), nn.Parameter(torch.ones(2, device=device))
+    one, two = holding(Meter.marks), holding(torch.ones(2, device=device))
+
+    def function(x):
+        if what == "one of two of a name":
+            return touching(x) * one() + two()
+        return touching(x) * Meter.weight.detach()
+
+    if what == "a gradient in place":
+        Meter.weight.grad = torch.ones(2, device=device)
+    reach = Reach([("function", function)])
+    notes = Notes(frozenset({torch.ops.phonograph_tests.touching.default}), reach)
+    notes.call(torch.ops.phonograph_tests.touching.default, (torch.ones(2, device=device),), {})
+    name = "t" if what == "one of two of a name" else "weight"
+    assert f"{name} besides giving its result" in notes.forms[0].objection, notes.forms[0].objection
