@@ -1341,3 +1341,22 @@ def test_c07_attributes_of_ones_own_with_the_names_of_what_tensors_tell(device):
     for n in range(4):
         module(ramp(device, 4, start=n))
     assert pg.stats(module).replayed == 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_c07_results_made_in_inference_mode_inside(device, count):
+    """They are inference tensors also where replays copy them to memory that is made outside of that mode."""
+
+    def function(x):
+        with torch.inference_mode():
+            y = x * 2, x + 1
+        return y[0] if count == 1 else y
+
+    recorded = pg.record(function)
+    for n in range(5):
+        x = torch.full((3,), n + 1.0, device=device)
+        ours, theirs = recorded(x), function(x)
+        assert_same(ours, theirs)
+        for a, b in [(ours, theirs)] if count == 1 else zip(ours, theirs, strict=True):
+            assert a.is_inference() is b.is_inference()
+    assert pg.stats(recorded).replayed >= 3
