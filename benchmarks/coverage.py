@@ -134,7 +134,7 @@ def start(name: str, number: int, folder: Path, arguments: argparse.Namespace) -
     row, log = folder / f"{number}.json", folder / f"{number}.log"
     passed = [flag for flag, wanted in (("--quick", arguments.quick), ("--no-times", arguments.no_times)) if wanted]
     command = [sys.executable, __file__, "--case", name, "--row", str(row), "--device", arguments.device, *passed]
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as written:
         process = subprocess.Popen(
             command, stdout=written, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=os.environ | environment

@@ -14,6 +14,7 @@ import datetime
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -28,6 +29,9 @@ from torch import Tensor
 
 from phonograph.cli import machine
 from phonograph.observe import totals
+
+# Inductor compiles in this process: it would start a process for each core, and what is measured then gets half of the CPU.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 RESULTS = Path(__file__).parent / "results"
 _TURNS = 12  # at most, before what is measured has to have settled
