@@ -30,7 +30,7 @@ from torch import Tensor
 from phonograph.cli import machine
 from phonograph.observe import totals
 
-# Inductor compiles in this process: it would start a process for each core, and what is measured then gets half of the CPU.
+# Inductor compiles in this process, and starts none that would be busy with themselves while something is measured.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 RESULTS = Path(__file__).parent / "results"
