@@ -7,13 +7,12 @@ A borrowed output lies in its recording's own memory and nothing protects it the
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from .errors import StaleOutput
-from .torch_private import alias, bump
+from .torch_private import alias, bump, share_version
 
 __all__ = ["Borrowed", "Loan", "plain"]
 
@@ -21,21 +20,28 @@ __all__ = ["Borrowed", "Loan", "plain"]
 class Loan:
     """The memory of one borrowed output: [address, address + nbytes), until it is `over`."""
 
-    __slots__ = ("__weakref__", "address", "name", "nbytes", "over", "tensor")
+    __slots__ = ("_versions", "address", "name", "nbytes", "over")
 
     def __init__(self, address: int, nbytes: int, name: str, tensor: torch.Tensor) -> None:
         self.address = address
         self.nbytes = nbytes
         self.name = name
         self.over = False
-        self.tensor = weakref.ref(tensor)
+        self._versions: list[torch.Tensor] = []
+        self.lies_there(tensor)
+
+    def lies_there(self, t: torch.Tensor) -> None:
+        """A tensor, whom autograd may save, is on this memory. Its version is kept, and neither the tensor nor the memory: what
+        `detach` gives shares it with the tensor and may outlive that, and what `data` gives has one of its own."""
+        if not t.is_inference() and not any(share_version(t, known) for known in self._versions):
+            kept = t.detach()
+            kept.data = torch.empty(0, dtype=t.dtype, device=t.device)
+            self._versions.append(kept)
 
     def end(self) -> None:
-        """The memory is taken back. Autograd, which may have saved the tensor, notices by its version."""
+        """The memory is taken back. Autograd, which may have saved a tensor on it, notices by its version."""
         self.over = True
-        tensor = self.tensor()
-        if tensor is not None and not tensor.is_inference():
-            bump([tensor])
+        bump(self._versions)
 
     def check(self) -> None:
         if self.over:
@@ -108,7 +114,10 @@ def _bare(value: Any, loans: dict[int, Loan]) -> Any:
 def _lent(value: Any, loans: dict[int, Loan]) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, Borrowed) and value.layout is torch.strided:
         loan = loans.get(value.untyped_storage()._cdata)
-        return value if loan is None else Borrowed.lend(value, loan)
+        if loan is None:
+            return value
+        loan.lies_there(value)
+        return Borrowed.lend(value, loan)
     if type(value) in (list, tuple):
         return type(value)(_lent(v, loans) for v in value)
     return value

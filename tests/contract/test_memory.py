@@ -766,10 +766,13 @@ def test_c05_a_borrowed_output_kept_in_another_form(keep, read):
     right_or_stale(lambda: read(held).as_subclass(torch.Tensor), filled(device, 2))
 
 
-def test_c05_a_borrowed_output_saved_by_autograd(device):
+@pytest.mark.parametrize("there", ["itself", "view", "detach", "data", "slice"])
+def test_c05_a_borrowed_output_saved_by_autograd(device, there):
+    on = {"itself": lambda b: b, "view": lambda b: b.view(2, 2), "detach": lambda b: b.detach(), "data": lambda b: b.data,
+          "slice": lambda b: b[1:]}[there]  # fmt: skip
     f = borrowing(device)
-    w = torch.ones(4, device=device, requires_grad=True)
-    loss = (w * f(filled(device, 1))).sum()
+    w = torch.ones((), device=device, requires_grad=True)
+    loss = (w * on(f(filled(device, 1)))).sum()  # which alone has the tensor now
     f(filled(device, 5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
