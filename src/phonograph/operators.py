@@ -87,7 +87,7 @@ _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
-    "float(), bool() or `if`; or return the tensor and read it outside",
+    "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it outside",
     "aten::equal": "torch.equal answers on the host; use (a == b).all()",
     "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or torch.nonzero_static",
     "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",

@@ -342,7 +342,7 @@ class Reliances:
                 if not _unchanged(entry):
                     return _which(entry)
             self._last_hot = now
-        if not self._alike(self._pointed):
+        if self._pointed and not self._alike(self._pointed):
             return self._moved(self._tensors) or self._names[id(self._pointed[0])]
         if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
             return self._moved(self._tensors)

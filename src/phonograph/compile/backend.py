@@ -19,7 +19,7 @@ from ..errors import Refusal, RunsLive
 from ..options import Options
 from ..recorded import Recorded
 from ..torch_private import compiled_by, compiling_apart, depends_on_data
-from .bound import Graph, named
+from .bound import Closed, Graph, named
 from .measured import Measured
 from .partition import Part, checked, parts
 
@@ -27,6 +27,7 @@ __all__ = ["backend", "graphs"]
 
 _RECORDED_WITH = ("warmup", "fallback", "split_at", "verify", "max_recordings", "max_bytes")
 _KNOWN = ("inner", "inner_options", "live", "record", *_RECORDED_WITH)
+_AOT = ("inductor", "aot_eager")  # what they return changes by nobody's hand but its own
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
@@ -89,20 +90,22 @@ def backend(
     except Refusal as refusal:
         warnings.warn(f"{name} runs live: {refusal}", RunsLive, stacklevel=2)
         return compiled_inside(gm, example_inputs)
+
+    def recorded(compiled: Callable[..., Any], options: Options, remarks: Sequence[str] = ()) -> Graph:
+        reached = (Closed(compiled),) if inner in _AOT else tuple(_reached_by(compiled))
+        graph = Graph(compiled, options, reached, remarks=remarks)
+        _graphs.add(graph)
+        return graph
+
     if split is None:
-        return _recorded(compiled_inside(gm, example_inputs), recorded_with)
-    return _in_parts(*split, compiled_inside, recorded_with)
-
-
-def _recorded(compiled: Callable[..., Any], options: Options, remarks: Sequence[str] = ()) -> Graph:
-    graph = Graph(compiled, options, tuple(_reached_by(compiled)), remarks=remarks)
-    _graphs.add(graph)
-    return graph
+        return recorded(compiled_inside(gm, example_inputs), recorded_with)
+    return _in_parts(*split, compiled_inside, recorded, recorded_with)
 
 
 def _in_parts(
     whole: torch.fx.GraphModule, found: Mapping[str, Part],
-    compiled: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]], options: Options,
+    compiled: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]], recorded: Callable[..., Graph],
+    options: Options,
 ) -> Callable[..., Any]:  # fmt: skip
     """A graph whose parts have been told apart, with each of them compiled, and recorded or not."""
     reasons = [f"beside it runs live: {reason}" for part in found.values() for reason in part.reasons]
@@ -113,7 +116,7 @@ def _in_parts(
             with compiling_apart(part.inputs):
                 function = compiled(part.graph, part.inputs)
         if not part.live:
-            function = Measured(_recorded(function, replace(options, name=f"{options.name}, part {number}"), reasons))
+            function = Measured(recorded(function, replace(options, name=f"{options.name}, part {number}"), reasons))
         whole.delete_submodule(name)
         setattr(whole, name, part.called(function))
     return whole

@@ -26,10 +26,11 @@ import torch
 
 from ..observe import Counters, Observed, Stats
 from ..options import Options
+from ..reach import Reach
 from ..recorded import Recorded, counted, together
 from ..torch_private import looked_at_first
 
-__all__ = ["Bound", "BoxedGraph", "Graph", "named"]
+__all__ = ["Bound", "BoxedGraph", "Closed", "Graph", "named"]
 
 _REPLACED = 3  # times that a parameter or buffer was replaced, while others stayed, after which it is an ordinary argument
 
@@ -63,6 +64,18 @@ class _Split(NamedTuple):
         others = [i for i in range(count) if i not in places]
         rank = {i: n for n, i in enumerate([*places, *others])}
         return cls(places, [rank[i] for i in range(count)], _taking(places), _taking(others))
+
+
+class Closed:
+    """What a compiler has made. It may change itself (what is called first is compiled first), and that is no change of what it
+    computes: so of all that it can reach only the tensors count. Its own closures and attributes, some ten places, would be
+    read before each replay."""
+
+    def __init__(self, made: Callable[..., Any]) -> None:
+        self._made = made
+
+    def reached(self) -> tuple[Any, ...]:
+        return tuple(t for _, t in Reach([("compiled code", self._made)]).tensors.values())
 
 
 class Bound:
