@@ -98,11 +98,12 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "notes", "refusal", "replays", "split", "untold", "warm",
+    __slots__ = ("attached", "attempts", "changes", "notes", "ran_backward", "refusal", "replays", "split", "untold", "warm",
                  "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any]) -> None:
         self.warm = 0
+        self.ran_backward = False  # a live call has had a backward, from all of its results
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.notes: Notes | None = None  # what these gave in the last live call
@@ -421,27 +422,32 @@ class Recorded(Observed, Generic[P, R]):
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
             self._history(key, history)
-        self._follow(result, device)
+        self._follow(result, device, history)
         return result
 
-    def _follow(self, result: Any, device: Any) -> None:
+    def _follow(self, result: Any, device: Any, history: History) -> None:
         """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to
         run live; it cannot be foreseen."""
         leaves: list[Any] = []
         flatten(result, leaves)
         recorded = weakref.ref(self)
 
-        def notice(_: Any) -> None:
-            if torch.is_grad_enabled() and (me := recorded()) is not None:
-                me._stop(TWICE)
-            torch_private.when_backward_ends(device.ran_backward)
-
         nodes: set[Any] = set()
         for leaf in leaves:
             with suppress(RuntimeError):  # torch does not say it of a view made without gradients, whose base was written since
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
-        for node in nodes - {None}:
-            node.register_prehook(notice)
+        nodes.discard(None)
+        left = set(map(id, nodes))
+
+        def notice(node: int, _: Any) -> None:
+            left.discard(node)
+            history.ran_backward = history.ran_backward or not left
+            if torch.is_grad_enabled() and (me := recorded()) is not None:
+                me._stop(TWICE)
+            torch_private.when_backward_ends(device.ran_backward)
+
+        for node in nodes:
+            node.register_prehook(functools.partial(notice, id(node)))
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
@@ -539,8 +545,8 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.apart = apart
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
-                # The warm-up calls of the forward had backwards, too; once more shows what this one reads.
-                warmup = 0 if recording.backward.only_captured else min(self.options.warmup, 1)
+                ran = recording.backward.only_captured or self._history(call.key).ran_backward
+                warmup = 0 if ran else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0)
                 backward = self._recorded_backward(recording.backward, options)

@@ -753,8 +753,7 @@ def test_c09_hooks_run_around_the_first_backward_of_a_call(device):
         seen.clear()
         for _ in range(3):
             loss.backward(retain_graph=True)
-        # The second call was captured: its backward is warmed up once, and then captured.
-        assert [kind for kind, _, _ in seen] == LIVE[2:] * pg.stats(net).calls
+        assert [kind for kind, _, _ in seen] == LIVE[2:]  # of the second call, which was captured, around the backward's capture
 
 
 class Parts(nn.Module):
@@ -823,7 +822,7 @@ def test_c09_hooks_that_prepare_the_weights(device):
             gather(net)
         net(x).sum().backward()
         assert_same(x.grad, full.sum(0).expand(4, 8).contiguous(), "", tolerance=1e-6)
-        assert log[around:].count("gather") == {0: 2, 1: 2, 2: 2}.get(n, 1)
+        assert log[around:].count("gather") == {0: 2, 1: 2}.get(n, 1)
         free(net)
 
 
