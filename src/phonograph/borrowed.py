@@ -7,12 +7,15 @@ A borrowed output lies in its recording's own memory and nothing protects it the
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
 
 from .errors import StaleOutput
-from .torch_private import alias, bump, share_version
+from .torch_private import alias, bump, not_followed_by_dynamo, share_version
 
 __all__ = ["Borrowed", "Loan", "plain"]
 
@@ -54,17 +57,19 @@ class Loan:
 # What gives access to the memory without a look at the loan each time gets a copy of it.
 _EXPOSE = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage,
            torch.Tensor.__dlpack__}  # fmt: skip
+_NAME_THE_CLASS = {torch.Tensor.__reduce_ex__, torch.Tensor.__repr__, torch.Tensor.__format__}
 
 
 class Borrowed(torch.Tensor):
     """A tensor on borrowed memory. Views of it are borrowed too; anything computed from it is an ordinary tensor."""
 
     loan: Loan
-    inner: Any
+    inner: Any  # the ordinary tensor behind it, without a history
 
     @staticmethod
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
-        lent: Borrowed = torch.Tensor._make_subclass(Borrowed, t)
+        # Autograd knows this tensor, and not the other: not all that takes tensors asks `__torch_function__`.
+        lent: Borrowed = t.as_subclass(Borrowed) if t.requires_grad else torch.Tensor._make_subclass(Borrowed, t)
         lent.loan, lent.inner = loan, t
         return lent
 
@@ -72,52 +77,76 @@ class Borrowed(torch.Tensor):
         return Borrowed.lend(alias(plain(self)), self.loan)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return plain(self).clone()
+        t = plain(self)
+        copied: torch.Tensor = copy.deepcopy(t.detach().requires_grad_(t.requires_grad) if self.is_leaf else t, memo)
+        return copied
 
     @classmethod
+    @not_followed_by_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         loans: dict[int, Loan] = {}
-        if func in _EXPOSE:
-            args = tuple(plain(a).clone() if isinstance(a, Borrowed) else a for a in args)
-        bare_args, bare_kwargs = _bare(args, loans), _bare(kwargs or {}, loans)
+        change = _own if func in _EXPOSE else plain if func in _NAME_THE_CLASS else _as_it_is
+        args, kwargs = _looked_at(args, loans, change), _looked_at(kwargs or {}, loans, change)
         with torch._C.DisableTorchFunctionSubclass():
-            return _lent(func(*bare_args, **bare_kwargs), loans)
+            return _lent(func(*args, **kwargs), loans)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the ordinary tensor behind a borrowed one.
+    """The tensor itself, or an ordinary tensor behind a borrowed one, with its history.
 
     Raises:
         StaleOutput: its memory has been taken back.
     """
-    if isinstance(t, Borrowed):
-        t.loan.check()
-        inner: torch.Tensor = t.inner
-        return inner
+    if not isinstance(t, Borrowed):
+        return t
+    t.loan.check()
+    with torch._C.DisableTorchFunctionSubclass():
+        bare: torch.Tensor = t.view_as(t) if t.requires_grad else t.inner
+        return bare
+
+
+def _own(t: Borrowed) -> torch.Tensor:
+    """The same on a copy of its memory."""
+    bare = t.inner.detach()
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        memory = bare.untyped_storage().clone()
+        own = torch.empty(0, dtype=bare.dtype, device=bare.device)
+        return own.set_(memory, bare.storage_offset(), bare.size(), bare.stride()).requires_grad_(t.requires_grad)
+
+
+def _as_it_is(t: Borrowed) -> torch.Tensor:
     return t
 
 
-def _bare(value: Any, loans: dict[int, Loan]) -> Any:
+def _looked_at(value: Any, loans: dict[int, Loan], change: Callable[[Borrowed], torch.Tensor]) -> Any:
+    """What a function is given, and the loans in it, by their memory."""
     if isinstance(value, Borrowed):
-        inner = plain(value)
-        loans[inner.untyped_storage()._cdata] = value.loan
-        return inner
+        value.loan.check()
+        loans[value.inner.untyped_storage()._cdata] = value.loan
+        return change(value)
     if type(value) in (list, tuple):
-        return type(value)(_bare(v, loans) for v in value)
+        return type(value)(_looked_at(v, loans, change) for v in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_bare(v, loans) for v in value))
+        return type(value)(*(_looked_at(v, loans, change) for v in value))
     if type(value) is dict:
-        return {k: _bare(v, loans) for k, v in value.items()}
+        return {k: _looked_at(v, loans, change) for k, v in value.items()}
     return value
 
 
 def _lent(value: Any, loans: dict[int, Loan]) -> Any:
-    if isinstance(value, torch.Tensor) and not isinstance(value, Borrowed) and value.layout is torch.strided:
+    """What a function gives, which lies on the memory of these loans or not."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, Borrowed):
+            return value
+        if value.layout is not torch.strided or value.is_nested:
+            return value.clone()
         loan = loans.get(value.untyped_storage()._cdata)
         if loan is None:
             return value
         loan.lies_there(value)
         return Borrowed.lend(value, loan)
-    if type(value) in (list, tuple):
-        return type(value)(_lent(v, loans) for v in value)
+    if isinstance(value, (list, tuple)):
+        lent = [_lent(v, loans) for v in value]
+        named = hasattr(value, "_fields")
+        return value if all(map(is_, lent, value)) else type(value)(*lent) if named else type(value)(lent)
     return value

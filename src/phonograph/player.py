@@ -28,7 +28,6 @@ from .signature import Call
 from .spans import Spans
 from .torch_private import address, alias, bump, use_count
 from .trees import rebuilding
-from .views import View
 
 __all__ = ["GRAD", "Player"]
 
@@ -185,6 +184,8 @@ class Player:
 
     def play(self, call: Call) -> tuple[Any, int]:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
+        if call.lent:
+            call.own_borrowed(self.recording.footprint | self.recording.lent)
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
@@ -262,13 +263,13 @@ class Player:
         else:
             for o in self.recording.outputs:
                 t = self._make(o, call, targets)
-                t = _with_history(t) if o.consumed else t
+                t = _alike(t, _with_history) if o.consumed else t
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
             self.joint.attach(made, tensors)
         for i, o in self._late:
-            made[i] = made[o.index] if o.view is None else _on(made[o.index], o.view)
+            made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
         return self._rebuild(made)
 
     def _make(self, o: Output, call: Call | None, targets: list[torch.Tensor]) -> Any:
@@ -311,8 +312,9 @@ def _behind(o: Output, outputs: Sequence[Output]) -> int:
     return 1 + _behind(outputs[o.index], outputs) if o.kind in ("view", "same") else 0
 
 
-def _on(base: torch.Tensor, view: View) -> torch.Tensor:
-    return Borrowed.lend(view.of(plain(base)), base.loan) if type(base) is Borrowed else view.of(base)
+def _alike(t: torch.Tensor, made: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What is `made` of a tensor, on its memory: borrowed if that is."""
+    return Borrowed.lend(made(plain(t)), t.loan) if type(t) is Borrowed else made(t)
 
 
 def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:

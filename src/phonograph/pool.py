@@ -217,9 +217,9 @@ class Pool:
         for r in self.recordings:
             r.rivals[:] = [(x.cdata, x.own, x.python, x.owns) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
 
-    def take_back(self, footprint: Spans | None = None) -> None:
-        """End the loans of borrowed outputs that lie in a footprint (None: anywhere)."""
-        for loan in list(self.loans):
+    def take_back(self, footprint: Spans | None = None, keep: Sequence[Loan] = ()) -> None:
+        """End the loans of borrowed outputs that lie in a footprint (None: anywhere), but for these."""
+        for loan in self.loans.difference(keep):
             if footprint is None or footprint.meets(loan.address, loan.nbytes):
                 loan.end()
                 self.loans.discard(loan)

@@ -533,8 +533,7 @@ class Recorded(Observed, Generic[P, R]):
             if optimizers.prepare(reach.optimizers):
                 reach = self._reach(call)
             device.tidy()
-            call.own_borrowed()
-            device.pool.take_back()
+            device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
             in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
             recording = self._capture(call, reach, device, blocked, apart, in_flight)
             device.settle(recording)

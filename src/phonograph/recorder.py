@@ -109,6 +109,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out = _clearance(device, terms, function)
+    protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     try:
         with _transaction(reach, grads) as snapshot:
             in_place = tracing is None and not isinstance(function, Backward)

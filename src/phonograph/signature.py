@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
 from .keys import NoSignature, plain_key
+from .pool import copy_of
+from .spans import Spans
 from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks, tracing_state
 from .trees import Node, flatten
 from .where import written_out
@@ -43,13 +45,15 @@ class Call(NamedTuple):
     places: tuple[int, ...]
     like: Any = None
     again: tuple[tuple[int, int], ...] = ()
-    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never changed: the borrowed tensor behind which a tensor is
+    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
 
-    def own_borrowed(self) -> None:
-        """Let arguments that are borrowed outputs have memory of their own, before a capture takes back all that is lent."""
-        for i in self.lent:
-            self.tensors[i] = self.tensors[i].clone()
-            self.leaves[self.places[i]] = self.tensors[i]
+    def own_borrowed(self, within: Spans) -> None:
+        """Let arguments that are borrowed outputs have memory of their own, before what is lent `within` is taken back. (The
+        signature has said that they lie apart.)"""
+        for i, borrowed in list(self.lent.items()):
+            if within.meets(borrowed.loan.address, borrowed.loan.nbytes):
+                self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
+                del self.lent[i]
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -74,14 +78,15 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            if type(leaf) is Borrowed:
-                lent[len(tensors)] = leaf
-                leaf = leaves[i] = plain(leaf)
             number = numbers.setdefault(id(leaf), len(tensors))
             if number < len(tensors):  # `q is k` is something that a function may ask
+                leaves[i] = tensors[number]
                 keys.append(number)
                 again.append((i, number))
                 continue
+            if type(leaf) is Borrowed:
+                lent[number] = leaf
+                leaf = leaves[i] = plain(leaf)
             keys.append(tensor_key(leaf))
             tensors.append(leaf)
             places.append(i)

@@ -31,12 +31,12 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_recomputed",
            "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite", "keeps_graph",
            "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "missing",
-           "module_hooks", "module_settings", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling",
-           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
-           "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed",
-           "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
-           "written_by_graph"]  # fmt: skip
+           "module_hooks", "module_settings", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
+           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
+           "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state",
+           "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run",
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -67,6 +67,10 @@ alias: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type:
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+
+not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+"""What `torch.compiler.disable` is, and imports Dynamo only when what it is given is called."""
 
 
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)

@@ -753,7 +753,9 @@ def test_c09_hooks_run_around_the_first_backward_of_a_call(device):
         seen.clear()
         for _ in range(3):
             loss.backward(retain_graph=True)
-        assert [kind for kind, _, _ in seen] == LIVE[2:]  # of the second call, which was captured, around the backward's capture
+        assert [kind for kind, _, _ in seen] == LIVE[
+            2:
+        ]  # of the second call, which was captured, around the backward's capture
 
 
 class Parts(nn.Module):

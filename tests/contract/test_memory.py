@@ -816,6 +816,163 @@ def test_c05_a_borrowed_output_while_another_function_is_filled(device):
     right_or_stale(lambda: borrowed.clone(), filled(device, 6, size))
 
 
+def test_c05_a_borrowed_argument_lies_where_another_one_goes(device, monkeypatch):
+    monkeypatch.setattr(device_for(device), "roomy", 0, raising=False)  # the memory of recordings is shared
+    f, g = pg.record(lambda x: x * 2, outputs="borrow"), pg.record(lambda z, w, y: y - w)
+    for n in range(6):
+        given = [filled(device, v, 1 << 16) for v in (100, 0, n)]
+        assert_same(g(*given[:2], f(given[2])), given[2] * 2)
+
+
+def test_c05_a_borrowed_argument_is_written_that_lies_where_results_go(device, monkeypatch):
+    monkeypatch.setattr(device_for(device), "roomy", 0, raising=False)
+
+    def several(y):
+        a = y * 3
+        b = a + 1
+        c = b + 1
+        y.add_(1)
+        return a, b, c
+
+    f, g = pg.record(lambda x: x * 2, outputs="borrow"), pg.record(several, outputs="borrow")
+    for n in range(6):
+        x = filled(device, n, 1 << 16)
+        y = f(x)
+        assert_same([t.clone() for t in g(y)], [x * 6, x * 6 + 1, x * 6 + 2])
+        right_or_stale(lambda: y + 0, x * 2 + 1)
+
+
+def test_c05_a_borrowed_output_is_written_by_the_function_that_gave_it(device):
+    def function(a):
+        a.mul_(0.5)
+        return a + 1
+
+    f, y, expected = pg.record(function, outputs="borrow"), filled(device, 1), filled(device, 1)
+    for _ in range(6):
+        y, expected = f(y), function(expected)
+        assert_same(y.clone(), expected)
+
+
+def test_c05_a_borrowed_output_whose_backward_has_run(device):
+    w = torch.ones(4, device=device, requires_grad=True)
+
+    def step(x):
+        w.grad = None
+        y = (w * x).tanh()
+        y.sum().backward()
+        return y[1:], y
+
+    f = pg.record(step, outputs="borrow")
+    kept = []
+    for n in range(5):
+        x = filled(device, 1 + n / 4)
+        found, expected = f(x), step(x)
+        assert_same([t.detach().clone() for t in found], [t.detach() for t in expected])
+        with pytest.raises(RuntimeError, match="second time"):
+            found[0].sum().backward()
+        kept.append((found[0], expected[0].detach()))
+    for held, right in kept:
+        right_or_stale(lambda held=held: held.detach().clone(), right)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b, z: (a + b, z)[1],
+        lambda a, b, z: (z.add_(a), a * b)[1],
+        lambda a, b, z: (a.add_(z), b[1:] * 2)[1],
+        lambda a, b, z: (a.view(2, 2), b)[0],
+        lambda a, b, z: a.sum().item() + z,
+    ],
+    ids=["returned", "written", "both written", "view", "live"],
+)
+@pytest.mark.parametrize("second", [lambda y: y, lambda y: y[:], lambda y: y.clone()], ids=["twice", "overlapping", "apart"])
+@may_run_live
+def test_c05_borrowed_arguments_together(device, function, second):
+    f, g = borrowing(device), pg.record(function)
+    for n in range(5):
+        x = filled(device, n)
+        y, z, right, other = f(x), filled(device, 7), x * 2, filled(device, 7)
+        found, expected = g(y, second(y), z), function(right, second(right), other)
+        assert_same((found.clone(), z), (expected.clone(), other))
+        right_or_stale(lambda y=y: y + 0, right)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_c05_a_borrowed_output_in_an_autograd_function(device, late):
+    f = borrowing(device)
+    for n in range(3):
+        y = f(filled(device, n)).requires_grad_()
+        assert y.mul(1).requires_grad
+        loss = (Squared.apply(y) + y).sum()
+        if late:
+            f(filled(device, 5))
+            with pytest.raises((pg.StaleOutput, RuntimeError)):
+                loss.backward()
+        else:
+            loss.backward()
+            assert_same(y.grad, filled(device, 4 * n + 1))
+
+
+def test_c05_a_borrowed_output_that_a_recorded_function_differentiates(device):
+    f, g = borrowing(device), pg.record(lambda y: (y * y * 3).sum())
+    for n in range(5):
+        y, given = f(filled(device, n)).requires_grad_(), []
+        y.register_hook(given.append)
+        g(y).backward()
+        assert_same(given, [filled(device, 12 * n)])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_c05_a_borrowed_output_in_compiled_code(device, backend):
+    def h(t):
+        t.add_(1)
+        return t * 2
+
+    f, compiled = borrowing(device), torch.compile(h, backend=backend)
+    for n in range(5):
+        y = f(filled(device, n))
+        assert_same(compiled(y), filled(device, 4 * n + 2))
+        assert_same(y.clone(), filled(device, 2 * n + 1))
+        f(filled(device, 9))
+        with pytest.raises(pg.StaleOutput):
+            compiled(y)
+
+
+UNUSUAL = {
+    "out=": lambda y: torch.max(torch.full((1, 4), 6.0, device=y.device), 0, out=(y, y.new_empty(4, dtype=torch.long))).values,
+    "nested": lambda y: torch.nested.nested_tensor_from_jagged(y[:, None], torch.tensor([0, 1, 4], device=y.device)),
+}
+
+
+@pytest.mark.parametrize("keep", UNUSUAL.values(), ids=UNUSUAL)
+def test_c05_a_borrowed_output_in_an_unusual_tensor(device, keep):
+    f = borrowing(device)
+    held = keep(f(filled(device, 3)))
+    f(filled(device, 50))
+    right_or_stale(lambda: (held.values() if held.is_nested else held + 0).flatten(),
+                   filled(device, 6))  # fmt: skip
+
+
+def test_c05_the_storage_of_a_part_of_a_borrowed_output(device):
+    f = borrowing(device)
+    y = f(torch.arange(4.0, device=device))
+    part = y[2:]
+    other = torch.empty(0, device=device).set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
+    assert_same(other, torch.tensor([4.0, 6.0], device=device))
+
+
 # ---------------------------------------------------------------------------------------------------
 # C6: gradients
 
