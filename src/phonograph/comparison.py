@@ -81,8 +81,11 @@ def _equal(actual: object, expected: object, where: _Place | str) -> None:
 
 
 def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: _Place) -> None:
-    for name in ("dtype", "shape", "device", "layout", "requires_grad"):
+    for name in ("dtype", "shape", "device", "layout", "requires_grad", "is_leaf"):
         _equal(getattr(actual, name), getattr(expected, name), where.at(f".{name}"))
+    _equal(actual.is_inference(), expected.is_inference(), where.at(".is_inference()"))
+    if expected.is_leaf:
+        _assert_same(actual.grad, expected.grad, where.at(".grad"))
     _equal(actual.grad_fn is None, expected.grad_fn is None, where.at(".grad_fn is None"))
     if actual.layout is not torch.strided:
         actual, expected = actual.to_dense(), expected.to_dense()
@@ -137,8 +140,6 @@ def _assert_same_module(actual: torch.nn.Module, expected: torch.nn.Module, wher
     for name in ("named_parameters", "named_buffers"):
         tensors, wanted = dict(getattr(actual, name)()), dict(getattr(expected, name)())
         _assert_same_mapping(tensors, wanted, where.at(f".{name}()"))
-    for (name, one), (_, other) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
-        _assert_same(one.grad, other.grad, where.at(f".{name}.grad"))
     for (name, part), (_, other_part) in zip(actual.named_modules(), expected.named_modules(), strict=True):
         _assert_same_mapping(_plain_values(part), _plain_values(other_part), where.at(f".{name or 'self'}.__dict__"))
 

@@ -48,6 +48,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import places, torch_private
+from .borrowed import Borrowed
 from .errors import Overlooked, Refusal
 from .introspection import (
     LOOKUPS,
@@ -104,6 +105,7 @@ class Reach:
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
+        self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.compiles_a_step = False
         self.truncated = False  # there was more than could be looked at
@@ -459,6 +461,9 @@ class Reach:
         self._fixed(path, group.values())
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        if type(tensor) is Borrowed:
+            self.borrowed.append(path)
+            return
         if not has_memory(tensor):
             self._odd.append(tensor)
             return

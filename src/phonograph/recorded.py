@@ -185,13 +185,22 @@ class Recorded(Observed, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         if self._made_for is not None:
-            return (_no_recordings, ())  # an instance's own: its copy makes new ones
+            name = self._name_in_class()
+            return (getattr, (self._instance(), name)) if name else (_no_recordings, ())
         if _found_by_name(self):
             return str(self.__dict__["__qualname__"])  # as a function: by its name
         return (_rebuild, (self._kind, self._function, self.options))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return None if self._made_for is not None else self._kind(copy.deepcopy(self._function, memo), self.options)
+        if self._made_for is not None:
+            name = self._name_in_class()
+            return getattr(copy.deepcopy(self._instance(), memo), name) if name else None
+        return self._kind(copy.deepcopy(self._function, memo), self.options)
+
+    def _name_in_class(self) -> str | None:
+        """By which name an instance has this, which is its own: a copy of the instance makes another, with new recordings."""
+        named = (name for kind in type(self._instance()).__mro__ for name, x in vars(kind).items() if x is self._made_for)
+        return next(named, None)
 
     @property
     def _kind(self) -> type[Recorded[Any, Any]]:
@@ -311,7 +320,7 @@ class Recorded(Observed, Generic[P, R]):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
                           "record the parts, each with its own arguments")  # fmt: skip
         counters.replayed += 1
-        if player.played and self.options.verify and counters.replayed % self.options.verify == 0:
+        if player.played and self.options.verify and player.played % self.options.verify == 0:
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
@@ -511,7 +520,11 @@ class Recorded(Observed, Generic[P, R]):
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
         met = [(f.__qualname__, f) for ref in self._met if (f := ref()) is not None]
-        return Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
+        reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
+        if reach.borrowed:
+            raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
+                          this_call=True)  # fmt: skip
+        return reach
 
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}

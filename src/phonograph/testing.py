@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import phonograph
+from phonograph import api
 from phonograph.comparison import aliasing, assert_same, assert_same_aliasing, tensors_in
 
 __all__ = [
@@ -334,11 +335,17 @@ def assert_no_new_recordings(*recorded: phonograph.Recorded[..., Any]) -> Iterat
     """
     if not recorded:
         raise TypeError("assert_no_new_recordings() takes the recorded functions to watch; it was given none")
-    before = [phonograph.stats(f).recorded for f in recorded]
+    before = [_recordings(f) for f in recorded]
     yield
-    new = [(f, phonograph.stats(f).recorded - n) for f, n in zip(recorded, before, strict=True)]
+    new = [(f, _recordings(f) - n) for f, n in zip(recorded, before, strict=True)]
     problems = [f"{n} new recordings of {_name(f)}:\n{phonograph.explain(f)}" for f, n in new if n]
     assert not problems, "\n".join(problems)
+
+
+def _recordings(f: phonograph.Recorded[..., Any]) -> int:
+    """How many were made so far, with those of backwards."""
+    backwards = list(getattr(api._recorded(f), "_backwards", ()))
+    return sum(phonograph.stats(each).recorded for each in (f, *backwards))
 
 
 def assert_recordings(recorded: phonograph.Recorded[..., Any], expected: int) -> None:

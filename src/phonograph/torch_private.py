@@ -28,10 +28,10 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
            "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device",
-           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_recomputed",
-           "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite", "keeps_graph",
-           "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "missing",
-           "module_hooks", "module_settings", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
+           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
+           "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
+           "missing", "module_hooks", "module_settings", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
            "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
            "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state",
@@ -87,6 +87,14 @@ def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
     if _set_versions is not None:
         _set_versions((b,), (before,))
     return shared
+
+
+def forget_accumulation(t: torch.Tensor) -> None:
+    """Let autograd make a new AccumulateGrad node for a leaf at its next use, and leave the old one to the graphs that have
+    it. `set_data` does so where the dtype changes (variable.cpp). Hooks and the version stay."""
+    data, put = t.detach(), torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+    put(t, torch.empty(0, dtype=torch.float32 if data.dtype is torch.float64 else torch.float64, device=data.device))
+    put(t, data)
 
 
 _creation: Any = getattr(torch._C._autograd, "_get_creation_meta", None)

@@ -8,7 +8,7 @@ state is put in place, because that is the right one, and `Mismatch` is raised.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,13 +72,13 @@ def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play:
     Raises:
         Mismatch: they differ; the state is then the live run's.
     """
-    before = _State(call, reach)
-    expected = _noted(live())
+    before, given = _State(call, reach), _tensors(call.like)
+    expected = _noted(live(), given)
     after = _State(call, reach)
     grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
     before.restore()
     result = play()
-    wrong = _differs(expected, _noted(result))
+    wrong = _differs(expected, _noted(result, given))
     for n, grad, t in grads:
         if wrong is None and not equal(grad, t.grad):
             wrong = f"{n}.grad"
@@ -90,19 +90,46 @@ def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play:
     return result
 
 
-def _noted(result: Any) -> list[Any]:
+class _Noted(NamedTuple):
+    shape: Any
+    leaves: list[Any]
+    """Values; of tensors, copies."""
+    made: list[Any]
+    """Of tensors what is no value: how they lie in memory, what history they have, and whose memory it is."""
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
     leaves: list[Any] = []
-    flatten(result, leaves)
-    return [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+    flatten(tree, leaves)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _differs(a: list[Any], b: list[Any]) -> str | None:
-    if len(a) != len(b):
+def _noted(result: Any, given: list[torch.Tensor]) -> _Noted:
+    leaves: list[Any] = []
+    shape = flatten(result, leaves)
+    known, made = list(given), list[Any]()
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            same = next((i for i, other in enumerate(known) if other is x), None)
+            memory = None
+            if x.layout is torch.strided and x.untyped_storage().nbytes():
+                memory = next((i for i, t in enumerate(known) if _lie_together(t, x)), None)
+            made.append((x.stride() if x.layout is torch.strided else (), x.requires_grad, x.grad_fn is None, same, memory))
+            known.append(x)
+    return _Noted(shape, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], made)
+
+
+def _lie_together(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.layout is torch.strided and storage_id(a) == storage_id(b)
+
+
+def _differs(a: _Noted, b: _Noted) -> str | None:
+    if a.shape != b.shape:
         return "the structure of the result"
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+    for i, (x, y) in enumerate(zip(a.leaves, b.leaves, strict=True)):
         if not equal(x, y):
             return f"result {i}"
-    return None
+    return None if a.made == b.made else "how its results lie in memory, or whether they have a history"
 
 
 def equal(x: Any, y: Any) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .torch_private import forget_accumulation
+
 __all__ = ["epoch", "watch"]
 
 _watched: set[int] = set()
@@ -62,6 +64,21 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+def _reshaping(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a leaf that gets another shape, autograd has to forget the node that adds up its gradient. In eager that goes with
+    the last graph; a recording has one, and the node takes gradients of the old shape only."""
+
+    @functools.wraps(method)
+    def reshaped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shape = self.shape
+        result = method(self, *args, **kwargs)
+        if id(self) in _watched and self.shape != shape and self.is_leaf and not torch.compiler.is_compiling():
+            forget_accumulation(self)
+        return result
+
+    return reshaped
+
+
 def _install() -> None:
     global _installed
     if _installed:
@@ -69,9 +86,11 @@ def _install() -> None:
     _installed = True
     for name in _MODULE_METHODS:
         setattr(torch.nn.Module, name, _noting(getattr(torch.nn.Module, name)))
-    for name in ("data", "requires_grad"):
+    for name in {"data", "requires_grad", "grad_dtype"} & vars(torch._C.TensorBase).keys():
         inherited = getattr(torch._C.TensorBase, name)
-        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(inherited.__set__), None, inherited.__doc__))
+        put = _reshaping(inherited.__set__) if name == "data" else inherited.__set__
+        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(put), None, inherited.__doc__))
+    torch.nn.Parameter.resize_ = _noting(_reshaping(torch.Tensor.resize_))  # type: ignore[method-assign]
     # functional_call swaps tensors in `_parameters` by hand, through this function.
     accessor = torch.nn.utils._named_member_accessor
     accessor.swap_tensor = _noting(accessor.swap_tensor)

@@ -755,6 +755,32 @@ def test_c16_a_method_decorated_in_the_class_body(device):
     assert other.step(torch.ones(3, device=device)).tolist() == [3.0] * 3
 
 
+class Keeping:
+    """Keeps its own recorded method under another name."""
+
+    def __init__(self):
+        self.scale = 2.0
+        self.kept = self.step
+
+    @pg.record
+    def step(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled])
+def test_c16_a_copy_of_what_keeps_a_recorded_method(device, copies):
+    x = ramp(device, 3)
+    one = Keeping()
+    for _ in range(3):
+        one.kept(x)
+    other = copies(one)
+    one.scale, other.scale = 3.0, 5.0
+    for _ in range(3):
+        assert_same((one.kept(x), other.kept(x)), (x * 3, x * 5))
+    assert other.kept is other.step
+    assert pg.stats(other.kept).replayed
+
+
 def test_c16_a_recorded_forward_of_a_module_class(device):
     class Net(torch.nn.Module):
         def __init__(self, k):

@@ -950,6 +950,27 @@ def test_c05_a_borrowed_output_in_compiled_code(device, backend):
             compiled(y)
 
 
+@may_run_live
+@pytest.mark.parametrize("options", [{}, {"shapes": {"x": {0: [4, 8]}}}], ids=["plain", "padded"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_c05_a_borrowed_output_in_reach(device, options, stale):
+    f, kept = borrowing(device), {"y": None}
+
+    def function(x):
+        return x * 3 if kept["y"] is None or stale else x + kept["y"]
+
+    g = pg.record(function, **options)
+    for n in range(6):
+        if n % 3:
+            kept["y"] = f(filled(device, n))
+            if stale:
+                f(filled(device, 9))
+        else:
+            kept["y"] = None
+        x = filled(device, n)
+        assert_same(g(x), x + x * 2)
+
+
 UNUSUAL = {
     "out=": lambda y: torch.max(torch.full((1, 4), 6.0, device=y.device), 0, out=(y, y.new_empty(4, dtype=torch.long))).values,
     "nested": lambda y: torch.nested.nested_tensor_from_jagged(y[:, None], torch.tensor([0, 1, 4], device=y.device)),

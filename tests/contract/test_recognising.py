@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import os
 import random
 import time
 import types
@@ -15,6 +16,7 @@ from collections import deque, namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import phonograph as pg
 from phonograph.testing import Pair, assert_same, call
@@ -1562,3 +1564,116 @@ def test_c10_verify_every_third_call(device, caplog):
     caplog.clear()
     found = [_right_or_said(f, x, x * 3, caplog) for _ in range(3)]
     assert any(found)
+
+
+def test_c10_verify_of_each_of_two_signatures_that_take_turns(device, monkeypatch):
+    """What is not noticed is the environment."""
+    monkeypatch.setenv("TIMES", "2")
+    f = pg.record(lambda x: x * int(os.environ["TIMES"] if len(x) == 3 else "2"), warmup=1, verify=2)
+    for _ in range(4):
+        f(ramp(device, 3))
+        f(ramp(device, 4))
+    monkeypatch.setenv("TIMES", "3")
+    found = 0
+    for _ in range(8):
+        with contextlib.suppress(pg.Mismatch):
+            f(ramp(device, 3))
+            found -= 1
+        found += 1
+        f(ramp(device, 4))
+    assert found == 4
+
+
+def results(device):
+    """Pairs of functions whose results have the same values."""
+    one = torch.ones((), device=device, requires_grad=True)
+    return {
+        "keys": (lambda x: {"a": x * 2}, lambda x: {"b": x * 2}),
+        "nesting": (lambda x: [x * 2], lambda x: (x * 2,)),
+        "identity": (lambda x: x, lambda x: x.clone()),
+        "one twice": (lambda x: (y := x * 2, y), lambda x: (x * 2, x * 2)),
+        "strides": (lambda x: x.T * 2, lambda x: (x.T * 2).contiguous()),
+        "memory": (lambda x: (y := x * 2, y[:1]), lambda x: (y := x * 2, y[:1].clone())),
+        "history": (lambda x: x * one, lambda x: (x * one).detach()),
+    }
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", results("cpu"))
+@pytest.mark.parametrize("first", [0, 1])
+def test_c10_verify_looks_at_what_results_are(device, monkeypatch, kind, first):
+    one, other = results(device)[kind]
+    monkeypatch.setenv("WHICH", str(first))
+    f = pg.record(lambda x: one(x) if os.environ["WHICH"] == "0" else other(x), warmup=1, verify=1)
+    for _ in range(4):
+        f(ramp(device, 2, 3))
+    assert pg.stats(f).replayed
+    monkeypatch.setenv("WHICH", str(1 - first))
+    with pytest.raises(pg.Mismatch):
+        f(ramp(device, 2, 3))
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8: what torch keeps of a leaf beside its memory
+
+
+def reshaped_by_data(net):
+    net.weight.data, net.bias.data = net.weight.data[:2].clone(), net.bias.data[:2].clone()
+
+
+def reshaped_by_resize(net):
+    for p, size in ((net.weight, (2, 4)), (net.bias, (2,))):
+        p.requires_grad_(False).resize_(size).requires_grad_()
+
+
+@pytest.mark.parametrize("change", [reshaped_by_data, reshaped_by_resize])
+@pytest.mark.parametrize("how", ["pair", "function", "outside", "another batch"])
+def test_c08_a_parameter_of_another_size(device, change, how):
+    """Autograd's node for its gradient must go, though a recording has the graph that it is of."""
+    torch.manual_seed(0)
+    both = []
+    for recorded in (False, True):
+        net = nn.Linear(4, 3).to(device)
+        both.append((net, (pg.record(net) if how == "pair" else pg.record(lambda x, net=net: net(x))) if recorded else net))
+    both[1][0].load_state_dict(both[0][0].state_dict())
+    for n in range(7):
+        x = ramp(device, 6 if how == "another batch" and n > 3 else 5, 4)
+        for net, called in both:
+            net.zero_grad()
+            if n == 4:
+                change(net)
+            (net if how == "outside" and n > 3 else called)(x).square().sum().backward()
+        assert_same(both[1][0].weight.grad, both[0][0].weight.grad)
+        assert_same(both[1][0].bias.grad, both[0][0].bias.grad)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this release of torch has no grad_dtype")
+@pytest.mark.parametrize(("first", "then"), [(torch.float32, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("how", ["step", "forward"])
+def test_c08_the_type_of_a_parameters_gradient(device, how, first, then):
+    def run(record):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).to(device, torch.bfloat16)
+
+        def forward(x):
+            return net(x) + net(x * 0.3) + net(x * 0.7)
+
+        def step(x):
+            net.zero_grad()
+            forward(x).square().sum().backward()
+
+        called = record(step if how == "step" else forward)
+        found = []
+        for n in range(7):
+            if n in (0, 4):
+                net.zero_grad()
+                for p in net.parameters():
+                    p.grad_dtype = then if n else first
+            y = called(torch.randn(5, 4, device=device).bfloat16())
+            if how == "forward":
+                net.zero_grad()
+                y.square().sum().backward()
+            found.append([p.grad.clone() for p in net.parameters()])
+        return found
+
+    assert_same(run(lambda f: pg.record(f, warmup=1)), run(lambda f: f))

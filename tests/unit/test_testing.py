@@ -374,3 +374,24 @@ def test_both_devices_skips_or_fails_without_cuda(pytester, monkeypatch, require
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(FIXTURE_TEST)
     pytester.runpytest_inprocess("-p", "phonograph.pytest_plugin").assert_outcomes(**outcomes)
+
+
+def test_recordings_of_a_backward_are_new_ones():
+    net, x = pg.record(torch.nn.Linear(3, 3)), torch.ones(2, 3)
+    for _ in range(4):
+        net(x)
+
+    def train():
+        for _ in range(5):
+            net(x).sum().backward()
+
+    with pytest.raises(AssertionError, match="new recordings"), assert_no_new_recordings(net):
+        train()
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(3)], ids=["none", "another"])
+def test_gradients_of_tensors_are_compared(wrong):
+    one, other = ([torch.ones(3, requires_grad=True)] for _ in range(2))
+    one[0].grad, other[0].grad = wrong, torch.ones(3)
+    with pytest.raises(AssertionError, match=r"\.grad"):
+        assert_same(one, other)
