@@ -64,7 +64,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
             operator that counts on the host, for instance.
         outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
             call overwrites it, after which reading it raises `StaleOutput`.
-        verify: every `verify`-th replay is compared with a live run on a copy of the state; 0 never.
+        verify: every `verify`-th replay of a recording is compared with a live run on a copy of the state; 0 never. A
+            backward that runs outside of the call is not.
         max_recordings: recordings kept; the least recently played goes first.
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
             recently played goes first, and the newest stays in any case. None: no bound.
