@@ -64,7 +64,7 @@ class Borrowed(torch.Tensor):
     """A tensor on borrowed memory. Views of it are borrowed too; anything computed from it is an ordinary tensor."""
 
     loan: Loan
-    inner: Any  # the ordinary tensor behind it, without a history
+    inner: Any  # the ordinary tensor behind it
 
     @staticmethod
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
@@ -100,7 +100,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, Borrowed):
         return t
     t.loan.check()
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         bare: torch.Tensor = t.view_as(t) if t.requires_grad else t.inner
         return bare
 

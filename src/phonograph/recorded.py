@@ -449,8 +449,9 @@ class Recorded(Observed, Generic[P, R]):
         left = set(map(id, nodes))
 
         def notice(node: int, _: Any) -> None:
-            left.discard(node)
-            history.ran_backward = history.ran_backward or not left
+            if torch_private.may_run_backward():  # else only some gradients are asked for
+                left.discard(node)
+                history.ran_backward = history.ran_backward or not left
             if torch.is_grad_enabled() and (me := recorded()) is not None:
                 me._stop(TWICE)
             torch_private.when_backward_ends(device.ran_backward)

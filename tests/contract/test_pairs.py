@@ -1222,7 +1222,7 @@ def test_c06_results_that_nobody_looks_at_cost_one_backward(device):
     assert (pg.stats(backward).live, pg.stats(backward).replayed) == (0, 5)  # that of the first call ran with its forward
 
 
-@pytest.mark.parametrize("used", ["ab", "a"])
+@pytest.mark.parametrize("used", ["ab", "a", ""])
 def test_c06_a_backward_is_warmed_up_where_no_live_call_has_run_all_of_it(device, used):
     torch.manual_seed(0)
     both = Both(Layered().to(device))
@@ -1231,7 +1231,10 @@ def test_c06_a_backward_is_warmed_up_where_no_live_call_has_run_all_of_it(device
         found = []
         for module in both:
             module.zero_grad()
-            loss(module(x), *(used if n == 0 else "abcd")).backward()
+            if used or n:
+                loss(module(x), *(used if n == 0 else "abcd")).backward()
+            else:
+                torch.autograd.grad(loss(module(x), *"abcd"), [module.first.bias])
             found.append(grads(module))
         assert_same(*found)
     (backward,) = pg.api._recorded(both.recorded)._backwards
