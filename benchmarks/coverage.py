@@ -86,7 +86,7 @@ _MEMORY = {
     "training": "slots of their own for forward and backward; and the live backward of the warm-up call works outside of the "
     "pool, 32 MiB of it cuBLAS, which is given back when it ends, but is in the peak. (Sharing from 32 MiB on instead of 256 "
     "changed nothing in five cases.) What was measured before the evening of 2026-11-22 kept these 34 MiB. "
-    "1.02 is one segment of 2 MiB, in which the backward's warm-up call lies apart from what the forward's recording writes",
+    "1.02 is one segment of 2 MiB",
 }
 """Why small models need more than with reduce-overhead, where there is no other reason."""
 

@@ -92,6 +92,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
+    if "takes_turns" in options:  # a schedule's own
+        raise TypeError("record() got an unexpected keyword argument 'takes_turns'")
     chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
         return lambda function: wrap(function, chosen)

@@ -40,8 +40,12 @@ class Options:
         _one_of("outputs", self.outputs, ("keep", "borrow"))
         if isinstance(self.shapes, Mapping):
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
-        elif not isinstance(self.shapes, tuple):
+        elif not isinstance(self.shapes, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in self.shapes):
             raise TypeError(_LIKE)
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"name must be a str, not {type(self.name).__name__}")
+        if isinstance(self.split_at, (str, bytes)) or not isinstance(self.split_at, Iterable):
+            raise TypeError(f"split_at must be a list of operators, not {type(self.split_at).__name__}")
         if self.split_at and self.fallback != "split":
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}

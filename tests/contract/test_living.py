@@ -1130,6 +1130,17 @@ def test_c19_wrong_options_are_refused_at_once(options):
         pg.record(lambda x: x, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"name": 3}, {"name": b"x"}, {"takes_turns": True}, {"shapes": (1, 2)}, {"split_at": None}, {"split_at": "aten::sort"}],
+    ids=str,
+)
+def test_c19_options_of_a_wrong_type_are_named(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=name):
+        pg.record(lambda x: x, fallback="split" if name == "split_at" else "live", **options)
+
+
 # ---------------------------------------------------------------------------------------------------
 # C20: off, and without CUDA
 
