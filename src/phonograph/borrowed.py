@@ -69,7 +69,8 @@ class Borrowed(torch.Tensor):
     @staticmethod
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
         # Autograd knows this tensor, and not the other: not all that takes tensors asks `__torch_function__`.
-        lent: Borrowed = t.as_subclass(Borrowed) if t.requires_grad else torch.Tensor._make_subclass(Borrowed, t)
+        known = t.requires_grad or t._is_view()
+        lent: Borrowed = t.as_subclass(Borrowed) if known else torch.Tensor._make_subclass(Borrowed, t)
         lent.loan, lent.inner = loan, t
         return lent
 
@@ -78,7 +79,10 @@ class Borrowed(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         t = plain(self)
-        copied: torch.Tensor = copy.deepcopy(t.detach().requires_grad_(t.requires_grad) if self.is_leaf else t, memo)
+        if self.is_leaf:
+            t = t.detach().requires_grad_(t.requires_grad)
+            t.grad = self.grad
+        copied: torch.Tensor = copy.deepcopy(t, memo)
         return copied
 
     @classmethod

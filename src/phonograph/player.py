@@ -144,6 +144,11 @@ class Player:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         return _any_held(self.recording.rivals)
 
+    @property
+    def overwrites(self) -> Spans:
+        """The memory that a replay may write, arguments in their places included."""
+        return self.recording.footprint | self.recording.lent
+
     def holding(self) -> bool:
         """Whether somebody holds a result of its own."""
         return any(lease.alive for lease in self.recording.leases)
@@ -185,7 +190,7 @@ class Player:
     def play(self, call: Call) -> tuple[Any, int]:
         """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
         if call.lent:
-            call.own_borrowed(self.recording.footprint | self.recording.lent)
+            call.own_borrowed(self.overwrites)
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)

@@ -47,13 +47,16 @@ class Call(NamedTuple):
     again: tuple[tuple[int, int], ...] = ()
     lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
 
+    def lent_within(self, spans: Spans) -> list[int]:
+        """Which arguments are borrowed outputs that lie there."""
+        return [i for i, b in self.lent.items() if spans.meets(b.loan.address, b.loan.nbytes)]
+
     def own_borrowed(self, within: Spans) -> None:
         """Let arguments that are borrowed outputs have memory of their own, before what is lent `within` is taken back. (The
         signature has said that they lie apart.)"""
-        for i, borrowed in list(self.lent.items()):
-            if within.meets(borrowed.loan.address, borrowed.loan.nbytes):
-                self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
-                del self.lent[i]
+        for i in self.lent_within(within):
+            self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
+            del self.lent[i]
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .borrowed import Borrowed
 from .errors import Mismatch
 from .reach import Reach
 from .reliance import same
@@ -98,29 +99,31 @@ class _Noted(NamedTuple):
     """Of tensors what is no value: how they lie in memory, what history they have, and whose memory it is."""
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _memory(t: torch.Tensor) -> int | None:
+    """Which storage a tensor has; None where it has no memory."""
+    t = t.inner if type(t) is Borrowed else t
+    return storage_id(t) if t.layout is torch.strided and t.untyped_storage().nbytes() else None
+
+
+def _tensors(tree: Any) -> list[tuple[torch.Tensor, int | None]]:
+    """The tensors in it, and their memory; that of borrowed ones a replay may take for its results."""
     leaves: list[Any] = []
     flatten(tree, leaves)
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+    return [(x, None if type(x) is Borrowed else _memory(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _noted(result: Any, given: list[torch.Tensor]) -> _Noted:
+def _noted(result: Any, given: list[tuple[torch.Tensor, int | None]]) -> _Noted:
     leaves: list[Any] = []
     shape = flatten(result, leaves)
     known, made = list(given), list[Any]()
     for x in leaves:
         if isinstance(x, torch.Tensor):
-            same = next((i for i, other in enumerate(known) if other is x), None)
-            memory = None
-            if x.layout is torch.strided and x.untyped_storage().nbytes():
-                memory = next((i for i, t in enumerate(known) if _lie_together(t, x)), None)
-            made.append((x.stride() if x.layout is torch.strided else (), x.requires_grad, x.grad_fn is None, same, memory))
-            known.append(x)
+            memory = _memory(x)
+            same = next((i for i, (t, _) in enumerate(known) if t is x), None)
+            there = None if memory is None else next((i for i, (_, m) in enumerate(known) if m == memory), None)
+            made.append((x.stride() if x.layout is torch.strided else (), x.requires_grad, x.grad_fn is None, same, there))
+            known.append((x, memory))
     return _Noted(shape, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], made)
-
-
-def _lie_together(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.layout is torch.strided and storage_id(a) == storage_id(b)
 
 
 def _differs(a: _Noted, b: _Noted) -> str | None:

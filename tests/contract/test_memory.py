@@ -986,6 +986,52 @@ def test_c05_a_borrowed_output_in_an_unusual_tensor(device, keep):
                    filled(device, 6))  # fmt: skip
 
 
+@pytest.mark.parametrize("which", ["view written", "base written", "base requires"])
+def test_c06_views_of_a_borrowed_output_and_their_base(device, which):
+    def run(f):
+        found = []
+        for n in range(4):
+            w = torch.ones(4, device=device, requires_grad=True)
+            y = f(filled(device, n + 1, 12).view(3, 4))
+            view = y[0]
+            if which == "view written":
+                view.mul_(w * 3)
+                (y.sum() + 0 * w.sum()).backward()
+            elif which == "base written":
+                y.mul_(w * 3)
+                (view.sum() + 0 * w.sum()).backward()
+            else:
+                y.requires_grad_()
+                found.append(view.requires_grad)
+            found += [y.requires_grad, None if w.grad is None else w.grad.clone()]
+        return found
+
+    assert_same(run(borrowing(device)), run(lambda x: x * 2))
+
+
+@pytest.mark.parametrize("function", [lambda x: (x + 1, x * 2), lambda x: x.view(2, 2).max(0), lambda x: (y := x + 1, y[1:])])
+def test_c10_verify_of_borrowed_outputs(device, function):
+    f = pg.record(function, outputs="borrow", verify=1)
+    for n in range(6):
+        x = filled(device, n)
+        assert_same([t.clone() for t in f(x)], [t.clone() for t in function(x)])
+
+
+def test_c10_verify_of_a_borrowed_output_fed_back(device):
+    f, y = pg.record(lambda x: x * 2, outputs="borrow", verify=1), filled(device, 1)
+    for _ in range(6):
+        y = f(y)
+    assert_same(y.clone(), filled(device, 64))
+
+
+def test_c16_a_copy_of_a_borrowed_output_has_its_gradient(device):
+    y = borrowing(device)(filled(device, 1)).requires_grad_()
+    y.grad = filled(device, 3)
+    copied = copy.deepcopy(y)
+    assert type(copied) is torch.Tensor
+    assert_same((copied.clone().detach(), copied.grad), (filled(device, 2), filled(device, 3)))
+
+
 def test_c05_the_storage_of_a_part_of_a_borrowed_output(device):
     f = borrowing(device)
     y = f(torch.arange(4.0, device=device))
