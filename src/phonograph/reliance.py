@@ -293,19 +293,9 @@ def _hooks(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
-    grad_dtype = getattr(t, "grad_dtype", None) if t.is_leaf else None
-    return (
-        t.data_ptr(),
-        t.shape,
-        t.stride(),
-        t.dtype,
-        t.device,
-        t.is_conj(),
-        t.is_neg(),
-        grad_dtype,
-        t.requires_grad,
-        _hooks(t),
-    )
+    of_grad = getattr(t, "grad_dtype", None) if t.is_leaf else None
+    lies = t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
+    return *lies, of_grad, t.requires_grad, _hooks(t)
 
 
 class Reliances:

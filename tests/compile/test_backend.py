@@ -150,6 +150,29 @@ def test_c08_weights_that_are_replaced(device):
             assert_same(f(x), net(x))
 
 
+def test_c08_a_tensor_that_the_compiled_code_has_itself(device, inner):
+    def run(compiled_by):
+        mine = torch.ones(3, device=device)
+
+        @torch.compiler.assume_constant_result
+        def given():
+            return mine
+
+        called, found = compiled_by(lambda x: x * given()), []
+        for n in range(9):
+            if n == 4:
+                mine.data = torch.full((3,), 5.0, device=device)
+            if n == 6:
+                mine.add_(1)
+            found.append(called(torch.ones(3, device=device)).clone())
+        return found
+
+    expected = run(lambda f: torch.compile(f, backend=inner))
+    torch._dynamo.reset()
+    assert_same(run(lambda f: compiled(f, inner)), expected)
+    assert totals()[2] >= 6
+
+
 def test_c08_parameters_that_are_no_modules(device):
     """They are read in place as well; others each time are no leak."""
     weight = nn.Parameter(torch.ones(4, device=device))

@@ -824,6 +824,31 @@ def test_c05_a_borrowed_argument_lies_where_another_one_goes(device, monkeypatch
         assert_same(g(*given[:2], f(given[2])), given[2] * 2)
 
 
+def test_c05_a_borrowed_argument_lies_where_another_ones_place_is(device, monkeypatch):
+    """A place in the memory of a third function, whose results are passed on without a copy."""
+    monkeypatch.setattr(device_for(device), "roomy", 0, raising=False)
+    f, g = pg.record(lambda x: x * 2), pg.record(lambda a, b: a - b)
+    lending = pg.record(lambda x: x * 3, outputs="borrow")
+    large = [filled(device, n, 1 << 16) for n in range(5)]
+    for x in large:
+        g(f(x), large[1])
+    for x in large:
+        lending(x)
+    for x in large:
+        assert_same(g(large[4], lending(x)), large[4] - x * 3)
+
+
+@pytest.mark.parametrize("gradients", [torch.no_grad, torch.enable_grad])
+def test_c07_a_borrowed_argument_that_requires_a_gradient(device, gradients):
+    f, g = borrowing(device), pg.record(lambda y: (y * 2, y.requires_grad))
+    for n in range(5):
+        y = f(filled(device, n)).requires_grad_()
+        with gradients():
+            found, required = g(y)
+        assert required
+        assert_same(found.detach().clone(), filled(device, 4 * n))
+
+
 def test_c05_a_borrowed_argument_is_written_that_lies_where_results_go(device, monkeypatch):
     monkeypatch.setattr(device_for(device), "roomy", 0, raising=False)
 

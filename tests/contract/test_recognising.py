@@ -1647,6 +1647,22 @@ def test_c08_a_parameter_of_another_size(device, change, how):
         assert_same(both[1][0].bias.grad, both[0][0].bias.grad)
 
 
+def test_c06_hooks_of_a_parameter_of_another_size_stay(device):
+    def run(record):
+        net, seen = nn.Linear(4, 3).to(device), []
+        net.weight.register_hook(lambda g: seen.append(("gradient", g.shape)))
+        net.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("parameter", p.grad.shape)))
+        called = record(net)
+        for n in range(7):
+            if n == 4:
+                net.zero_grad()
+                reshaped_by_data(net)
+            called(ramp(device, 5, 4)).sum().backward()
+        return seen, net.weight._version
+
+    assert run(pg.record) == run(lambda net: net)
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this release of torch has no grad_dtype")
 @pytest.mark.parametrize(("first", "then"), [(torch.float32, None), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("how", ["step", "forward"])
