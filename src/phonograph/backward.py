@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from .errors import Refusal
 from .keeping import Contents
 from .pool import Lease, copy_of
 from .randomness import Rewind
+from .spans import Spans
 from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew
 
 __all__ = ["Backward", "Gradients", "Places", "Recompute", "Start"]
@@ -135,6 +136,9 @@ class Backward:
     """To be called when a run has shown that the forward should not be played any more."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
+    room: Spans = field(default_factory=Spans)
+    """Where its forward works, and hands out nothing: it may work there too. Empty where its gradients are held while forwards
+    run, which could not be played if these lay there."""
     apart: bool = False
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
@@ -163,6 +167,10 @@ class Backward:
         if self.function is None and not self.nested:
             mine += self.parameters
         return frozenset(map(id, mine)) - set(map(id, self.places.leaves.values()))
+
+    def grads_there(self) -> bool:
+        """Whether something that it gives gradients to has one now."""
+        return any(p.grad is not None for p in (*self.parameters, *self.reentrant))
 
     def noting(self) -> Any:
         """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""

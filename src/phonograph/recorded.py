@@ -559,8 +559,10 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.apart = apart
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
-                ran = recording.backward.only_captured or self._history(call.key).ran_backward
-                warmup = 0 if ran else min(self.options.warmup, 1)
+                ran = self._history(call.key).ran_backward
+                if ran and not recording.backward.grads_there():  # as at each forward, it seems
+                    recording.backward.room = recording.room
+                warmup = 0 if ran or recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0)
                 backward = self._recorded_backward(recording.backward, options)

@@ -300,14 +300,18 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
     room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
     to a recording being in its own way, the new one keeps clear of every output and never holds one itself. One that is made
     because another has left a tensor in the memory of its predecessor, or hands one out there, keeps `apart` from all: so
-    functions that take turns are in nobody's way after one more recording each.
+    functions that take turns are in nobody's way after one more recording each. A backward may have `room` where its forward
+    works; nothing else is there when it runs.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
     all others. Their backwards share what none of them hands out, and hand out copies, because gradients are held for long.
     """
     pool = device.pool
-    everything, turns = pool.footprints() | pool.protected(), terms.turns or pool.takes_turns
+    taken, turns = pool.footprints(), terms.turns or pool.takes_turns
     one_of_many = turns and isinstance(function, Backward)
+    if isinstance(function, Backward) and not (turns or terms.apart or terms.blocked):
+        taken -= function.room
+    everything = taken | pool.protected()
     if terms.apart or (pool.footprints().nbytes <= device.roomy and terms.blocked < _TAKING_TURNS):
         return everything, one_of_many
     if terms.tracing is not None and (terms.blocked or turns):

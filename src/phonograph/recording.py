@@ -165,6 +165,11 @@ class Recording:
     spoiled: list[bool] = field(default_factory=list, repr=False)
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
 
+    @property
+    def room(self) -> Spans:
+        """What of its footprint it hands out nothing in: free when it has been played."""
+        return self.footprint - Spans((lease.address, lease.nbytes) for lease in self.leases)
+
     def __str__(self) -> str:
         slots = ", ".join(_brief(s) for s in self.slots) or "none"
         outs = ", ".join(o.kind for o in self.outputs) or "none"

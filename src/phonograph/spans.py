@@ -52,14 +52,18 @@ class Spans:
         i = bisect_right(self._starts, start) - 1
         return length == 0 or (i >= 0 and self._ends[i] >= start + length)
 
-    def without(self, start: int, length: int) -> Spans:
-        """The same, less the bytes of ``[start, start + length)``."""
-        end, pieces = start + length, list(zip(self._starts, self._ends, strict=True))
-        before = [(s, min(e, start) - s) for s, e in pieces]
-        return Spans([*before, *[(max(s, end), e - max(s, end)) for s, e in pieces]])
-
     def __or__(self, other: Spans) -> Spans:
         return Spans([*self, *other])
+
+    def __sub__(self, other: Spans) -> Spans:
+        left: list[tuple[int, int]] = []
+        for start, end in zip(self._starts, self._ends, strict=True):
+            i = bisect_right(other._ends, start)
+            while i < len(other) and other._starts[i] < end:
+                left.append((start, other._starts[i] - start))
+                start, i = other._ends[i], i + 1
+            left.append((start, end - start))
+        return Spans(left)
 
     def __repr__(self) -> str:
         return f"Spans({self.nbytes} bytes in {len(self)} pieces)"

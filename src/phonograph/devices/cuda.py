@@ -68,6 +68,9 @@ class _Anchor:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self.workspace: tuple[int, int] | None = None
         self._graph = torch.cuda.CUDAGraph()
+        # The first graph of a process takes memory for the generator's state: here, from what the caller's stream has, and
+        # not a segment for our own.
+        self._graph.register_generator_state(torch.cuda.default_generators[device])
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             quietly(self._graph.capture_end)
@@ -369,7 +372,7 @@ class CudaDevice:
             found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
         else:
             found = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
-        return found if self._anchor.workspace is None else found.without(*self._anchor.workspace)
+        return found if self._anchor.workspace is None else found - Spans([self._anchor.workspace])
 
     def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:
         for (start, nbytes), (operator, line) in watch.strangers.items():

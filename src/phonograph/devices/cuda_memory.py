@@ -104,7 +104,7 @@ def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | 
     """
     wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
     if workspace is not None:
-        wanted = wanted.without(*workspace)
+        wanted -= Spans([workspace])
     held, there = hold_all(pool, stream)
     places = sorted([*wanted, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
