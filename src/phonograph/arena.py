@@ -84,6 +84,10 @@ class Arena:
                 merged.append((start, size))
         self._free = merged
 
+    def give_back(self, address: int, nbytes: int) -> None:
+        """From now on these bytes, which were protected, are free."""
+        self._give(address, nbytes)
+
     def under(self, place: Spans) -> list[torch.Tensor]:
         """The segments in which a place lies."""
         return [s for s in self.segments if place.meets(s.data_ptr(), s.nbytes)]

@@ -10,8 +10,8 @@ recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from .errors import Refusal
 from .keeping import Contents
 from .pool import Lease, copy_of
 from .randomness import Rewind
+from .release import Release
 from .spans import Spans
 from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew
 
-__all__ = ["Backward", "Gradients", "Places", "Recompute", "Start"]
+__all__ = ["Backward", "Gradients", "Places", "Recompute", "Start", "spent"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 """What a `Backward` gives."""
@@ -51,21 +52,50 @@ class Places:
         self.leaves = leaves
         """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
         self._read: set[int] | None = None
+        self._spent: Set[int] = frozenset()
+        self._release: Release | None = None
 
     def get(self, number: int) -> torch.Tensor:
+        if number in self._spent:
+            raise spent()
         if self._read is not None:
             self._read.add(number)
         leaf = self.leaves.get(number)
-        return self.places[number] if leaf is None else alias(leaf)
+        if leaf is not None:
+            return alias(leaf)
+        place = self.places[number]
+        return place if self._release is None else self._release.take(number, place)
+
+    def lends(self, t: torch.Tensor) -> bool:
+        """Whether a tensor lies on what was handed out to be given back."""
+        return self._release is not None and self._release.lends(t)
 
     @contextmanager
-    def noting(self) -> Iterator[set[int]]:
-        """The numbers that are asked for inside the block."""
-        outer, self._read = self._read, set()
+    def noting(self, spent: Set[int]) -> Iterator[set[int]]:
+        """The numbers that are asked for inside the block. Of some, what they stand for is gone: a backward has read it that
+        did not retain the graph."""
+        outer, self._read, self._spent = (self._read, self._spent), set(), spent
         try:
             yield self._read
         finally:
-            self._read = outer
+            self._read, self._spent = outer
+
+    @contextmanager
+    def releasing(self, release: Release | None) -> Iterator[None]:
+        """What is asked for inside the block can be given back once it was read."""
+        self._release = release
+        try:
+            yield
+        finally:
+            self._release = None
+
+
+def spent() -> RuntimeError:
+    """What torch raises where a graph is gone through a second time."""
+    return RuntimeError(
+        "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
+        "released after its backward. Specify retain_graph=True if you need to backward a second time."
+    )
 
 
 class Recompute:
@@ -136,9 +166,14 @@ class Backward:
     """To be called when a run has shown that the forward should not be played any more."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
+    releasable: dict[int, Lease] = field(default_factory=dict)
+    """By the numbers of what is saved: the `memory` that nothing but a backward reads."""
+    last: bool = False
+    """Whether nothing reads what is saved after it: then it may give that back, as it goes."""
+    shares: bool = False
+    """Whether its gradients are gone when forwards run. Then they may lie where its forward works..."""
     room: Spans = field(default_factory=Spans)
-    """Where its forward works, and hands out nothing: it may work there too. Empty where its gradients are held while forwards
-    run, which could not be played if these lay there."""
+    """...which is here; it has handed out nothing there."""
     apart: bool = False
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
@@ -168,13 +203,22 @@ class Backward:
             mine += self.parameters
         return frozenset(map(id, mine)) - set(map(id, self.places.leaves.values()))
 
-    def grads_there(self) -> bool:
-        """Whether something that it gives gradients to has one now."""
-        return any(p.grad is not None for p in (*self.parameters, *self.reentrant))
+    def gradients_stay(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether it looks, at a forward, as if the gradients of the last step were still there at the next: some are, or some
+        are those of leaves among its arguments."""
+        grads = any(p.grad is not None for p in (*self.parameters, *self.reentrant))
+        return grads or any(arguments[i].is_leaf for i in self.arguments)
 
-    def noting(self) -> Any:
-        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run."""
-        return self.places.noting()
+    def noting(self, spent: Set[int]) -> Any:
+        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run. Those
+        that are `spent` cannot be read."""
+        return self.places.noting(spent)
+
+    @contextmanager
+    def releasing(self, release: Release | None, watch: Any) -> Iterator[None]:
+        """It is captured inside the block, and gives back what it has read."""
+        with self.places.releasing(release), nullcontext() if release is None else release.during(watch):
+            yield
 
     def __call__(self, *grads: torch.Tensor | None) -> Gradients:
         """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
@@ -197,7 +241,8 @@ class Backward:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
         if grad is None or is_batched(grad) or not has_memory(grad):
             return grad
-        return copy_of(grad) if grad.untyped_storage()._cdata in self._saved else grad
+        saved = grad.untyped_storage()._cdata in self._saved or self.places.lends(grad)
+        return copy_of(grad) if saved else grad
 
     def between(self, result: int, grad: torch.Tensor, others: list[int]) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by

@@ -161,8 +161,9 @@ class Hooked(Recorded[..., Any]):
         self._begin(*call.like)
         return super()._record(call, blocked, apart=apart)
 
-    def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
-        return _HookedBackward(function, options, self._hooks, WarmUps(), 0)
+    def _backward_kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
+        hooks = self._hooks
+        return lambda function, options: _HookedBackward(function, options, hooks, WarmUps(), 0)
 
 
 class _HookedBackward(Hooked):

@@ -19,6 +19,7 @@ of the given gradients reads: they are known once it has run live.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backward import Backward, Gradients
+from .backward import Backward, Gradients, spent
 from .errors import Refusal
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
@@ -54,13 +55,16 @@ _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible w
 
 
 class Joint:
-    """What joins one recording's results to the graph. `backward` is its `Backward`, recorded or not."""
+    """What joins one recording's results to the graph. Its `Backward` is `recorded` up to twice: as one that retains what is
+    saved, and as the last that reads it."""
 
     def __init__(
-        self, traced: Backward, backward: Callable[..., Gradients], joining: Callable[[bool], AbstractContextManager[None]]
-    ) -> None:
+        self, traced: Backward, recorded: Callable[[Backward], Callable[..., Gradients]],
+        joining: Callable[[bool], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
         self.traced = traced
-        self.backward = backward
+        self._recorded = recorded
+        self._backwards: dict[bool, Callable[..., Gradients]] = {}  # by whether they are the last
         self._joining = joining
         self._memory = [lease.python for lease in traced.memory]  # the storages, weakly: a flight holds them
         self._constant = list({id(t): t for t in traced.constant.values()}.values())
@@ -104,16 +108,17 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         self._begin(flight, known)
-        cut = self._cut(flight)
-        with self.traced.noting() as numbers:
-            found, added = self.traced.beyond(cut, grads) if cut else self.backward(*grads)
+        cut, retains = self._cut(flight), keeps_graph()
+        backward = self._backwards.get(not retains) or self._backward(last=not retains)
+        with self.traced.noting(flight.spent) as numbers:
+            found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
         if cut:
             known = self._noted(numbers)
             flight.check(known)
         elif known is None:
             known = self._read[pattern] = self._noted(numbers)
             flight.check(known)
-        if not keeps_graph():
+        if not retains:
             flight.landed(pattern, known)
         if added:
             # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
@@ -126,6 +131,12 @@ class Joint:
                 _keep_quiet(p)
         return found
 
+    def _backward(self, last: bool) -> Callable[..., Gradients]:
+        traced = copy.copy(self.traced)
+        traced.last = last
+        self._backwards[last] = self._recorded(traced)
+        return self._backwards[last]
+
     def between(self, flight: _Flight, i: int, grad: torch.Tensor) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to others, if their gradients are looked at."""
         others, look = self.traced.upstream[i], flight.look()
@@ -137,7 +148,7 @@ class Joint:
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
         self._begin(flight, None)
-        with self.traced.noting() as numbers:
+        with self.traced.noting(flight.spent) as numbers:
             found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
         flight.check(self._noted(numbers))
         look.cut.update(seen)
@@ -192,6 +203,7 @@ class _Flight:
         self._storages = [*map(torch.Tensor.untyped_storage, saved)]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
+        self.spent: set[int] = set()  # what one has read that did not retain the graph
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
         self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
@@ -243,10 +255,9 @@ class _Flight:
     def begin(self, read: _Read | None) -> None:
         """A backward begins, which reads this if that is known."""
         if self._memory is None and (read is None or read.numbers):
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
-                "released after its backward. Specify retain_graph=True if you need to backward a second time."
-            )
+            raise spent()
+        if read is not None and not self.spent.isdisjoint(read.numbers):
+            raise spent()
         if read is not None:
             self.check(read)
 
@@ -254,6 +265,7 @@ class _Flight:
         """A backward has run that does not retain the graph: of the results in the pattern, and it has read this."""
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
+        self.spent |= read.numbers
         if not (self._waiting and self._unread) and self._memory is not None:
             self._memory, self._saved, self._storages, self.arguments = None, [], [], []
 

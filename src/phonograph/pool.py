@@ -215,7 +215,8 @@ class Pool:
         owned = {id(lease) for r in self.recordings for lease in r.leases}
         self.leases = [x for x in self.leases if id(x) in owned or x.alive]
         for r in self.recordings:
-            r.rivals[:] = [(x.cdata, x.own, x.python, x.owns) for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+            met = [x for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+            r.rivals[:] = [(x.cdata, x.own, x.python, x.owns + (x in r.releases)) for x in met]
 
     def take_back(self, footprint: Spans | None = None, keep: Sequence[Loan] = ()) -> None:
         """End the loans of borrowed outputs that lie in a footprint (None: anywhere), but for these."""

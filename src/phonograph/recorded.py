@@ -560,14 +560,12 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.once = device.once
                 recording.backward.stop = self._stop
                 ran = self._history(call.key).ran_backward
-                if ran and not recording.backward.grads_there():  # as at each forward, it seems
-                    recording.backward.room = recording.room
+                if ran and not recording.backward.gradients_stay(call.tensors):
+                    recording.backward.shares, recording.backward.room = True, recording.room
                 warmup = 0 if ran or recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0)
-                backward = self._recorded_backward(recording.backward, options)
-                player.joint = Joint(recording.backward, backward, device.joining)
-                self._backwards.add(backward)
+                player.joint = Joint(recording.backward, self._backwards_with(options), device.joining)
         self._entangled |= recording.entangled
         self._devices.add(device)
         self._counters.recorded += 1
@@ -577,8 +575,19 @@ class Recorded(Observed, Generic[P, R]):
         logger.debug("%s", recording)
         return player
 
-    def _recorded_backward(self, function: Any, options: Options) -> Recorded[Any, Any]:
-        return Recorded(function, options)
+    def _backwards_with(self, options: Options) -> Callable[[Any], Recorded[Any, Any]]:
+        """What records a backward of ours, and does not hold us."""
+        kind, known = self._backward_kind(), self._backwards
+
+        def recorded(function: Any) -> Recorded[Any, Any]:
+            backward = kind(function, options)
+            known.add(backward)
+            return backward
+
+        return recorded
+
+    def _backward_kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
+        return Recorded
 
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool, turns: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)

@@ -42,6 +42,7 @@ from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
+from .release import Release
 from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
@@ -85,7 +86,7 @@ class Terms:
     What it means that a recording keeps `apart`, or takes `turns`: see `_clearance`. With `borrow`, it hands out its own
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
-    operators that ran live in a call of this signature.
+    operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
     """
 
     blocked: int = 0
@@ -95,6 +96,7 @@ class Terms:
     follow: tuple[str, ...] = (*LIVE, *CYCLED)
     tracing: Tracing | None = None
     notes: Notes | None = None
+    retain: bool = False
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -108,7 +110,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
     tracing = terms.tracing
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
-    protected, copies_out = _clearance(device, terms, function)
+    protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     try:
         with _transaction(reach, grads) as snapshot:
@@ -118,7 +120,10 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             small = 0 if isinstance(function, Backward) else SMALL
             most = 0 if terms.borrow else math.inf if copies_out else small
             with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
-                captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms)
+                captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms,
+                                    release)  # fmt: skip
+            if release is not None and release.again:
+                raise _ReadAgain
             for t in captured.watch.written.values():
                 if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
                     raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
@@ -152,6 +157,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
         fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
         return record(name, function, call, reach, device, replace(terms, follow=fewer))
+    except _ReadAgain:
+        return record(name, function, call, reach, device, replace(terms, retain=True))
     return Recording(
         name=name,
         key=call.key,
@@ -171,6 +178,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
         backward=backward,
+        releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
     )
 
@@ -293,15 +301,20 @@ class _Unfollowed(Exception):
     """A capture is taken back and made again, with hyper-parameters baked in."""
 
 
-def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
-    """Which addresses the new recording keeps clear of, and whether it hands out copies.
+class _ReadAgain(Exception):
+    """A capture is taken back and made again: it has read what it had given back."""
+
+
+def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, Release | None]:
+    """Which addresses the new recording keeps clear of; whether it hands out copies; and which of them it gives back to itself
+    once it has read what is there.
 
     Sharing memory saves it, at the price that a held output of one recording may be in another's way. While there is
     room, recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led
     to a recording being in its own way, the new one keeps clear of every output and never holds one itself. One that is made
     because another has left a tensor in the memory of its predecessor, or hands one out there, keeps `apart` from all: so
-    functions that take turns are in nobody's way after one more recording each. A backward may have `room` where its forward
-    works; nothing else is there when it runs.
+    functions that take turns are in nobody's way after one more recording each. A backward that `shares` has room where its
+    forward works; nothing else is there when it runs.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
     all others. Their backwards share what none of them hands out, and hand out copies, because gradients are held for long.
@@ -309,21 +322,25 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool]:
     pool = device.pool
     taken, turns = pool.footprints(), terms.turns or pool.takes_turns
     one_of_many = turns and isinstance(function, Backward)
-    if isinstance(function, Backward) and not (turns or terms.apart or terms.blocked):
-        taken -= function.room
+    release = None
+    if isinstance(function, Backward) and not (terms.apart or terms.blocked):
+        if function.shares and not turns:
+            taken -= function.room
+        if function.last and (function.shares or turns) and not terms.retain:
+            release = Release(function.releasable)
     everything = taken | pool.protected()
     if terms.apart or (pool.footprints().nbytes <= device.roomy and terms.blocked < _TAKING_TURNS):
-        return everything, one_of_many
+        return everything, one_of_many, release
     if terms.tracing is not None and (terms.blocked or turns):
-        return everything, True
+        return everything, True, release
     if one_of_many:
-        return pool.leased(), True
-    return (pool.leased(), True) if terms.blocked else (pool.protected(), False)
+        return pool.leased(), True, release
+    return (pool.leased(), True, None) if terms.blocked else (pool.protected(), False, release)
 
 
 def _capture(
     function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads, arguments: list[torch.Tensor],
-    fixed: list[bool], protected: Spans, dials: Dials, most: float, terms: Terms,
+    fixed: list[bool], protected: Spans, dials: Dials, most: float, terms: Terms, release: Release | None,
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
     outer = {id(x) for x in reach._keep}
@@ -356,7 +373,8 @@ def _capture(
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, apart)
-        with saving, cuts, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
+        releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
+        with saving, cuts, releasing, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             ran.append(listener.ran)
             called: Any = function
             state = _state_of(function) if tracing is not None else ()
@@ -395,7 +413,8 @@ def _capture(
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         with transforms_undone(lambda: chain(*ran)):
-            captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind)
+            captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind,
+                                      () if release is None else release.places)  # fmt: skip
         backward = any(code.co_name == _BACKWARD for code in chain(*ran))
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)

@@ -92,6 +92,7 @@ class OperatorWatch(TorchDispatchMode):
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.dials: Dials | None = None
+        self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
 
@@ -170,6 +171,12 @@ class OperatorWatch(TorchDispatchMode):
         if key not in self.known:
             self.known[key] = name
             self._births[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key))
+
+    def lend(self, t: torch.Tensor, key: int) -> None:
+        """This tensor stands for one in reach, on that storage, for as long as it lives."""
+        self._may_die(t, self.known.get(key) or "what its forward has saved")
+        self.outside.add(storage_id(t))
+        self.theirs.add(storage_id(t))
 
     def _born(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
@@ -290,6 +297,10 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: to one that a replay would not have.
         """
         self.states.meaning(state)
+
+
+def _not_here(address: int, nbytes: int) -> None:
+    """Where no memory can be given back."""
 
 
 def _gone(watch: weakref.ref[OperatorWatch], key: int, _: object) -> None:

@@ -102,13 +102,14 @@ class Device(Protocol):
         dials: Dials,
         copied: float,
         rewind: Rewind | None,
+        apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
         """Dry-run ``call(slots, watch)`` and keep what it did as a program.
 
         `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
         Results of at most `copied` bytes in all are copied out by each run, but for those that share memory with what is
         kept for a backward (`kept_of`). The call is the backward of one that has read random states, and may set
-        them again (`rewind`).
+        them again (`rewind`). Places that are protected, and `apart` from what is around them, `watch.give_back` may free.
 
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """

@@ -480,11 +480,13 @@ class CpuDevice:
         dials: Dials,
         copied: float,
         rewind: Rewind | None,
+        apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
         self._arena.open(protected)
         slots = [t if b else self.slot(t) for t, b in zip(arguments, borrowed, strict=True)]
         tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
         tape.dials = dials
+        tape.give_back = self._arena.give_back
         try:
             with tape, _host_reads_refused(tape):
                 result = call(slots, tape)

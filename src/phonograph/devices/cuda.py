@@ -181,23 +181,23 @@ class CudaDevice:
                 outer.wait_stream(self._stream)
 
     @contextmanager
-    def _undisturbed(self, protected: Spans) -> Iterator[None]:
+    def _undisturbed(self, protected: Spans, apart: Sequence[tuple[int, int]] = ()) -> Iterator[cuda_memory.Hold | None]:
         """These addresses, live leases at least, are out of the allocator's reach inside the block, and cuBLAS has its
-        workspace where it always is."""
+        workspace where it always is. What holds them can give back those `apart`."""
         torch_private.clear_cublas_workspaces()
         anchor = self._anchor
         if not len(protected) and anchor.workspace is None:
-            yield
+            yield None
             return
         with torch_private.route_to_pool(self.index, anchor.handle):
-            held = cuda_memory.hold(anchor.handle, protected, self._stream.cuda_stream, anchor.workspace)
+            held = cuda_memory.hold(anchor.handle, protected, self._stream.cuda_stream, anchor.workspace, apart)
         if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
             torch_private.clear_cublas_workspaces()
             self._anchor = _Anchor(self.index, self._stream)
-            yield
+            yield None
             return
         try:
-            yield
+            yield held
         finally:
             held.release()
 
@@ -215,6 +215,7 @@ class CudaDevice:
         dials: Dials,
         copied: float,
         rewind: Rewind | None,
+        apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
         for g in reach.generators:
             if (
@@ -225,7 +226,7 @@ class CudaDevice:
                 self._generators.append(g)
         states = Known([torch.cuda.default_generators[self.index], *self._generators])
         self._release_cached()
-        with self._on_stream(), self._undisturbed(protected):
+        with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
             before = cuda_memory.blocks(handle)
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
@@ -238,6 +239,8 @@ class CudaDevice:
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream.cuda_stream, handle, self._generators, dials)
                 watch.next_segment = graphs.next
+                if held is not None:
+                    watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
                     with watch:

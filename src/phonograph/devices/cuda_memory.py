@@ -19,6 +19,7 @@ Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class Hold:
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
+        self._wanted = Spans()
 
     def __contains__(self, address: int) -> bool:
         return address in self._held
@@ -87,26 +89,38 @@ class Hold:
         torch_private.raw_free(address)
 
     def keep_only(self, wanted: Spans) -> None:
+        self._wanted = wanted
         for address, nbytes in list(self._held.items()):
             if not wanted.meets(address, nbytes):
                 self.drop(address)
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        """Drop what lies there, as far as nothing else that is wanted lies in the same piece."""
+        given = Spans([_rounded(address, nbytes)])
+        self._wanted -= given
+        for at, n in list(self._held.items()):
+            if given.meets(at, n) and not self._wanted.meets(at, n):
+                self.drop(at)
 
     def release(self) -> None:
         for address in list(self._held):
             self.drop(address)
 
 
-def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | None = None) -> Hold | None:
+def hold(
+    pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | None = None, apart: Sequence[tuple[int, int]] = ()
+) -> Hold | None:
     """Hold all `wanted` bytes of the pool that are free now, and have cuBLAS take this free place (address, bytes) as its
-    `workspace`. The current stream must be routed to the pool.
+    `workspace`. What is `apart` of what is wanted can be given back by itself. The current stream must be routed to the pool.
 
     Returns None if that did not succeed; nothing is then held.
     """
-    wanted = Spans((a, -(-n // _ROUND) * _ROUND) for a, n in wanted)
+    wanted = Spans(_rounded(a, n) for a, n in wanted)
     if workspace is not None:
         wanted -= Spans([workspace])
     held, there = hold_all(pool, stream)
-    places = sorted([*wanted, *([workspace] if workspace is not None else [])])
+    alone = [_rounded(a, n) for a, n in apart]
+    places = sorted([*(wanted - Spans(alone)), *alone, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
     for b in [b for b in there if b.address in held and everything.meets(b.address, b.nbytes)]:
         _carve(held, b, places, stream)
@@ -120,6 +134,10 @@ def hold(pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | 
         return held
     held.release()
     return None
+
+
+def _rounded(address: int, nbytes: int) -> tuple[int, int]:
+    return address, -(-nbytes // _ROUND) * _ROUND
 
 
 def hold_all(pool: Handle, stream: int) -> tuple[Hold, list[Block]]:
@@ -152,22 +170,17 @@ def _pieces(nbytes: int, small: bool) -> list[int]:
 def _carve(held: Hold, block: Block, places: list[tuple[int, int]], stream: int) -> None:
     """Hold the block again in pieces, so that each of the places in it can be told from what lies between."""
     end, least = block.address + block.nbytes, 0 if block.small else SMALL
+    ends = sorted({at for start, length in places for at in (start, start + length) if block.address < at < end} | {end})
     cuts: list[tuple[int, int]] = []
-    at = block.address
-    for start, length in places:
-        if start >= end or start + length <= at:
-            continue
-        start, stop = max(start, at), min(start + length, end)
-        if start - at > least:
-            cuts.append((at, start))
+    start = block.address
+    for stop in ends:
+        if stop - start > least:
+            cuts.append((start, stop))
         elif cuts:  # too little for a block of its own: the end of the one before
-            cuts[-1] = (cuts[-1][0], start)
+            cuts[-1] = (cuts[-1][0], stop)
         else:
-            start = at
-        cuts.append((start, stop))
-        at = stop
-    if end - at > least:
-        cuts.append((at, end))
+            continue
+        start = stop
     held.drop(block.address)
     for start, stop in cuts:
         for piece in _pieces(stop - start, block.small):
