@@ -177,6 +177,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
+        brief=isinstance(function, Backward) and function.one_of_many,
         backward=backward,
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,

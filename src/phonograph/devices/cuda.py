@@ -251,6 +251,8 @@ class CudaDevice:
                 self._end_workspace()
             if watch.refusal is not None:
                 raise watch.refusal
+            if held is not None:
+                owned -= held.given
             footprint = self._footprint(handle, allocated, owned)
         self._no_strangers(watch, footprint)
         made = {}

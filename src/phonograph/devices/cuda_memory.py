@@ -75,6 +75,7 @@ class Hold:
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
         self._wanted = Spans()
+        self.given = Spans()  # what was given back
 
     def __contains__(self, address: int) -> bool:
         return address in self._held
@@ -98,6 +99,7 @@ class Hold:
         """Drop what lies there, as far as nothing else that is wanted lies in the same piece."""
         given = Spans([_rounded(address, nbytes)])
         self._wanted -= given
+        self.given |= given
         for at, n in list(self._held.items()):
             if given.meets(at, n) and not self._wanted.meets(at, n):
                 self.drop(at)
