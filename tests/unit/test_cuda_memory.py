@@ -107,6 +107,24 @@ def test_what_is_held_is_out_of_reach_and_nothing_else(allocator: Allocator, see
     held.release()
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_given_back_is_free_and_all_else_still_held(allocator: Allocator, seed: int) -> None:
+    draw = random.Random(seed)
+    wanted = draw.sample(sorted(used(allocator, draw).items()), 20)
+    apart = draw.sample(wanted, 10)
+    held = cuda_memory.hold(POOL, Spans(wanted), 0, apart=apart)
+    assert held is not None
+    for place in apart[:6]:
+        held.give_back(*place)
+    free = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(POOL) if b.free)
+    assert all(free.covers(*place) for place in apart[:6])
+    still = Spans(set(wanted) - set(apart[:6]))
+    for _ in range(80):
+        nbytes = draw.choice(SIZES)
+        assert not still.meets(address := allocator.alloc(nbytes), nbytes), hex(address)
+    held.release()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, taken = random.Random(seed), []

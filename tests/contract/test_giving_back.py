@@ -1,0 +1,274 @@
+"""C6, C15: a backward that nothing reads after gives back what its forward has saved, as it goes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.devices import device_for
+from phonograph.spans import Spans
+from phonograph.testing import assert_same
+
+
+def deep(device, layers=6, width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh()))).to(device)
+
+
+def grads(module):
+    return [p.grad for p in module.parameters()]
+
+
+def batch(device, n, rows=256, width=64):
+    torch.manual_seed(100 + n)
+    return torch.randn(rows, width, device=device)
+
+
+def recordings(module):
+    """Of its forward, and of its backwards: those that retain what is saved, and those that are the last."""
+    recorded = pg.api._recorded(module)
+    backwards = [(b._function.last, p.recording) for b in recorded._backwards for p in b._shelf]
+    return (
+        [p.recording for p in recorded._shelf],
+        [r for last, r in backwards if not last],
+        [r for last, r in backwards if last],
+    )
+
+
+def bytes_of(*recordings):
+    return Spans(piece for r in recordings for piece in r.footprint).nbytes
+
+
+def train(ours, theirs, device, step, calls=6):
+    """The same steps in both; their results and gradients are the same each time."""
+    for n in range(calls):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            found.append((step(module, batch(device, n)), grads(module)))
+        assert_same(*found)
+        del found  # gradients that are held while the next forward runs: below
+
+
+def backward(module, x):
+    loss = module(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.fixture(autouse=True)
+def _roomy(device, monkeypatch):
+    """As long as there is room, recordings share nothing but what is given back."""
+    monkeypatch.setattr(device_for(device), "roomy", 1 << 40, raising=False)
+
+
+def test_c15_gradients_lie_where_activations_were(device):
+    theirs = deep(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, backward)
+    (forward,), retaining, (last,) = recordings(ours)
+    assert not retaining
+    activation = 256 * 64 * 4
+    assert sum(lease.nbytes >= activation for lease in last.releases) >= 5  # not that which is the result
+    assert bytes_of(forward, last) < forward.footprint.nbytes + 3 * activation  # the first steps of the backward
+    assert pg.stats(ours).recorded == 1
+
+
+def test_c15_nothing_is_given_back_where_gradients_are_held(device):
+    """While the next forward runs: that would have to keep clear of them, in every place."""
+    theirs = deep(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(8):
+        for module in (ours, theirs):
+            loss = module(batch(device, n)).square().mean()
+            module.zero_grad()
+            loss.backward()
+        assert_same(grads(ours), grads(theirs))
+    (forward,), _, (last,) = recordings(ours)
+    assert not last.releases
+    assert bytes_of(forward, last) == bytes_of(forward) + bytes_of(last)
+    assert pg.stats(ours).recorded == 1
+
+
+def test_c05_gradients_that_are_held_after_all_stay(device):
+    theirs = deep(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    kept = [], []
+    for n in range(12):
+        for module, list_ in zip((ours, theirs), kept, strict=True):
+            module.zero_grad()
+            backward(module, batch(device, n))
+            if n in (4, 5, 7, 8, 9):
+                list_.append(grads(module))
+        assert_same(grads(ours), grads(theirs))
+        assert_same(*kept)
+    assert pg.stats(ours).recorded <= 3, pg.explain(ours)
+    assert pg.stats(ours).live == 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_c06_a_backward_that_retains_gives_nothing_back(device, times):
+    def step(module, x):
+        loss = module(x).square().mean()
+        for _ in range(times):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    theirs = deep(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, step)
+    _, retaining, (last,) = recordings(ours)
+    assert retaining
+    assert not any(r.releases for r in retaining)
+    assert last.releases
+
+
+class Twice(torch.autograd.Function):
+    """Asks for what it has saved a second time, when the first is gone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        first = ctx.saved_tensors[0] * grad
+        between = torch.full_like(first, 3.0)
+        return first + between * ctx.saved_tensors[0]
+
+
+class Own(torch.autograd.Function):
+    """Gives what it has saved as the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0]
+
+
+class Writes(torch.autograd.Function):
+    """Works in what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].mul_(grad)
+
+
+class Through(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.before, self.after = function, deep("cpu", 2), deep("cpu", 2)
+
+    def forward(self, x):
+        return self.after(self.function.apply(self.before(x)))
+
+
+@pytest.mark.parametrize("function", [Twice, Own, Writes])
+def test_c06_functions_that_do_more_with_what_they_have_saved(device, function):
+    theirs = Through(function).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, backward)
+    (_,), _, (last,) = recordings(ours)
+    assert bool(last.releases) is (function is not Twice)
+    assert not pg.stats(ours).refusals, pg.explain(ours)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = deep("cpu", 2), deep("cpu", 2), deep("cpu", 2)
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_c06_a_second_backward_through_what_was_given_back(device, retain):
+    """It raises what eager raises, and the loop goes on."""
+
+    def step(module, x):
+        left, right = module(x)
+        left.square().mean().backward(retain_graph=retain)
+        if retain:
+            right.square().mean().backward()
+        else:
+            with pytest.raises(RuntimeError, match="second time"):
+                right.square().mean().backward()
+        return left.detach(), right.detach()
+
+    theirs = Heads().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    if retain:
+        train(ours, theirs, device, step)
+    else:  # a failed backward of eager's has gone a part of its way
+        for n in range(6):
+            found = [step(module, batch(device, n)) for module in (ours, theirs)]
+            assert_same(*found)
+            for module in (ours, theirs):
+                module.zero_grad()
+
+
+def test_c06_results_with_separate_backwards_give_back_their_own(device):
+    """What both read is given back by neither."""
+
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = deep("cpu", 3), deep("cpu", 3)
+
+        def forward(self, x):
+            return self.left(x), self.right(x)
+
+    def step(module, x):
+        left, right = module(x)
+        left.square().mean().backward()
+        right.square().mean().backward()
+        return left.detach(), right.detach()
+
+    theirs = Apart().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, step)
+    _, retaining, last = recordings(ours)
+    assert not retaining
+    assert len(last) == 2
+    assert all(r.releases for r in last)
+    assert last[0].releases.isdisjoint(last[1].releases)
+
+
+def test_c06_a_failed_backward_leaves_what_is_saved(device):
+    """An exception of the user's, raised by a hook where the gradient of the result arrives."""
+    theirs = deep(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+
+    def fail(grad):
+        raise KeyError("the user's")
+
+    for n in range(8):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            out = module(batch(device, n))
+            if n in (2, 5):
+                handle = out.register_hook(fail)
+                with pytest.raises(KeyError):
+                    out.square().mean().backward()
+                handle.remove()
+            out.square().mean().backward()
+            found.append((out.detach(), grads(module)))
+        assert_same(*found)
+        del found
+    assert pg.stats(ours).recorded == 1
