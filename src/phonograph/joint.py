@@ -142,8 +142,8 @@ class Joint:
         return self._backwards[last]
 
     def _not_in_the_way(self, found: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients, in memory of their own where they will be there for long: autograd adds them to what is in `.grad`, or puts
-        them there."""
+        """Gradients, in memory of their own where they will be there for long: autograd adds them to what is in `.grad`, or
+        puts them there."""
         owners = [*[None] * len(self.traced.arguments), *self.traced.parameters]
         stays = [owner is None or owner.grad is None for owner in owners]
         return [copy_of(g) if stay and g is not None else g for g, stay in zip(found, stays, strict=True)]

@@ -455,7 +455,8 @@ class Recorded(Observed, Generic[P, R]):
                 history.ran_backward = history.ran_backward or not left
             if torch.is_grad_enabled() and (me := recorded()) is not None:
                 me._stop(TWICE)
-            torch_private.when_backward_ends(device.ran_backward)
+            torch_private.when_backward_ends(device.backward_ends)
+            device.backward_begins()
 
         for node in nodes:
             node.register_prehook(functools.partial(notice, id(node)))

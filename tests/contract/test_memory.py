@@ -1681,7 +1681,7 @@ def test_c17_gradients_do_not_wait_for_the_garbage_collector(device, kind):
 
 
 def test_c15_what_a_warm_up_leaves_behind_is_given_back(cuda):
-    """Its backward works outside of the pool, on our stream: what is cached for that, nobody else can use."""
+    """Its backward works in the pool too: what is cached for our stream outside of it, nobody else could use."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(cuda)
     stream = device_for(cuda)._stream.cuda_stream
@@ -1689,6 +1689,60 @@ def test_c15_what_a_warm_up_leaves_behind_is_given_back(cuda):
     for _ in range(5):
         net.zero_grad()
         net(torch.randn(64, 512, device=cuda)).square().sum().backward()
-    outside = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
-    assert [s["total_size"] for s in outside if s["stream"] == stream and not s["allocated_size"]] == []
+        outside = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0)]
+        assert [s["total_size"] for s in outside if s["stream"] == stream] == []
     assert pg.stats(net).replayed >= 3
+
+
+def _gives_back_all_memory(other, x):
+    if x.is_cuda:
+        torch.cuda.empty_cache()
+
+
+def _captures(other, x):
+    other(x.detach()[..., :8])
+
+
+def _captures_with_its_backward(other, x):
+    with torch.enable_grad():
+        torch.autograd.grad(other(x.detach()[..., :8]).sum(), other.weight)
+
+
+def _drops_recordings(other, x):
+    other(x.detach()[..., :8])
+    with contextlib.suppress(TypeError):  # the live one
+        pg.reset(other)
+
+
+def _raises(other, x):
+    raise KeyError
+
+
+IN_A_BACKWARD = [_gives_back_all_memory, _captures, _captures_with_its_backward, _drops_recordings, _raises]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("does", IN_A_BACKWARD)
+def test_c12_what_hooks_do_in_the_backward_of_a_warm_up(device, does, first):
+    """In that, or in the first that is captured or played."""
+    torch.manual_seed(0)
+    theirs, other = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(device), nn.Linear(8, 8).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    others = pg.record(copy.deepcopy(other), warmup=0), other
+    for n in range(6):
+        found = []
+        for module, other in zip((ours, theirs), others, strict=True):
+            module.zero_grad()
+            torch.manual_seed(n)
+            out = module(torch.randn(32, 64, device=device))
+            hook = functools.partial(does, other)
+            handles = [p.register_post_accumulate_grad_hook(hook) for p in module.parameters()] if n == first else []
+            fails = n == first and does is _raises
+            with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+                out.square().sum().backward()
+            for handle in handles:
+                handle.remove()
+            found.append((out.detach(), None if fails else [p.grad for p in module.parameters()]))
+        assert_same(*found)
+        del found
+    assert pg.stats(ours).replayed >= 3, pg.explain(ours)

@@ -68,8 +68,11 @@ class Device(Protocol):
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
         places for these `arguments`."""
 
-    def ran_backward(self) -> None:
-        """The backward of such a call has run: release what it needed besides."""
+    def backward_begins(self) -> None:
+        """The backward of such a call begins, or goes on in what another has made."""
+
+    def backward_ends(self) -> None:
+        """It has ended: release what it needed besides."""
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it; returns its result."""

@@ -518,8 +518,11 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
-    def ran_backward(self) -> None:
+    def backward_begins(self) -> None:
         """Nothing: what a live call lies in is not the arena's."""
+
+    def backward_ends(self) -> None:
+        """Nothing."""
 
     def joining(self, many: bool) -> Any:
         return nullcontext()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ class CudaDevice:
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
+        self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
         self._last = -1  # the stream of the last replay
         self._last_stream: torch.cuda.Stream | None = None
         self._joined: list[torch.cuda.Stream] = []  # the user's, where nodes of autograd were made
@@ -142,6 +143,7 @@ class CudaDevice:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
         slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
+        self._leave_backwards()
         clear_of = self.pool.footprints() | self.pool.protected()
         with self._on_stream(), self._undisturbed(clear_of):
             with torch_private.route_to_pool(self.index, self._anchor.handle):
@@ -149,19 +151,46 @@ class CudaDevice:
                 yield
                 del places
             self._end_workspace(lone=True)
-            segments = torch_private.segments(self._anchor.handle)
-            self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
+            self._pool_is()
 
-    def ran_backward(self) -> None:
+    def backward_begins(self) -> None:
+        """It works on the capture stream and in the pool as well, where the memory of its forward becomes free as it goes."""
+        if self._backwards is not None or raw_stream(self.index) != self._stream.cuda_stream:
+            return
         if torch.cuda.is_current_stream_capturing():  # it is part of another call
             return
+        anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
+        torch_private.clear_cublas_workspaces()
+        with ExitStack() as place:
+            place.enter_context(torch_private.route_to_pool(self.index, anchor.handle))
+            held = cuda_memory.hold(anchor.handle, clear_of, self._stream.cuda_stream, anchor.workspace)
+            if held is not None:
+                place.callback(held.release)
+                self._backwards = place.pop_all()
+
+    def backward_ends(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._leave_backwards()
         torch_private.clear_cublas_workspaces()
         self._release_cached()
 
+    def _leave_backwards(self) -> None:
+        """The backward that has begun works elsewhere from now on: it has ended, or has failed, or something else needs the
+        pool."""
+        place, self._backwards = self._backwards, None
+        if place is not None:
+            place.close()
+            self._pool_is()
+
+    def _pool_is(self) -> None:
+        segments = torch_private.segments(self._anchor.handle)
+        self._pool_spans = Spans((s["address"], s["total_size"]) for s in segments)
+
     def _release_cached(self) -> None:
-        """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in,
-        32 MiB of it cuBLAS (H100, H200), and the gradients that they gave. Nobody else would use it. (torch can only give back
-        what is cached for other streams as well.)"""
+        """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in
+        that had to leave it, and the gradients that they gave. Nobody else would use it. (torch can only give back what is
+        cached for other streams as well.)"""
         if cuda_memory.is_cached(self.index, self._stream.cuda_stream):
             torch.cuda.empty_cache()
 
@@ -225,6 +254,7 @@ class CudaDevice:
             ):
                 self._generators.append(g)
         states = Known([torch.cuda.default_generators[self.index], *self._generators])
+        self._leave_backwards()
         self._release_cached()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
@@ -283,6 +313,7 @@ class CudaDevice:
         memory of its own."""
         generator = torch.cuda.default_generators[self.index]
         now = generator.get_state()
+        self._leave_backwards()
         with self._on_stream():
             graphs = Graphs(self._stream.cuda_stream, torch.cuda.graph_pool_handle(), self._generators)
             with self._capturing(graphs, Known([generator, *self._generators])):
@@ -451,6 +482,7 @@ class CudaDevice:
         recording and its last held output."""
         if self.pool.untidy:
             self.pool.untidy = False
+            self._leave_backwards()
             footprints, (_, workspace) = self.pool.footprints().nbytes, self._anchor.workspace or (0, 0)
             if not footprints or 2 * (footprints + workspace) < self.pool_bytes:
                 self._anchor = _Anchor(self.index, self._stream)
