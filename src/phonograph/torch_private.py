@@ -13,9 +13,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.backends.mha
@@ -31,12 +31,13 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
            "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
            "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
-           "missing", "module_hooks", "module_settings", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
-           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
-           "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state",
-           "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph"]  # fmt: skip
+           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "not_followed_by_dynamo",
+           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
+           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
+           "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch", "step_hooks",
+           "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed", "transforms_undone",
+           "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
+           "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -574,15 +575,59 @@ class OnStream:
         _c("_cuda_setStream")(*self._before)
 
 
+class _Route(NamedTuple):
+    """Where allocations on a stream come from."""
+
+    device: int
+    pool: Handle
+    stream: int
+
+    def begin(self) -> None:
+        """The stream is the current one."""
+        _c("_cuda_beginAllocateCurrentStreamToPool")(self.device, self.pool)
+
+    def end(self) -> None:
+        _c("_cuda_endAllocateToPool")(self.device, self.pool)
+        _c("_cuda_releasePool")(self.device, self.pool)
+
+
+_routes: list[_Route] = []
+
+
 @contextmanager
 def route_to_pool(device: int, pool: Handle) -> Iterator[None]:
     """Allocations on the current stream come from `pool`, also those that autograd's threads make on it."""
-    _c("_cuda_beginAllocateCurrentStreamToPool")(device, pool)
+    route = _Route(device, pool, raw_stream(device))
+    route.begin()
+    _routes.append(route)
     try:
         yield
     finally:
-        _c("_cuda_endAllocateToPool")(device, pool)
-        _c("_cuda_releasePool")(device, pool)
+        _routes.remove(route)
+        route.end()
+
+
+def measure_outside_of_pools() -> None:
+    """Where Inductor measures kernels to choose among them, it takes memory just for that (to empty the GPU's cache, 60 MiB on
+    an H200): not from a pool, which would keep it."""
+    heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    kind: Any = getattr(heuristics, "CachingAutotuner", None)
+    if not hasattr(kind, "bench") or hasattr(kind.bench, "__wrapped__"):  # else it is not loaded, or this was done before
+        return
+    bench = kind.bench
+
+    @wraps(bench)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        mine = [route for route in _routes if route.stream == raw_stream(route.device)]
+        for route in mine:
+            route.end()
+        try:
+            return bench(*args, **kwargs)
+        finally:
+            for route in mine:
+                route.begin()
+
+    kind.bench = outside
 
 
 def raw_alloc(nbytes: int, stream: int) -> int:

@@ -144,6 +144,7 @@ class CudaDevice:
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
         slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
         self._leave_backwards()
+        torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
         with self._on_stream(), self._undisturbed(clear_of):
             with torch_private.route_to_pool(self.index, self._anchor.handle):
@@ -161,6 +162,7 @@ class CudaDevice:
             return
         anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
         torch_private.clear_cublas_workspaces()
+        torch_private.measure_outside_of_pools()
         with ExitStack() as place:
             place.enter_context(torch_private.route_to_pool(self.index, anchor.handle))
             held = cuda_memory.hold(anchor.handle, clear_of, self._stream.cuda_stream, anchor.workspace)
