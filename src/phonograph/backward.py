@@ -174,8 +174,6 @@ class Backward:
     """Whether its gradients are gone when forwards run. Then they may lie where its forward works..."""
     room: Spans = field(default_factory=Spans)
     """...which is here; it has handed out nothing there."""
-    one_of_many: bool = False
-    """It is recorded where forwards wait for their backwards at the same time: what it gives must not be held for long."""
     apart: bool = False
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 

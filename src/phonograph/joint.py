@@ -31,7 +31,6 @@ import torch
 
 from .backward import Backward, Gradients, spent
 from .errors import Refusal
-from .pool import copy_of
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -65,7 +64,7 @@ class Joint:
     ) -> None:  # fmt: skip
         self.traced = traced
         self._recorded = recorded
-        self._backwards: dict[bool, tuple[Backward, Callable[..., Gradients]]] = {}  # by whether they are the last
+        self._backwards: dict[bool, Callable[..., Gradients]] = {}  # by whether they are the last
         self._joining = joining
         self._memory = [lease.python for lease in traced.memory]  # the storages, weakly: a flight holds them
         self._constant = list({id(t): t for t in traced.constant.values()}.values())
@@ -110,7 +109,7 @@ class Joint:
         known = self._read.get(pattern)
         self._begin(flight, known)
         cut, retains = self._cut(flight), keeps_graph()
-        traced, backward = self._backwards.get(not retains) or self._backward(last=not retains)
+        backward = self._backwards.get(not retains) or self._backward(last=not retains)
         with self.traced.noting(flight.spent) as numbers:
             found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
         if cut:
@@ -121,32 +120,22 @@ class Joint:
             flight.check(known)
         if not retains:
             flight.landed(pattern, known)
-        if traced.one_of_many:
-            found = self._not_in_the_way(found)
         if added:
             # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
             if not may_run_backward():
                 raise RuntimeError(_REENTRANT)
             for i, more in added:
-                leaf = self.traced.reentrant[i]
-                torch.autograd.backward(leaf, copy_of(more) if traced.one_of_many and leaf.grad is None else more)
+                torch.autograd.backward(self.traced.reentrant[i], more)
         for p, grad in zip(self.traced.parameters, found[len(self.traced.arguments) :], strict=True):
             if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
                 _keep_quiet(p)
         return found
 
-    def _backward(self, last: bool) -> tuple[Backward, Callable[..., Gradients]]:
+    def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)
         traced.last = last
-        self._backwards[last] = traced, self._recorded(traced)
+        self._backwards[last] = self._recorded(traced)
         return self._backwards[last]
-
-    def _not_in_the_way(self, found: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients, in memory of their own where they will be there for long: autograd adds them to what is in `.grad`, or
-        puts them there."""
-        owners = [*[None] * len(self.traced.arguments), *self.traced.parameters]
-        stays = [owner is None or owner.grad is None for owner in owners]
-        return [copy_of(g) if stay and g is not None else g for g, stay in zip(found, stays, strict=True)]
 
     def between(self, flight: _Flight, i: int, grad: torch.Tensor) -> list[torch.Tensor | None]:
         """What of a result's gradient flows to others, if their gradients are looked at."""

@@ -230,10 +230,8 @@ class Pool:
         return Spans((x.address, x.nbytes) for x in self.leases if x.alive)
 
     def leased(self) -> Spans:
-        """The addresses of all leases, live or not, where recordings hand out their outputs; but not of those that are held
-        briefly, and not now."""
-        brief = {id(x) for r in self.recordings if r.brief for x in r.leases}
-        return Spans((x.address, x.nbytes) for x in self.leases if id(x) not in brief or x.alive)
+        """The addresses of all leases, live or not: where recordings hand out their outputs."""
+        return Spans((x.address, x.nbytes) for x in self.leases)
 
     @property
     def takes_turns(self) -> bool:

@@ -177,7 +177,6 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
-        brief=isinstance(function, Backward) and function.one_of_many,
         backward=backward,
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
@@ -318,7 +317,7 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
     forward works; nothing else is there when it runs.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
-    all others. Their backwards share what none of them hands out; gradients that will be held are copied (`one_of_many`).
+    all others. Their backwards share what none of them hands out, and hand out copies, because gradients are held for long.
     """
     pool = device.pool
     taken, turns = pool.footprints(), terms.turns or pool.takes_turns
@@ -329,15 +328,13 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
             taken -= function.room
         if function.last and (function.shares or turns) and not terms.retain:
             release = Release(function.releasable)
-    if one_of_many:
-        function.one_of_many = True
-    everything, blocked = taken | pool.protected(), terms.blocked > 0
+    everything = taken | pool.protected()
     if terms.apart or (pool.footprints().nbytes <= device.roomy and terms.blocked < _TAKING_TURNS):
-        return everything, one_of_many and blocked, release
-    if terms.tracing is not None and (blocked or turns):
+        return everything, one_of_many, release
+    if terms.tracing is not None and (terms.blocked or turns):
         return everything, True, release
     if one_of_many:
-        return pool.leased(), blocked, release
+        return pool.leased(), True, release
     return (pool.leased(), True, None) if terms.blocked else (pool.protected(), False, release)
 
 

@@ -681,7 +681,7 @@ def test_c15_what_measures_kernels_takes_no_memory_of_the_pool(cuda):
 
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(64, 4096), nn.LayerNorm(4096), nn.GELU()).to(cuda)
-    compiled = torch.compile(net, backend="phonograph")
+    compiled = torch.compile(net, backend=backend)
     measured, before = [], device_for(cuda).pool_bytes
     bench = CachingAutotuner.bench
     CachingAutotuner.bench = lambda *args, **kwargs: measured.append(1) or bench(*args, **kwargs)
