@@ -308,7 +308,7 @@ class Tracing:
             slots=slots,
             recompute=Recompute(self._parts, code, self._selections, rewind),
             only_captured=seeded and results[attached[0]].is_cuda,
-            releasable={n: lease(key) for n, key in numbers.items() if key in made and key not in on.keys() | self.held.keys()},
+            releasable={n: lease(key) for n, key in numbers.items() if key in made and key not in on},
         )
         self.end()
         return traced

@@ -167,6 +167,40 @@ class Writes(torch.autograd.Function):
         return ctx.saved_tensors[0].mul_(grad)
 
 
+class Parts(torch.autograd.Function):
+    """Saves one memory under two names, and is done with one of them earlier."""
+
+    @staticmethod
+    def forward(ctx, x):
+        saved = x.exp()
+        ctx.save_for_backward(saved, saved.view(-1))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, second = ctx.saved_tensors
+        found = first * grad
+        del first
+        between = torch.full_like(found, 3.0)
+        return found + between * second.view_as(found)
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps what it saves by itself as well."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.exp()
+        ctx.save_for_backward(ctx.kept)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = ctx.saved_tensors[0] * grad
+        between = torch.full_like(found, 3.0)
+        return found + between * ctx.kept
+
+
 class Through(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -176,13 +210,33 @@ class Through(nn.Module):
         return self.after(self.function.apply(self.before(x)))
 
 
-@pytest.mark.parametrize("function", [Twice, Own, Writes])
+@pytest.mark.parametrize("function", [Twice, Own, Writes, Parts, Keeps])
 def test_c06_functions_that_do_more_with_what_they_have_saved(device, function):
     theirs = Through(function).to(device)
     ours = pg.record(copy.deepcopy(theirs), warmup=1)
     train(ours, theirs, device, backward)
     (_,), _, (last,) = recordings(ours)
     assert bool(last.releases) is (function is not Twice)
+    assert not pg.stats(ours).refusals, pg.explain(ours)
+
+
+def test_c06_what_was_saved_is_the_gradient_of_a_weight(device):
+    """In memory of its own, which the rest of the backward does not write."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.first, self.rest = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64), deep("cpu", 3)
+
+        def forward(self, x):
+            return self.rest(self.first(x)) @ Own.apply(self.weight)
+
+    torch.manual_seed(0)
+    theirs = First().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, backward)
+    _, _, (last,) = recordings(ours)
+    assert last.releases
     assert not pg.stats(ours).refusals, pg.explain(ours)
 
 
@@ -220,6 +274,28 @@ def test_c06_a_second_backward_through_what_was_given_back(device, retain):
             assert_same(*found)
             for module in (ours, theirs):
                 module.zero_grad()
+
+
+def test_c06_a_backward_that_is_right_by_itself_and_not_after_another(device):
+    """It is recorded by itself."""
+    theirs = Heads().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(9):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            left, right = module(batch(device, n))
+            if n % 3 == 2:
+                left.square().mean().backward()
+                with pytest.raises(RuntimeError, match="second time"):
+                    right.square().mean().backward()
+                module.zero_grad()
+            else:
+                right.square().mean().backward()
+            found.append((left.detach(), right.detach(), grads(module)))
+        assert_same(*found)
+        del found
+    assert pg.stats(ours).replayed >= 6
 
 
 def test_c06_results_with_separate_backwards_give_back_their_own(device):
