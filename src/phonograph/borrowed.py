@@ -104,7 +104,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, Borrowed):
         return t
     t.loan.check()
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+    with torch._C.DisableTorchFunctionSubclass():
         bare: torch.Tensor = t.view_as(t) if t.requires_grad else t.inner
         return bare
 
