@@ -109,7 +109,8 @@ class Joint:
         known = self._read.get(pattern)
         self._begin(flight, known)
         cut, retains = self._cut(flight), keeps_graph()
-        backward = self._backwards.get(not retains) or self._backward(last=not retains)
+        last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
+        backward = self._backwards.get(last) or self._backward(last)
         with self.traced.noting(flight.spent) as numbers:
             found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
         if cut:
@@ -120,6 +121,8 @@ class Joint:
             flight.check(known)
         if not retains:
             flight.landed(pattern, known)
+        if last:
+            flight.spent |= known.numbers
         if added:
             # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
             if not may_run_backward():
@@ -203,7 +206,7 @@ class _Flight:
         self._storages = [*map(torch.Tensor.untyped_storage, saved)]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
-        self.spent: set[int] = set()  # what one has read that did not retain the graph
+        self.spent: set[int] = set()  # what the last to read it has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
         self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
@@ -265,7 +268,6 @@ class _Flight:
         """A backward has run that does not retain the graph: of the results in the pattern, and it has read this."""
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
-        self.spent |= read.numbers
         if not (self._waiting and self._unread) and self._memory is not None:
             self._memory, self._saved, self._storages, self.arguments = None, [], [], []
 

@@ -298,6 +298,21 @@ def test_c06_a_backward_that_is_right_by_itself_and_not_after_another(device):
     assert pg.stats(ours).replayed >= 6
 
 
+def test_c06_gradients_of_a_few_weights_leave_the_rest_of_the_graph(device):
+    """Eager has not gone through it, and nor has anything been given back."""
+
+    def step(module, x):
+        left, right = module(x)
+        first = torch.autograd.grad(left.square().mean(), list(module.left.parameters()))
+        right.square().mean().backward()
+        return [left.detach(), right.detach(), *first]
+
+    theirs = Heads().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    train(ours, theirs, device, step)
+    assert pg.stats(ours).recorded == 1
+
+
 def test_c06_results_with_separate_backwards_give_back_their_own(device):
     """What both read is given back by neither."""
 
