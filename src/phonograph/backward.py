@@ -11,7 +11,7 @@ recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from .release import Release
 from .spans import Spans
 from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew
 
-__all__ = ["Backward", "Gradients", "Places", "Recompute", "Start", "spent"]
+__all__ = ["Asked", "Backward", "Gradients", "Places", "Reads", "Recompute", "Start", "spent"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 """What a `Backward` gives."""
@@ -44,6 +44,33 @@ class Start(NamedTuple):
     arrived: list[torch.Tensor | None]
 
 
+class Asked:
+    """The numbers that a backward asks for. Of those that are `spent`, what they stand for is gone: the last that could read it
+    has."""
+
+    def __init__(self, spent: Set[int] = frozenset()) -> None:
+        self.numbers: Set[int] = frozenset()
+        self._spent = spent
+
+    def add(self, number: int) -> None:
+        """A run asks for this one.
+
+        Raises:
+            RuntimeError: what torch raises where a graph is gone through a second time.
+        """
+        if number in self._spent:
+            raise spent()
+        if not isinstance(self.numbers, set):
+            self.numbers = set(self.numbers)
+        self.numbers.add(number)
+
+    def update(self, numbers: frozenset[int]) -> None:
+        """A replay asks for these, or the same."""
+        if self._spent and not self._spent.isdisjoint(numbers):
+            raise spent()
+        self.numbers = self.numbers | numbers if self.numbers else numbers
+
+
 class Places:
     """What the numbers of saved tensors stand for, once the capture is over."""
 
@@ -51,15 +78,11 @@ class Places:
         self.places = places
         self.leaves = leaves
         """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
-        self._read: set[int] | None = None
-        self._spent: Set[int] = frozenset()
+        self.asked = Asked()
         self._release: Release | None = None
 
     def get(self, number: int) -> torch.Tensor:
-        if number in self._spent:
-            raise spent()
-        if self._read is not None:
-            self._read.add(number)
+        self.asked.add(number)
         leaf = self.leaves.get(number)
         if leaf is not None:
             return alias(leaf)
@@ -71,14 +94,13 @@ class Places:
         return self._release is not None and self._release.lends(t)
 
     @contextmanager
-    def noting(self, spent: Set[int]) -> Iterator[set[int]]:
-        """The numbers that are asked for inside the block. Of some, what they stand for is gone: a backward has read it that
-        did not retain the graph."""
-        outer, self._read, self._spent = (self._read, self._spent), set(), spent
+    def noting(self, spent: Set[int]) -> Iterator[Asked]:
+        """The numbers that are asked for inside the block, by a run or by a replay."""
+        outer, self.asked = self.asked, Asked(spent)
         try:
-            yield self._read
+            yield self.asked
         finally:
-            self._read, self._spent = outer
+            self.asked = outer
 
     @contextmanager
     def releasing(self, release: Release | None) -> Iterator[None]:
@@ -88,6 +110,16 @@ class Places:
             yield
         finally:
             self._release = None
+
+
+class Reads(NamedTuple):
+    """What a recorded backward asks for, each time."""
+
+    places: Places
+    numbers: frozenset[int]
+
+    def note(self) -> None:
+        self.places.asked.update(self.numbers)
 
 
 def spent() -> RuntimeError:
@@ -166,6 +198,8 @@ class Backward:
     """To be called when a run has shown that the forward should not be played any more."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
+    reads: Reads | None = None
+    """What it has read when it was captured last."""
     releasable: dict[int, Lease] = field(default_factory=dict)
     """By the numbers of what is saved: the `memory` that nothing but a backward reads."""
     last: bool = False
@@ -209,16 +243,18 @@ class Backward:
         grads = any(p.grad is not None for p in (*self.parameters, *self.reentrant))
         return grads or any(arguments[i].is_leaf for i in self.arguments)
 
-    def noting(self, spent: Set[int]) -> Any:
-        """A context that collects the numbers of the saved tensors which are read in it: not by a replay, but by a run. Those
-        that are `spent` cannot be read."""
+    def noting(self, spent: Set[int]) -> AbstractContextManager[Asked]:
+        """A context that collects the numbers of the saved tensors which are read in it. Those that are `spent` cannot be."""
         return self.places.noting(spent)
 
     @contextmanager
     def releasing(self, release: Release | None, watch: Any) -> Iterator[None]:
         """It is captured inside the block, and gives back what it has read."""
+        before, self.places.asked.numbers = self.places.asked.numbers, frozenset()
         with self.places.releasing(release), nullcontext() if release is None else release.during(watch):
             yield
+        self.reads = Reads(self.places, frozenset(self.places.asked.numbers))
+        self.places.asked.numbers |= before
 
     def __call__(self, *grads: torch.Tensor | None) -> Gradients:
         """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.

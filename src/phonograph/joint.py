@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backward import Backward, Gradients, spent
-from .errors import Refusal
+from .backward import Asked, Backward, Gradients, spent
+from .errors import Refusal, Unrecordable
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -111,18 +111,22 @@ class Joint:
         cut, retains = self._cut(flight), keeps_graph()
         last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
         backward = self._backwards.get(last) or self._backward(last)
-        with self.traced.noting(flight.spent) as numbers:
-            found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
-        if cut:
-            known = self._noted(numbers)
+        with self.traced.noting(flight.spent) as asked:
+            try:
+                found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
+            except Unrecordable:  # before anything was read
+                last = False
+                raise
+            finally:
+                if last:
+                    flight.spent |= asked.numbers
+        if known is None or known.numbers is not asked.numbers:
+            known = self._noted(asked)
             flight.check(known)
-        elif known is None:
-            known = self._read[pattern] = self._noted(numbers)
-            flight.check(known)
+        if not cut:
+            self._read[pattern] = known
         if not retains:
             flight.landed(pattern, known)
-        if last:
-            flight.spent |= known.numbers
         if added:
             # Parts that are recomputed by a backward of their own add to `.grad` by themselves.
             if not may_run_backward():
@@ -151,9 +155,9 @@ class Joint:
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
         self._begin(flight, None)
-        with self.traced.noting(flight.spent) as numbers:
+        with self.traced.noting(flight.spent) as asked:
             found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
-        flight.check(self._noted(numbers))
+        flight.check(self._noted(asked))
         look.cut.update(seen)
         return [found.get(k) for k in others]
 
@@ -176,14 +180,14 @@ class Joint:
         if self.traced.recompute.rewind is not None:
             self.traced.recompute.rewind.begins = flight.begins
 
-    def _noted(self, numbers: set[int]) -> _Read:
-        return _Read(frozenset(numbers), tuple({self._index[n] for n in numbers if n in self._index}))
+    def _noted(self, asked: Asked) -> _Read:
+        return _Read(asked.numbers, tuple({self._index[n] for n in asked.numbers if n in self._index}))
 
 
 class _Read(NamedTuple):
     """What a backward reads: the numbers of what is saved, and which of what somebody may write meanwhile."""
 
-    numbers: frozenset[int]
+    numbers: Set[int]
     places: tuple[int, ...]
 
 
@@ -206,7 +210,7 @@ class _Flight:
         self._storages = [*map(torch.Tensor.untyped_storage, saved)]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
-        self.spent: set[int] = set()  # what the last to read it has read
+        self.spent: Set[int] = frozenset()  # what the last to read it has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
         self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
@@ -258,8 +262,6 @@ class _Flight:
     def begin(self, read: _Read | None) -> None:
         """A backward begins, which reads this if that is known."""
         if self._memory is None and (read is None or read.numbers):
-            raise spent()
-        if read is not None and not self.spent.isdisjoint(read.numbers):
             raise spent()
         if read is not None:
             self.check(read)

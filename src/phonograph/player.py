@@ -67,6 +67,7 @@ class Player:
         self._feeds_all = len(self._fed) == len(slots)
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
         self._written = [i for i, s in slots if s.written]
+        self._reads = recording.reads
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
@@ -225,6 +226,8 @@ class Player:
         return self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:
+        if self._reads is not None:
+            self._reads.note()
         self.played += 1
         self._device.enter()
         if self._turned and self._dials is not None:

@@ -178,6 +178,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
         backward=backward,
+        reads=function.reads if isinstance(function, Backward) else None,
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
     )

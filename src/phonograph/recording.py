@@ -135,9 +135,10 @@ class Recording:
     """One captured call.
 
     Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
-    What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
-    `releases` is memory that it reads and then writes: the one call whose backward it is may hold it. `lent` is where borrowed
-    slots lie. `live_parts` run between its segments. No argument may lie in `entangled` memory.
+    What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way. The backward
+    of another `reads` what that has saved, and may write it then where it `releases` it: the one call whose backward it is may
+    hold that. `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled`
+    memory.
     `outputs` has more than the result has leaves where these are views of what is no result.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
     memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else. `draws` is
@@ -162,6 +163,7 @@ class Recording:
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()
     releases: frozenset[Lease] = frozenset()
+    reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     spoiled: list[bool] = field(default_factory=list, repr=False)

@@ -363,3 +363,149 @@ def test_c06_a_failed_backward_leaves_what_is_saved(device):
         assert_same(*found)
         del found
     assert pg.stats(ours).recorded == 1
+
+
+class Asserts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch._assert_async(grad[0, 0] > 0, "negative")
+        return grad
+
+
+def test_c13_a_backward_that_fails_on_its_way_has_read_what_it_has_read():
+    """(On the CPU: a failed assertion ends all work on a GPU.)"""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = deep("cpu", 3), deep("cpu", 3)
+
+        def forward(self, x):
+            return self.after(Asserts.apply(self.before(x).exp()))
+
+    theirs = Net()
+    for layer in theirs.after[::2]:
+        layer.weight.data.abs_()  # so that the gradient has one sign throughout
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(8):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            out, said = module(batch("cpu", n)), []
+            for sign in (-1.0, 1.0) if n in (4, 6) else (1.0,):
+                try:
+                    out.backward(torch.full_like(out, sign))
+                except RuntimeError as e:
+                    said.append("negative" if "negative" in str(e) else "second time" if "second time" in str(e) else str(e))
+            found.append((out.detach(), said, None if said else grads(module)))
+        assert_same(*found)
+        assert found[0][1] == (["negative", "second time"] if n in (4, 6) else [])
+        del found
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_c13_hooks_of_a_capture_that_fail_after_it(device, at):
+    theirs = deep(device, 3)
+    fails = []
+
+    def hook(*_):
+        if fails:
+            raise ValueError(fails.pop())
+
+    ours = copy.deepcopy(theirs)
+    pg.make_graphed_callables(ours, (batch(device, 0),), 1, capture_time_hooks=[{"backward_hooks": {1: hook}}])
+    for n in range(6):
+        found, said = [], []
+        for module in (ours, theirs):
+            module.zero_grad()
+            out = module(batch(device, n))
+            if module is ours and n == at:
+                fails.append("the user's")
+            try:
+                out.square().mean().backward()
+            except ValueError:
+                with pytest.raises(RuntimeError, match="second time"):
+                    out.square().mean().backward()
+                said.append(n)
+            found.append((out.detach(), grads(module)))
+        fails.clear()
+        if not said:
+            assert_same(*found)
+        del found
+
+
+class Sometimes(torch.autograd.Function):
+    """Reads what it has saved if it is told so."""
+
+    reads = False
+
+    @staticmethod
+    def forward(ctx, x):
+        saved = x.exp()
+        ctx.save_for_backward(saved)
+        return saved.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (((grad * ctx.saved_tensors[0]).sin() + 1).exp() * 2).cos() if Sometimes.reads else grad * 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_c06_a_backward_that_reads_more_than_it_did_or_less(device, monkeypatch, reads):
+    """Whether a second one raises goes by what was read, and not by what others of the same gradients have read."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.left, self.right = nn.Parameter(torch.randn(256, 64)), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            shared = Sometimes.apply(self.weight)
+            return self.left(x).exp() + shared, self.right(x).exp() + shared
+
+    torch.manual_seed(0)
+    theirs = Two().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(14):
+        now = reads if 4 <= n < 9 else not reads
+        monkeypatch.setattr(Sometimes, "reads", now)
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            left, right = module(batch(device, n))
+            left.sum().backward()
+            if now:
+                with pytest.raises(RuntimeError, match="second time"):
+                    right.sum().backward()
+            else:
+                right.sum().backward()
+            found.append((left.detach(), right.detach(), None if now else grads(module)))
+        assert_same(*found)
+        del found
+
+
+class Looks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].sum().item()
+
+
+def test_c11_a_backward_that_cannot_be_recorded_has_read_nothing(device):
+    """It raises the same each time it is tried."""
+    net = pg.record(Through(Looks).to(device), warmup=1, fallback="error")
+    for n in range(3):
+        loss = net(batch(device, n)).square().mean()
+        if not n:
+            loss.backward()
+        for _ in range(2 if n else 0):
+            with pytest.raises(pg.Unrecordable, match="value"):
+                loss.backward()
