@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .backward import Asked, Backward, Gradients, spent
-from .errors import Refusal, Unrecordable
+from .errors import Refusal
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -114,9 +114,6 @@ class Joint:
         with self.traced.noting(flight.spent) as asked:
             try:
                 found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
-            except Unrecordable:  # before anything was read
-                last = False
-                raise
             finally:
                 if last:
                     flight.spent |= asked.numbers
