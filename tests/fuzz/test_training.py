@@ -103,8 +103,8 @@ def test_programs_are_data():
 
 
 def test_a_good_part_of_random_programs_is_replayed(device):
-    ran = [check(make_program(random.Random(n).choice), device) for n in range(20)]
-    assert sum(r.forwards for r in ran) > 80
+    ran = [check(make_program(random.Random(n).choice), device) for n in range(30)]
+    assert sum(r.forwards for r in ran) > 120
     assert sum(r.backwards > 0 for r in ran) >= 6
 
 

@@ -1,6 +1,7 @@
 """What torch keeps to itself still says what it said."""
 
 import sys
+import types
 
 import pytest
 import torch
@@ -76,3 +77,50 @@ def test_whether_tensors_share_their_version():
     assert not torch_private.share_version(x, x.data)
     assert not torch_private.share_version(torch.ones(3), torch.ones(3))
     assert x._version == 1  # as it was
+
+
+def test_kernels_are_measured_outside_of_pools(monkeypatch):
+    """Inductor takes memory to empty the GPU's cache between its measurements; a pool would keep it."""
+    routed, calls = [], []
+
+    class CachingAutotuner:
+        def bench(self, launcher, *, with_profiler=False):
+            calls.append((launcher, with_profiler, [*routed]))
+            if launcher == "fails":
+                raise KeyError(launcher)
+            return 3.0
+
+    def private(name):
+        def begin(device, pool):
+            routed.append((device, pool))
+
+        def end(device, pool):
+            routed.remove((device, pool))
+
+        return {"_cuda_beginAllocateCurrentStreamToPool": begin, "_cuda_endAllocateToPool": end}.get(name, lambda *_: None)
+
+    heuristics = types.SimpleNamespace(CachingAutotuner=CachingAutotuner)
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_heuristics", heuristics)
+    monkeypatch.setattr(torch_private, "_c", private)
+    streams = {0: 7, 1: 8}
+    monkeypatch.setattr(torch_private, "raw_stream", streams.get)
+    for _ in range(2):  # the second time changes nothing
+        torch_private.measure_outside_of_pools()
+    tuner = CachingAutotuner()
+    with torch_private.route_to_pool(0, (0, 1)), torch_private.route_to_pool(1, (0, 2)):
+        assert tuner.bench("first", with_profiler=True) == 3.0
+        assert routed == [(0, (0, 1)), (1, (0, 2))]
+        with pytest.raises(KeyError):
+            tuner.bench("fails")
+        assert routed == [(0, (0, 1)), (1, (0, 2))]
+        streams[1] = 9  # on another stream than that whose memory comes from the pool
+        tuner.bench("beside")
+    assert routed == []
+    tuner.bench("after")
+    assert calls == [("first", True, []), ("fails", False, []), ("beside", False, [(1, (0, 2))]), ("after", False, [])]
+
+
+def test_what_measures_inductors_kernels_is_where_it_is_looked_for():
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    assert callable(CachingAutotuner.bench)
