@@ -71,8 +71,8 @@ _ONES = ("qwen2", "gemma3_text", "olmo2", "cohere", "qwen2_moe")
 _NOISE = "the spread over the turns includes 1"
 EXPLANATIONS: dict[str, str] = {
     "transformers/beit training": "indexes with a tensor on the host, which each call copies; reduce-overhead raises there",
-    "timm/vgg11 training": "96 MiB more (2208 and 2112 on 2026-11-23), it is not known for what; as to time, the spread over the "
-    "turns includes 1",
+    "timm/vgg11 training": "96 MiB more (2208 and 2112 on 2026-11-23), it is not known for what; as to time, the spread over "
+    "the turns includes 1",
     "timm/convnext_atto inference": "not known",
     **{f"transformers/{name} training": _BEFORE for name in _ONES},
     **{f"transformers/{name}": _NOISE for name in (
