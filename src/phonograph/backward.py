@@ -86,7 +86,7 @@ class Places:
         leaf = self.leaves.get(number)
         if leaf is not None:
             return alias(leaf)
-        place = self.places[number]
+        place = alias(self.places[number])  # it counts as held for as long as somebody has it
         return place if self._release is None else self._release.take(number, place)
 
     def lends(self, t: torch.Tensor) -> bool:
