@@ -167,6 +167,8 @@ class Backward:
     """Leaf tensors outside that get one."""
     stands: list[Start]
     """Where the first of these enter the graph; the others do so as leaves."""
+    lasting: bool
+    """Whether autograd adds up gradients of some of these on the device's own stream, where they were captured."""
     reentrant: list[torch.Tensor]
     """Leaf tensors that may get some from parts that are recomputed by a backward of their own."""
     nested: bool

@@ -14,7 +14,7 @@ import torch
 
 from .player import Player
 from .recording import Entangled
-from .signature import ALIGNMENT, Call, modes
+from .signature import ALIGNMENT, Call, has_gradient_or_hooks, modes
 from .torch_private import tensor_check, transformed
 
 __all__ = ["FastPath"]
@@ -27,10 +27,14 @@ class FastPath:
     list and `state` the function's own record of the memory that its recordings write, so that both stay current.
     """
 
-    __slots__ = ("_check", "_count", "_modes", "_state", "given", "players")
+    __slots__ = ("_check", "_count", "_leaves", "_modes", "_state", "given", "players")
 
-    def __init__(self, check: Callable[..., bool], nones: list[bool], players: list[Player], state: Entangled) -> None:
+    def __init__(
+        self, check: Callable[..., bool], nones: list[bool], leaves: list[bool] | None, players: list[Player], state: Entangled
+    ) -> None:  # fmt: skip
         self._check = check
+        self._leaves = leaves
+        """Which of the tensors are leaves, if some require gradients."""
         self._count = nones.count(False)
         self.given: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _Given(nones) if True in nones else tuple
         """The tensors among the arguments; none at all where others are None than were."""
@@ -43,31 +47,40 @@ class FastPath:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
         given = [x for x in args if x is not None]
-        if kwargs or any(type(x) is not torch.Tensor or x.requires_grad for x in given):
+        if kwargs or any(type(x) is not torch.Tensor for x in given):
             return None  # a list of one tensor is another argument than the tensor
         if len(given) != len(call.tensors) or (args and not given):
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
-        if any(map(_looks_at_arguments, players)):
+        if any(_looks_at_arguments(player, call) for player in players):
             return None
         check = tensor_check(call.tensors) if call.tensors else _not_transformed
-        return FastPath(check, [x is None for x in args], players, state) if check is not None else None
+        if check is None:
+            return None
+        leaves = [t.is_leaf for t in call.tensors] if any(t.requires_grad for t in call.tensors) else None
+        return FastPath(check, [x is None for x in args], leaves, players, state)
 
     def find(self, tensors: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call that is `given` these; None if that is for others to say."""
         n = self._count
         if len(tensors) != n or not self._check(*tensors) or modes() != self._modes:
             return None
-        for t in tensors:  # what torch's guards do not look at: where its memory begins, attributes of its own, a gradient
-            if t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None:
-                return None
+        # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
+        if self._leaves is None:
+            for t in tensors:
+                if t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None:
+                    return None
+        else:
+            for t, leaf in zip(tensors, self._leaves, strict=True):
+                if t.data_ptr() % ALIGNMENT or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
+                    return None
         if n > 1 and len({*map(id, tensors)}) < n:
             return None  # one tensor given twice is another signature
         if self._state and any(map(self._state.meets, tensors)):
             return None  # an argument shares memory with what the function writes
         for player in self.players:
-            if player.ready():
+            if player.ready() and player.in_place(tensors):
                 return player
         return None
 
@@ -88,12 +101,8 @@ class _Given:
         return tuple([x for x in args if x is not None]) if [x is None for x in args] == self._nones else ()
 
 
-def _looks_at_arguments(player: Player) -> bool:
-    """Whether it matters to a recording which tensors the arguments are, and not only what they hold; or whether it may be that
-    the call has to be begun again."""
+def _looks_at_arguments(player: Player, call: Call) -> bool:
+    """Whether it matters to a recording which tensors the arguments are, and not only where they are and what they hold; or
+    whether it may be that the call has to be begun again, or has to be refused."""
     recording = player.recording
-    return (
-        bool(recording.live_parts)
-        or any(s.written or s.borrowed for s in recording.slots)
-        or any(o.kind == "argument" for o in recording.outputs)
-    )
+    return bool(recording.live_parts) or any(s.written for s in recording.slots) or player.half_attached(call)

@@ -42,9 +42,10 @@ TWICE = Refusal("has a backward with create_graph=True", "record what contains t
 """A backward that is itself to be differentiated has to run live."""
 
 MANY = 32
-"""Up to so many parameters a backward is played on the caller's stream, and autograd waits for another at each of them. On that
-other one it waits at each gradient that comes in, and the allocator polls until those have been read. Chosen between 13
-parameters, where that was slower, and 148, where it was faster (H200)."""
+"""Where gradients are added up on another stream than the caller's: up to so many parameters a backward is played on the
+caller's, and autograd waits for the other at each of them. On the other one it waits at each gradient that comes in, and the
+allocator polls until those have been read. Chosen between 13 parameters, where that was slower, and 148, where it was faster
+(H200)."""
 
 _WRITTEN = ("one of the variables needed for gradient computation has been modified by an inplace operation: a {}, between the "
             "forward of a recorded function and its backward")  # fmt: skip
@@ -60,7 +61,7 @@ class Joint:
 
     def __init__(
         self, traced: Backward, recorded: Callable[[Backward], Callable[..., Gradients]],
-        joining: Callable[[bool], AbstractContextManager[None]],
+        joining: Callable[[bool, bool], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self.traced = traced
         self._recorded = recorded
@@ -91,7 +92,7 @@ class Joint:
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
-        with self._joining(len(traced.parameters) > MANY):
+        with self._joining(traced.lasting, traced.lasting and len(traced.parameters) > MANY):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
                 flight.joined(joined[0].grad_fn)

@@ -175,6 +175,14 @@ class Player:
             return True
         return any(self._in_use(slot, call.tensors[i]) for i, slot in self._lent)
 
+    def in_place(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether those arguments that other recordings have left somewhere lie there."""
+        return not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent)
+
+    def half_attached(self, call: Call) -> bool:
+        """Whether some results depend on an argument with a history, and others do not: from one node of autograd, all would."""
+        return self.joint is not None and any(not call.tensors[i].is_leaf for i in self.joint.traced.partial)
+
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
         """Whether an argument that is not in place cannot be copied to its place, which another recording's output has."""
         start = slot.untyped_storage().data_ptr()
@@ -217,10 +225,11 @@ class Player:
             self.recording.reliances.grads.seal()
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
-        """The same for a call that the fast path recognised: the tensors are all its arguments, and need copying."""
+        """The same for a call that the fast path recognised: the tensors are all its arguments, and `in_place` where they have
+        to be."""
         self._enter()
         try:
-            targets = self._run(tensors)
+            targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             self._after()
         return self._hand_out(None, tensors, targets), self._nbytes
@@ -270,7 +279,7 @@ class Player:
             made += [targets[i] if i >= 0 else alias(template) for i, template in plain]
         else:
             for o in self.recording.outputs:
-                t = self._make(o, call, targets)
+                t = self._make(o, tensors, call.lent if call is not None else {}, targets)
                 t = _alike(t, _with_history) if o.consumed else t
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
@@ -280,7 +289,7 @@ class Player:
             made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
         return self._rebuild(made)
 
-    def _make(self, o: Output, call: Call | None, targets: list[torch.Tensor]) -> Any:
+    def _make(self, o: Output, tensors: Sequence[Any], lent: dict[int, Borrowed], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
             if id(o.lease) in self._copies:
                 return self._on_copy(o, targets[self._copies[id(o.lease)]])
@@ -288,8 +297,7 @@ class Player:
         if o.kind in ("value", "outside"):
             return copy.copy(o.value) if type(o.value) is set else o.value
         if o.kind == "argument":
-            assert call is not None
-            return call.lent.get(o.index, call.tensors[o.index])
+            return lent.get(o.index, tensors[o.index])
         if o.kind == "empty":
             with torch.inference_mode(o.value):
                 return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)

@@ -316,7 +316,7 @@ class Recorded(Observed, Generic[P, R]):
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
         self._fast = None
-        if player.joint is not None and any(not call.tensors[i].is_leaf for i in player.joint.traced.partial):
+        if player.half_attached(call):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
                           "record the parts, each with its own arguments")  # fmt: skip
         counters.replayed += 1

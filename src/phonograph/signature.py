@@ -25,7 +25,7 @@ from .torch_private import default_device, dispatch_modes, function_modes, is_ba
 from .trees import Node, flatten
 from .where import written_out
 
-__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "modes", "put_back", "tensor_key", "unseen"]
+__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "has_gradient_or_hooks", "modes", "put_back", "tensor_key", "unseen"]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -113,7 +113,7 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor")
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own")
-    if type(t) is torch.Tensor and _has_gradient_or_hooks(t):
+    if type(t) is torch.Tensor and has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks")
     if t.is_inference() and t.requires_grad:
         raise NoSignature("takes an inference tensor that requires grad")
@@ -137,7 +137,8 @@ def unseen(_: Any) -> None:
 unseen.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn that it is left out
 
 
-def _has_gradient_or_hooks(t: torch.Tensor) -> bool:
+def has_gradient_or_hooks(t: torch.Tensor) -> bool:
+    """Whether somebody has given a tensor what the copy of it in a recording has not."""
     hooks = t._backward_hooks
     if hooks and any(hook is not unseen for hook in hooks.values()):
         return True

@@ -73,6 +73,66 @@ def batch(device, n, rows=5):
 
 
 # ---------------------------------------------------------------------------------------------------
+# Where gradients are added up
+
+
+def accumulating(p):
+    return torch.autograd.graph.get_gradient_edge(p).node
+
+
+@pytest.mark.parametrize("way", ["module", "compiled", "recomputed"])
+def test_c06_gradients_are_added_up_on_the_stream_of_the_forward(device, way):
+    """By a node that goes with the graph that it was made for, as in eager: one that a recording kept would make autograd wait
+    for the stream of the capture, at each parameter, for ever."""
+    net = perceptron(device)
+    if way == "recomputed":
+        net.forward = lambda x, forward=net.forward: checkpoint(forward, x, use_reentrant=False)
+    called = pg.record(net, warmup=1) if way != "compiled" else torch.compile(
+        net, backend="phonograph", options={"inner": "aot_eager"})
+    for n in range(5):
+        x, y = batch(device, n)
+        F.mse_loss(called(x), y).backward()
+        assert not any("seen" in accumulating(p).metadata for p in net.parameters())
+        for p in net.parameters():
+            accumulating(p).metadata["seen"] = True
+    recorded = pg.compile.graphs() if way == "compiled" else [net]
+    assert [pg.stats(each).replayed for each in recorded][-1] >= 3
+
+
+@may_run_live
+def test_c06_a_node_that_somebody_has_goes_on_adding_up_gradients(device):
+    """Whoever has it relies on it, as DistributedDataParallel does."""
+    both, heard = Both(perceptron(device)), []
+    nodes = [[accumulating(p) for p in module.parameters()] for module in both]
+    for module, mine in zip(both, nodes, strict=True):
+        for i, node in enumerate(mine):
+            node.register_hook(lambda *_, which=(module is both.live, i): heard.append(which))
+    for n in range(6):
+        heard.clear()
+        both.learn(*batch(device, n))
+        assert sorted(heard) == [(live, i) for live in (False, True) for i in range(len(nodes[0]))]
+        for module, mine in zip(both, nodes, strict=True):
+            assert all(accumulating(p) is node for p, node in zip(module.parameters(), mine, strict=True))
+
+
+def test_c06_parameters_that_are_views_of_one_buffer(device):
+    both = Both(perceptron(device))
+    for module in both:
+        flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+        for p, at in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
+            p.data = at.view_as(p)
+        module.flat = flat
+    for n in range(6):
+        both.learn(*batch(device, n))
+        for module in both:
+            with torch.no_grad():
+                module.flat.add_(0.01)
+            module(batch(device, n)[0])
+            assert next(module.parameters()).data_ptr() == module.flat.data_ptr()
+    assert_recorded(both, 4)
+
+
+# ---------------------------------------------------------------------------------------------------
 # C6: the everyday training loops
 
 

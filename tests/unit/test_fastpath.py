@@ -1,10 +1,11 @@
-"""The fast path of functions that write state outside, as every training step does."""
+"""The fast path: which calls take it, and what is noticed there."""
 
 import pytest
 import torch
 
+import phonograph as pg
 from phonograph import recorded
-from phonograph.testing import Pair
+from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, side_by_side
 
 
@@ -12,11 +13,15 @@ def ramp():
     return torch.arange(1.0, 4.0)
 
 
-def test_a_training_step_is_recognised_without_taking_its_arguments_apart(monkeypatch):
-    described = []
-    describe = recorded.describe
-    monkeypatch.setattr(recorded, "describe", lambda *call: described.append(call) or describe(*call))
+@pytest.fixture
+def described(monkeypatch):
+    """As many as calls were taken apart."""
+    calls, describe = [], recorded.describe
+    monkeypatch.setattr(recorded, "describe", lambda *call: calls.append(None) or describe(*call))
+    return calls
 
+
+def test_a_training_step_is_recognised_without_taking_its_arguments_apart(described):
     def make():
         weight = torch.nn.Parameter(ramp())
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -58,3 +63,78 @@ def test_state_among_the_arguments_is_noticed_after_many_replays(like):
     for _ in range(2):
         both(states if like == "itself" else states.each(lambda state: state[:]))
     assert counts(both)[0] == live + 2
+
+
+LARGE = 200, 100  # its results are not copied, but lie in the memory of the recording
+
+
+def test_a_result_that_is_used_where_it_lies_and_an_argument_that_is_returned(described):
+    f, g = pg.record(lambda x: x * 2, warmup=1), pg.record(lambda y, z: (y + z, z), warmup=1)
+
+    def chain(moved=False):
+        x, z = torch.rand(LARGE), torch.rand(LARGE)
+        y = f(x)
+        y = y.clone() if moved else y
+        result, same = g(y, z)
+        assert same is z
+        assert_same(result, x * 2 + z)
+        return z.nbytes
+
+    for _ in range(4):
+        chain()
+    copied, seen = pg.stats(g).bytes_copied, len(described)
+    nbytes = chain()
+    assert pg.stats(g).bytes_copied == copied + nbytes
+    assert len(described) == seen
+    chain(moved=True)
+    assert pg.stats(g).bytes_copied == copied + 3 * nbytes
+    assert len(described) == seen + 1
+    chain()
+    chain()
+    assert len(described) <= seen + 2
+    assert counts(g) == (1, 1, 7)
+
+
+def test_an_argument_with_a_history(described):
+    layer = torch.nn.Linear(4, 4)
+    f, arrived = pg.record(layer, warmup=1), []
+
+    def step(change=lambda t: None, leaf=False):
+        x, was = torch.rand(3, 4, requires_grad=True), pg.stats(f).replayed
+        t = x if leaf else x * 3
+        change(t)
+        f(t).sum().backward()
+        assert_same(x.grad, (1 if leaf else 3) * layer.weight.detach().sum(0).expand(3, 4), tolerance=1e-6)
+        return pg.stats(f).replayed - was, len(described)
+
+    for leaf in (False, True):
+        for _ in range(3):
+            step(leaf=leaf)
+        _, seen = step(leaf=leaf)
+        assert step(leaf=leaf) == (1, seen)
+    step()
+    step()
+    with pytest.warns(pg.RunsLive, match="a gradient or hooks"):
+        assert step(lambda t: t.register_hook(arrived.append))[0] == 0
+    assert len(arrived) == 1
+    assert step(lambda t: t.retain_grad())[0] == 1
+    step(leaf=True)
+    assert step(lambda t: setattr(t, "grad", torch.zeros(3, 4)), leaf=True)[0] == 0
+    assert step(lambda t: t.register_post_accumulate_grad_hook(arrived.append), leaf=True)[0] == 0
+    assert len(arrived) == 2
+    assert step(leaf=True)[0] == 1
+
+
+@may_run_live
+def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history(described):
+    """Whether that is refused depends on the recording."""
+    w = torch.nn.Parameter(torch.rand(4))
+
+    def make():
+        return lambda x: (w * 2, w * x)
+
+    both = side_by_side(make)
+    for leaf in (True, False) * 4:
+        x = torch.rand(4, requires_grad=True)
+        given = Pair(*(x if leaf else x * 1 for _ in range(2)))
+        both(given)

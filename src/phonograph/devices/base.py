@@ -87,8 +87,9 @@ class Device(Protocol):
         """A replay begins on the current stream: it waits for the last one, if that was on another, and within a backward for
         whatever still reads the gradients of replays before."""
 
-    def joining(self, many: bool) -> AbstractContextManager[None]:
-        """Where a node of autograd is made whose backward replays a recording, and gives gradients to `many` parameters."""
+    def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
+        """Where a node of autograd is made whose backward replays a recording. It gives gradients to `many` parameters. Those of
+        some are added up where they were captured, if `lasting`; else on the current stream."""
 
     def anchor(self, place: Spans) -> Any:
         """What owns the pool's memory at a place: it stays for as long as this is referred to."""

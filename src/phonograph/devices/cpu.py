@@ -524,7 +524,7 @@ class CpuDevice:
     def backward_ends(self) -> None:
         """Nothing."""
 
-    def joining(self, many: bool) -> Any:
+    def joining(self, lasting: bool, many: bool) -> Any:
         return nullcontext()
 
     def anchor(self, place: Spans) -> Any:

@@ -450,16 +450,17 @@ class CudaDevice:
             # A gradient in a recording's memory is dropped as soon as what reads it is launched, maybe on another stream of the
             # backward; autograd waits for all of them only where it ends.
             current = self._current(stream)
-            for other in (self._stream, *self._joined):
+            for other in self._joined:
                 if other is not current:
                     self._wait(current, other)
 
-    def joining(self, many: bool) -> AbstractContextManager[None]:
-        """Parameters that were first met in a warm-up call get their gradients added up on the stream of that. Where there are
-        many, the backward is played there as well, or autograd would wait for the other stream at each."""
+    def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
+        """Where a capture's own nodes add up gradients, they do so on its stream. Where those are many, the backward is played
+        there as well, or autograd would wait for the other stream at each."""
         users = self._current(raw_stream(self.index))
-        if users not in self._joined and users != self._stream:
-            self._joined.append(users)
+        for stream in (users, self._stream) if lasting else (users,):
+            if stream not in self._joined:
+                self._joined.append(stream)
         if not many:
             return nullcontext()
         return OnStream(self._stream) if current_device() == self.index else torch.cuda.stream(self._stream)
