@@ -10,6 +10,8 @@ recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `to
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from .pool import Lease, copy_of
 from .randomness import Rewind
 from .release import Release
 from .spans import Spans
-from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew
+from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count
 
 __all__ = ["Asked", "Backward", "Gradients", "Places", "Reads", "Recompute", "Start", "spent"]
 
@@ -34,6 +36,8 @@ Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 
 _CHANGES = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
                    "leave it as it is, or record the whole step")  # fmt: skip
+_HANDS_ON = Refusal("hands on in its backward what its forward has kept (an attribute of ctx, a variable of a part that is "
+                    "recomputed)", "hand on a clone of it, or use ctx.save_for_backward")  # fmt: skip
 
 
 class Start(NamedTuple):
@@ -188,6 +192,8 @@ class Backward:
     """Which results have gradients."""
     held: list[torch.Tensor]
     """What code keeps by itself, on `memory` as well..."""
+    keepsakes: list[torch.Tensor]
+    """...these, which its code has..."""
     slots: dict[int, torch.Tensor]
     """...and those slots, by the arguments' numbers."""
     recompute: Recompute
@@ -204,6 +210,8 @@ class Backward:
     """What it has read when it was captured last."""
     releasable: dict[int, Lease] = field(default_factory=dict)
     """By the numbers of what is saved: the `memory` that nothing but a backward reads."""
+    captured: bool = False
+    """Whether that happens now."""
     last: bool = False
     """Whether nothing reads what is saved after it: then it may give that back, as it goes."""
     shares: bool = False
@@ -253,8 +261,12 @@ class Backward:
     def releasing(self, release: Release | None, watch: Any) -> Iterator[None]:
         """It is captured inside the block, and gives back what it has read."""
         before, self.places.asked.numbers = self.places.asked.numbers, frozenset()
-        with self.places.releasing(release), nullcontext() if release is None else release.during(watch):
-            yield
+        self.captured = True
+        try:
+            with self.places.releasing(release), nullcontext() if release is None else release.during(watch):
+                yield
+        finally:
+            self.captured = False
         self.reads = Reads(self.places, frozenset(self.places.asked.numbers))
         self.places.asked.numbers |= before
 
@@ -267,13 +279,35 @@ class Backward:
             return [None] * len(self._starts), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.once is not None
-            return self.once(lambda: self(*grads), self.recompute.rewind)
+            with self._keeping():
+                return self.once(lambda: self(*grads), self.recompute.rewind)
         before = self.contents.now()
-        with self.recompute:
+        with self._keeping(), self.recompute:
             found, added = self._run([end for end, _ in given], [grad for _, grad in given])
         if self.contents.changed(before):
             self.stop(_CHANGES)
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Inside the block it runs, and what code keeps by itself must stay with it: the next forward writes that. (A capture
+        sees to it that nothing leaves.)"""
+        if not self.keepsakes or self.captured or (self.only_captured and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        before = self._owners()
+        try:
+            yield
+        finally:
+            if self._owners() != before:
+                gc.collect()
+            if self._owners() != before:
+                self.stop(_HANDS_ON)
+
+    def _owners(self) -> list[int]:
+        """How many there are of what code keeps by itself."""
+        storages = [t.untyped_storage() for t in self.held]
+        return [*(use_count(s._cdata) for s in storages), *map(sys.getrefcount, storages), *map(sys.getrefcount, self.keepsakes)]
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""

@@ -101,7 +101,7 @@ class Tracing:
         self._module_hooks: list[Any] = []  # what calls backward hooks of modules
         self.held: dict[int, torch.Tensor] = {}
         """By storage: memory of the capture that code keeps by itself, slots among it."""
-        self._contents = Contents([])
+        self._contents, self._keepsakes = Contents([]), list[torch.Tensor]()
         self._parts: list[Any] = []  # what `checkpoint` knows of each part that is recomputed
         self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
         slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
@@ -192,6 +192,7 @@ class Tracing:
             if isinstance(x, torch.Tensor):
                 if x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
                     self.held[storage_id(x)] = alias(x)
+                    self._keepsakes.append(x)
             elif type(x).__module__ == checkpoint.__module__ and hasattr(x, "storage"):
                 self._selections.append(x.storage)
             elif recomputed_part(x):
@@ -230,7 +231,7 @@ class Tracing:
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
         self._stands = {}
-        self._contents = Contents([])
+        self._contents, self._keepsakes = Contents([]), []
 
     def lost(self) -> bool:
         """After the capture, when all that it has made is gone: whether something still holds memory of it, which would have
@@ -314,6 +315,7 @@ class Tracing:
             exposed={n: on[key] for n, key in numbers.items() if key in on and key in made},
             attached=attached,
             held=held,
+            keepsakes=self._keepsakes,
             slots=slots,
             recompute=Recompute(self._parts, code, self._selections, rewind),
             only_captured=seeded and results[attached[0]].is_cuda,

@@ -548,3 +548,45 @@ def test_c05_what_was_saved_is_held_by_somebody_else(device, monkeypatch):
         del found
     assert pg.stats(ours).replayed
     assert_same(*([mine.get() for _ in range(mine.qsize())] for mine in kept))
+
+
+class HandsOn(torch.autograd.Function):
+    """What it keeps by itself, its backward hands to somebody."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.exp()
+        return ctx.kept.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        HandsOn.hand(ctx.kept)
+        return grad * ctx.kept
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("what", ["itself", "a view", "its memory", "a number", "a clone"])
+def test_c05_what_code_keeps_is_handed_on_in_a_backward_that_runs_live(device, monkeypatch, what):
+    """The next forward would write it. So it runs live from then on, where more than a copy was handed on."""
+    made = {"itself": lambda t: t, "a view": lambda t: t[1:], "its memory": torch.Tensor.storage,
+            "a number": lambda t: t.dim(), "a clone": torch.clone}[what]  # fmt: skip
+    given = queue.SimpleQueue()
+    monkeypatch.setattr(HandsOn, "hand", lambda t: given.put(made(t)), raising=False)
+    theirs = Through(HandsOn).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(6):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            found.append((backward(module, batch(device, n)), grads(module)))
+        assert_same(*found)
+        del found
+    kept = [given.get() for _ in range(given.qsize())]
+    if what == "its memory":
+        kept = [torch.empty(0, device=device).set_(storage.untyped()) for storage in kept]
+    assert len(kept) == 12
+    assert_same(kept[::2], kept[1::2])
+    leaves = what in ("itself", "a view", "its memory")
+    assert any("hands on" in reason for reason in pg.stats(ours).refusals) == leaves, pg.explain(ours)
+    assert pg.stats(ours).replayed == (1 if leaves else 5), pg.explain(ours)
