@@ -307,7 +307,7 @@ class Backward:
     def _owners(self) -> list[int]:
         """How many there are of what code keeps by itself."""
         storages = [t.untyped_storage() for t in self.held]
-        return [*(use_count(s._cdata) for s in storages), *map(sys.getrefcount, storages), *map(sys.getrefcount, self.keepsakes)]
+        return [use_count(s._cdata) for s in storages] + [sys.getrefcount(x) for x in (*storages, *self.keepsakes)]
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""

@@ -180,7 +180,7 @@ class Player:
         return not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent)
 
     def half_attached(self, call: Call) -> bool:
-        """Whether some results depend on an argument with a history, and others do not: from one node of autograd, all would."""
+        """Whether some results depend on an argument with a history, and others do not: one node of autograd cannot say so."""
         return self.joint is not None and any(not call.tensors[i].is_leaf for i in self.joint.traced.partial)
 
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:

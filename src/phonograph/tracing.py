@@ -34,7 +34,8 @@ from .errors import Refusal
 from .keeping import NODE, Contents, kept
 from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import alias, code_of, donates, forget_accumulation, has_memory, lend_code, lend_module, original_views, recomputed_part, use_count
+from .torch_private import (alias, code_of, donates, forget_accumulation, has_memory, lend_code, lend_module, original_views,
+                            recomputed_part, use_count)  # fmt: skip
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -349,12 +350,17 @@ def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _free(leaves: list[torch.Tensor]) -> Set[int]:
-    """The ids of those leaves whose AccumulateGrad node nobody has. (Who may: a graph that is alive, DistributedDataParallel.) A
-    tensor does not keep its own, so that a mark is gone with it."""
+    """The ids of those leaves whose AccumulateGrad node nobody has. (Who may: a graph that is alive, DistributedDataParallel.)
+    A tensor does not keep its own, so that a mark is gone with it."""
     mark = object()
+
+    def marks(t: torch.Tensor) -> dict[object, Any]:
+        found: Any = get_gradient_edge(t).node.metadata  # a dictionary, though torch's annotations call it a method
+        return found  # type: ignore[no-any-return]
+
     for t in leaves:
-        get_gradient_edge(t).node.metadata[mark] = True
-    return {id(t) for t in leaves if not get_gradient_edge(t).node.metadata.pop(mark, False)}
+        marks(t)[mark] = mark
+    return {id(t) for t in leaves if marks(t).pop(mark, None) is None}
 
 
 def _waits_for_all(hook: Any) -> bool:

@@ -87,8 +87,11 @@ def test_c06_gradients_are_added_up_on_the_stream_of_the_forward(device, way):
     net = perceptron(device)
     if way == "recomputed":
         net.forward = lambda x, forward=net.forward: checkpoint(forward, x, use_reentrant=False)
-    called = pg.record(net, warmup=1) if way != "compiled" else torch.compile(
-        net, backend="phonograph", options={"inner": "aot_eager"})
+    called = (
+        pg.record(net, warmup=1)
+        if way != "compiled"
+        else torch.compile(net, backend="phonograph", options={"inner": "aot_eager"})
+    )
     for n in range(5):
         x, y = batch(device, n)
         F.mse_loss(called(x), y).backward()

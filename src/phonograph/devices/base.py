@@ -88,8 +88,8 @@ class Device(Protocol):
         whatever still reads the gradients of replays before."""
 
     def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
-        """Where a node of autograd is made whose backward replays a recording. It gives gradients to `many` parameters. Those of
-        some are added up where they were captured, if `lasting`; else on the current stream."""
+        """Where a node of autograd is made whose backward replays a recording. It gives gradients to `many` parameters. If
+        `lasting`, those of some are added up where they were captured, and else on the current stream."""
 
     def anchor(self, place: Spans) -> Any:
         """What owns the pool's memory at a place: it stays for as long as this is referred to."""
