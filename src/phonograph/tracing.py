@@ -34,8 +34,18 @@ from .errors import Refusal
 from .keeping import NODE, Contents, kept
 from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import (alias, code_of, donates, forget_accumulation, has_memory, lend_code, lend_module, original_views,
-                            recomputed_part, use_count)  # fmt: skip
+from .torch_private import (
+    alias,
+    code_of,
+    donates,
+    forget_accumulation,
+    has_memory,
+    lend_code,
+    lend_module,
+    original_views,
+    recomputed_part,  # fmt: skip
+    use_count,
+)
 from .watch import storage_id
 
 __all__ = ["Tracing"]
