@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,8 @@ class Recompute:
         self._code = code  # held for them
         # What selective recompute keeps instead, which a backward uses up.
         self._selections = [(kept, {key: selected_anew(entries) for key, entries in kept.items()}) for kept in selections]
+        for kept in selections:
+            kept.clear()
         self.rewind = rewind
 
     def __enter__(self) -> None:
@@ -153,6 +156,8 @@ class Recompute:
     def __exit__(self, *_: object) -> None:
         for part in self.parts:
             forget_recomputed(part)
+        for kept, _first in self._selections:
+            kept.clear()
 
 
 @dataclass(eq=False)
@@ -282,10 +287,15 @@ class Backward:
             with self._keeping():
                 return self.once(lambda: self(*grads), self.recompute.rewind)
         before = self.contents.now()
-        with self._keeping(), self.recompute:
-            found, added = self._run([end for end, _ in given], [grad for _, grad in given])
+        with self._keeping():
+            found, added = self._ran([end for end, _ in given], [grad for _, grad in given])
         if self.contents.changed(before):
             self.stop(_CHANGES)
+        return found, added
+
+    def _ran(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
+        with self.recompute:
+            found, added = self._run(ends, grads)
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
 
     @contextmanager
@@ -299,9 +309,9 @@ class Backward:
         try:
             yield
         finally:
-            if self._owners() != before:
+            if any(map(gt, self._owners(), before)):
                 gc.collect()
-            if self._owners() != before:
+            if any(map(gt, self._owners(), before)):
                 self.stop(_HANDS_ON)
 
     def _owners(self) -> list[int]:

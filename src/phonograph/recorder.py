@@ -116,8 +116,6 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         with _transaction(reach, grads) as snapshot:
             in_place = tracing is None and not isinstance(function, Backward)
             arguments, fixed = _arguments(call, device, in_place)
-            if tracing is not None:
-                tracing.look(t for _, t in reach.tensors.values())
             # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
             small = 0 if isinstance(function, Backward) else SMALL
             most = 0 if terms.borrow else math.inf if copies_out else small

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -34,18 +34,7 @@ from .errors import Refusal
 from .keeping import NODE, Contents, kept
 from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
-from .torch_private import (
-    alias,
-    code_of,
-    donates,
-    forget_accumulation,
-    has_memory,
-    lend_code,
-    lend_module,
-    original_views,
-    recomputed_part,  # fmt: skip
-    use_count,
-)
+from .torch_private import alias, code_of, donates, lend_code, lend_module, original_views, recomputed_part, use_count
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -94,13 +83,7 @@ class Tracing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._root = torch.empty(0, requires_grad=True)
-        self._free: Set[int] = frozenset()
         self.begin([], States())
-
-    def look(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Before a capture, which may reach these."""
-        plain = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter) and has_memory(t)]
-        self._free = _free([t for t in plain if t.is_leaf and t.requires_grad and t.device == self._device])
 
     def begin(self, arguments: Sequence[torch.Tensor], states: States) -> None:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input. It notes the
@@ -151,6 +134,7 @@ class Tracing:
         if not (p.requires_grad and p.is_leaf and p.device == self._device):
             return p
         arrived: list[torch.Tensor | None] = []
+        # Not of the parameter itself, or its AccumulateGrad node would be one of the graph, and stay as long as that.
         t: torch.Tensor = _Source.apply(self._root, p.detach(), arrived)  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(t)
         self._stands[edge.node] = p, Start(len(self._stands), edge, arrived)
@@ -306,8 +290,6 @@ class Tracing:
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         sources = [s for s in self._sources if s.edge.node in found.sources]
         reached = [_walk([end]).sources for end in ends] if len(ends) > 1 and sources else []
-        # Those that code of the user's may run a backward to, inside of this one, have to be where that is captured.
-        free = [] if found.python or has_hooks else [p for p in found.leaves if id(p) in self._free]
         traced = Backward(
             function=function if found.python or has_hooks or self.recomputes else None,
             ends=ends,
@@ -315,7 +297,7 @@ class Tracing:
             partial=frozenset(s.number for s in sources if any(s.edge.node not in some for some in reached)),
             parameters=parameters,
             stands=[start for _, start in stands],
-            lasting=len(free) < len(found.leaves),
+            lasting=bool(found.leaves),
             reentrant=reentrant,
             nested=found.reentrant,
             contents=self._contents,
@@ -332,8 +314,6 @@ class Tracing:
             only_captured=seeded and results[attached[0]].is_cuda,
             releasable={n: lease(key) for n, key in numbers.items() if key in made and key not in on},
         )
-        for p in free:
-            forget_accumulation(p)  # the graph has the node, and outside there will be another
         self.end()
         return traced
 
@@ -357,20 +337,6 @@ def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
     at, nbytes = t.data_ptr(), extent(t) * t.element_size()
     around = [c for c in candidates if c.data_ptr() <= at and at + nbytes <= c.data_ptr() + extent(c) * c.element_size()]
     return min(around or candidates, key=lambda c: c.numel())
-
-
-def _free(leaves: list[torch.Tensor]) -> Set[int]:
-    """The ids of those leaves whose AccumulateGrad node nobody has. (Who may: a graph that is alive, DistributedDataParallel.)
-    A tensor does not keep its own, so that a mark is gone with it."""
-    mark = object()
-
-    def marks(t: torch.Tensor) -> dict[object, Any]:
-        found: Any = get_gradient_edge(t).node.metadata  # a dictionary, though torch's annotations call it a method
-        return found  # type: ignore[no-any-return]
-
-    for t in leaves:
-        marks(t)[mark] = mark
-    return {id(t) for t in leaves if marks(t).pop(mark, None) is None}
 
 
 def _waits_for_all(hook: Any) -> bool:

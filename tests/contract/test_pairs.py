@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import phonograph as pg
+from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
@@ -80,26 +81,18 @@ def accumulating(p):
     return torch.autograd.graph.get_gradient_edge(p).node
 
 
-@pytest.mark.parametrize("way", ["module", "compiled", "recomputed"])
-def test_c06_gradients_are_added_up_on_the_stream_of_the_forward(device, way):
+def test_c06_gradients_of_compiled_code_are_added_up_on_the_stream_of_the_forward(device):
     """By a node that goes with the graph that it was made for, as in eager: one that a recording kept would make autograd wait
     for the stream of the capture, at each parameter, for ever."""
     net = perceptron(device)
-    if way == "recomputed":
-        net.forward = lambda x, forward=net.forward: checkpoint(forward, x, use_reentrant=False)
-    called = (
-        pg.record(net, warmup=1)
-        if way != "compiled"
-        else torch.compile(net, backend="phonograph", options={"inner": "aot_eager"})
-    )
+    called = torch.compile(net, backend=backend, options={"inner": "aot_eager"})
     for n in range(5):
         x, y = batch(device, n)
         F.mse_loss(called(x), y).backward()
         assert not any("seen" in accumulating(p).metadata for p in net.parameters())
         for p in net.parameters():
             accumulating(p).metadata["seen"] = True
-    recorded = pg.compile.graphs() if way == "compiled" else [net]
-    assert [pg.stats(each).replayed for each in recorded][-1] >= 3
+    assert pg.stats(graphs()[-1]).replayed >= 3
 
 
 @may_run_live
