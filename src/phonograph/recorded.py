@@ -373,8 +373,8 @@ class Recorded(Observed, Generic[P, R]):
             raise history.refusal
 
     def _needs_a_look(self, refusal: Refusal, history: History) -> bool:
-        """Whether a live call will tell what the next capture needs to know: what an operator gives that runs live from now on,
-        or that was not seen to run there."""
+        """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or
+        because something was not seen to run there."""
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
             history.attempts, history.refusal = 0, None

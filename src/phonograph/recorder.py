@@ -44,7 +44,7 @@ from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
 from .reliance import Grads, Reliances, Snapshot
-from .segments import Cuts
+from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import in_inference, on_thread_of_autograds, parametrizations_are_cached, share_version, transforms_undone
@@ -426,6 +426,8 @@ def _capture(
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0])
+        if any(said in first for said in device.first_uses):
+            raise Unseen(f"capture failed: {type(e).__name__}: {first}", final=False) from e
         remedy = next((r for said, r in device.remedies.items() if said in first), "")
         raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True,
                       operator=watches[-1].failed if watches else None) from e  # fmt: skip

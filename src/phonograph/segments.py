@@ -37,7 +37,8 @@ _UNDONE = 64 << 20  # bytes outside that may be written up to the last live oper
 
 
 class Unseen(Refusal):
-    """Nothing is known yet of what an operator gives there: the call has to be a live one."""
+    """Something has to run for the first time (nothing is known yet of what an operator gives there): the call has to be a live
+    one."""
 
 
 class Diverged(Refusal):

@@ -216,6 +216,28 @@ def test_c14_the_counts_are_read_while_another_thread_warms_up():
 
 
 @may_run_live
+@may_run_live
+def test_c11_the_first_use_of_a_library_in_a_thread_is_a_live_call(device):
+    """What cuBLAS sets up for each thread cannot be captured. Without warm-up, the first call does that; and the next is
+    recorded."""
+    found = []
+
+    def work():
+        for make in (lambda x: x @ x, torch.linalg.inv):
+            f = pg.record(make, warmup=0)
+            x = torch.eye(64, device=device) * 2
+            found.append(([f(x) for _ in range(4)], [make(x) for _ in range(4)], pg.stats(f)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for ours, theirs, _ in found:
+        assert_same(ours, theirs)
+    stats = found[0][2]
+    assert not stats.refusals
+    assert stats.live <= 1 and stats.replayed >= 3
+
+
 def test_c14_two_threads_each_with_an_optimizer_of_its_own():
     listed = adam._get_capturable_supported_devices
 

@@ -55,6 +55,9 @@ _REMEDIES: Mapping[str, str] = {
 }  # fmt: skip
 
 
+_FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
+
+
 class _Anchor:
     """Keeps a graph pool's memory: an empty graph captured in it.
 
@@ -116,6 +119,7 @@ class CudaDevice:
 
     roomy = 256 << 20
     remedies = _REMEDIES
+    first_uses = _FIRST_USES
 
     def __init__(self, torch_device: torch.device) -> None:
         gone = torch_private.missing(cuda=True)
