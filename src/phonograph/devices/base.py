@@ -63,7 +63,7 @@ class Device(Protocol):
     """Bytes: as long as all recordings need no more than this, each gets memory of its own."""
     remedies: Mapping[str, str]
     """What to do about exceptions that end a capture, by a part of their message."""
-    first_uses: Sequence[str] = ()
+    first_uses: Sequence[str]
     """Parts of their message where the only fault is that something is used for the first time, which a live call mends."""
 
     def beside(self, arguments: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

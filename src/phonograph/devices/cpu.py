@@ -450,6 +450,7 @@ class CpuDevice:
 
     roomy = 256 << 10
     remedies: Mapping[str, str] = {}
+    first_uses: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
