@@ -1,5 +1,6 @@
 """What every test gets: equal seeds before it, a clean house after it, and `device` for the contract suite."""
 
+import functools
 import gc
 import random
 import sys
@@ -34,7 +35,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device(both_devices: torch.device) -> torch.device:  # noqa: F811
     """The device that a contract test runs on: once the CPU, once CUDA."""
+    if both_devices.type == "cuda":
+        _use_libraries()
     return both_devices
+
+
+@functools.cache
+def _use_libraries() -> None:
+    """What a process uses for the first time is a live call more (cuBLAS, on this thread and on autograd's); a test that counts
+    them need not know whether it is the first."""
+    x = torch.ones(2, 2, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
 
 
 @pytest.fixture
