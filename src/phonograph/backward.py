@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import Refusal
+from .identity import identity
 from .keeping import Contents
 from .pool import Lease, copy_of
 from .randomness import Rewind
@@ -250,7 +251,7 @@ class Backward:
         mine = [*self.places.places, *self.held]
         if self.function is None and not self.nested:
             mine += self.parameters
-        return frozenset(map(id, mine)) - set(map(id, self.places.leaves.values()))
+        return frozenset(map(identity, mine)) - set(map(identity, self.places.leaves.values()))
 
     def gradients_stay(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether it looks, at a forward, as if the gradients of the last step were still there at the next: some are, or some
@@ -348,14 +349,14 @@ class Backward:
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
         leaves = self.reentrant  # of which some may not require gradients any more
-        index = {id(t): i for i, t in enumerate(leaves)}
+        index = {identity(t): i for i, t in enumerate(leaves)}
         for s in (*self.sources, *self.stands):
             s.arrived.clear()
         with _hooks_set_aside(leaves), _collecting(leaves, ends) as collected:
             torch.autograd.backward(ends, grads, retain_graph=True)
         inner = {i for i, _, nested in collected if nested}
         outer = {i: grad for i, grad, _ in collected if i not in inner}
-        own = [outer.get(index[id(p)]) for p in self.parameters[len(self.stands) :]]
+        own = [outer.get(index[identity(p)]) for p in self.parameters[len(self.stands) :]]
         arrived = [s.arrived.pop() if s.arrived else None for s in (*self.sources, *self.stands)]
         return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
 

@@ -19,6 +19,7 @@ import torch
 
 from .api import wrap
 from .hooked import CaptureHooks, Hooked, WarmUps
+from .identity import identity
 from .options import Options, at_least
 from .recorded import Recorded
 from .schedule import Schedule
@@ -147,13 +148,13 @@ def make_graphed_callables(
     _check_samples(called, sample_args, sample_kwargs)
     hooks = _capture_hooks(callables, capture_time_hooks)
     needed = {} if schedule is None else _recordings(callables, schedule)
-    chosen = {id(c): Options(warmup=num_warmup_iters, **{**needed.get(id(c), {}), **options}) for c in callables}
+    chosen = {identity(c): Options(warmup=num_warmup_iters, **{**needed.get(identity(c), {}), **options}) for c in callables}
     kinds: dict[int, Any] = {}
     if capture_time_hooks is not None or pre_warmup_hook is not None or post_warmup_hook is not None:
         warm_ups = WarmUps(len(hooks), num_warmup_iters, pre_warmup_hook, post_warmup_hook)
         kinds = {key: partial(Hooked, hooks=h, warm_ups=warm_ups, number=n) for n, (key, h) in enumerate(hooks.items())}
     recorded = {key: wrap(h.owner, chosen[key], kinds.get(key, Recorded)) for key, h in hooks.items()}
-    made = tuple(recorded[id(c)] for c in called)
+    made = tuple(recorded[identity(c)] for c in called)
     return made[0] if one else made
 
 
@@ -236,15 +237,15 @@ def _capture_hooks(callables: tuple[Any, ...], given: Any) -> dict[int, CaptureH
         _check_length("capture_time_hooks", given, len(callables))
     found: dict[int, CaptureHooks] = {}
     for c, hooks in zip(callables, repeat(None) if given is None else given, strict=False):
-        if hooks and id(c) in found:
+        if hooks and identity(c) in found:
             raise ValueError("capture_time_hooks has an entry for the second place of a callable that is given twice")
-        found.setdefault(id(c), CaptureHooks.of(c, hooks))
+        found.setdefault(identity(c), CaptureHooks.of(c, hooks))
     return found
 
 
 def _recordings(callables: tuple[Any, ...], schedule: Schedule) -> dict[int, dict[str, Any]]:
     """By the id of each callable: options for as many recordings as it has forwards in flight, and some others."""
-    needed = dict.fromkeys(map(id, callables), _OTHERS)
+    needed = dict.fromkeys(map(identity, callables), _OTHERS)
     for c, flying in zip(callables, schedule.needed(), strict=True):
-        needed[id(c)] += flying
+        needed[identity(c)] += flying
     return {key: {"max_recordings": n, "takes_turns": schedule.takes_turns} for key, n in needed.items()}

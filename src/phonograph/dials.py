@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .identity import identity
 from .mentions import LIVE
 from .optimizers import SMALLEST, divides_by_rate
 from .reach import Reach
@@ -201,7 +202,7 @@ class Dials:
         for condition, _ in self._conditions:
             condition(self.values)
         baked = {of for i, of in enumerate(self._of) if i not in self._touched}
-        return {(id(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
+        return {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
 
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now."""
@@ -244,9 +245,9 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     real = list(dials._last)
     sources = map(dials.source, range(len(dials.values)))
     probes = [_like(v, sources) for v in real]
-    dividing = {id(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}
+    dividing = {identity(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}
     for probe, (group, key) in zip(probes, dials.sources, strict=True):
-        if key == "lr" and id(group) in dividing:
+        if key == "lr" and identity(group) in dividing:
             dials.decide(_divides_by(probe), bool)
 
     # New objects of the same value: that the function sets a number is seen even if it sets what is there already.

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .identity import identity
 from .randomness import sets_for_torch
 from .where import STDLIB, USER, is_ours, origin, works_for
 
@@ -189,9 +190,9 @@ def _of_method(name: str, owner: Any, outer: set[int]) -> Effect | None:
     for applies, effect in _BY_NAME.get(name, ()):
         if applies(owner):
             return effect
-    if name in _DRAWS and isinstance(owner, random.Random) and (owner is random._inst or id(owner) in outer):
+    if name in _DRAWS and isinstance(owner, random.Random) and (owner is random._inst or identity(owner) in outer):
         return Effect("draws random numbers on the host (random)", _DRAW, ANYONE)
-    if name in _CHANGES and id(owner) in outer:
+    if name in _CHANGES and identity(owner) in outer:
         kind = type(owner).__name__
         return Effect(f"changes a {kind} that outlives the call ({name})", "return the value and do it outside", DIRECTLY)
     return None

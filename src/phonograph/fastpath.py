@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .identity import identity
 from .player import Player
 from .recording import Entangled
 from .signature import ALIGNMENT, Call, has_gradient_or_hooks, modes
@@ -75,7 +76,7 @@ class FastPath:
             for t, leaf in zip(tensors, self._leaves, strict=True):
                 if t.data_ptr() % ALIGNMENT or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
                     return None
-        if n > 1 and len({*map(id, tensors)}) < n:
+        if n > 1 and len({*map(identity, tensors)}) < n:
             return None  # one tensor given twice is another signature
         if self._state and any(map(self._state.meets, tensors)):
             return None  # an argument shares memory with what the function writes

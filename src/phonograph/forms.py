@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .identity import identity
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
@@ -57,7 +58,7 @@ def form_of(operator: OpOverload, args: Any, kwargs: Any, result: Any) -> Form:
     flatten((args, kwargs), given)
     leaves: list[Any] = []
     shape = flatten(result, leaves)
-    tensors = {id(x): i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+    tensors = {identity(x): i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
     kinds = [_kind(x, tensors) for x in leaves]
     found = [kind for kind in kinds if isinstance(kind, str)]
     new = [_memory(x) for x, kind in zip(leaves, kinds, strict=True) if isinstance(kind, Meta) and x.numel()]
@@ -69,8 +70,8 @@ def form_of(operator: OpOverload, args: Any, kwargs: Any, result: Any) -> Form:
 def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
     if x is None:
         return None
-    if id(x) in given:
-        return given[id(x)]
+    if identity(x) in given:
+        return given[identity(x)]
     if type(x) is not torch.Tensor or x.layout is not torch.strided:
         return f"returns a {type(x).__qualname__}" if not isinstance(x, torch.Tensor) else "returns a tensor of another kind"
     return Meta.of(x)

@@ -10,7 +10,7 @@ import gc
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -19,10 +19,10 @@ import torch
 import torch.distributions
 import torch.utils.data
 
-from .where import is_users, written_out
+from .where import is_users
 
 __all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with",
-           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "reading_parts",
+           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in",
            "slots_of"]  # fmt: skip
 
 
@@ -44,17 +44,6 @@ _LOOKED_INTO = (
 _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
            "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
            "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
-
-_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
-
-
-def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[Any, ...]]:
-    """A function that reads of each of these what makes it another one if it is assigned, and how many attributes it has. It is
-    called in each replay, and so it is written out."""
-    names = {f"f{i}": f for i, f in enumerate(functions)}
-    read = "".join(f"{f}.{part}, " for f in names for part in _PARTS) + "".join(f"len({f}.__dict__), " for f in names)
-    reading: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({read})", names)
-    return reading
 
 
 def contents(cell: CellType) -> Any:

@@ -31,6 +31,7 @@ import torch
 
 from .backward import Asked, Backward, Gradients, spent
 from .errors import Refusal
+from .identity import identity
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -68,11 +69,11 @@ class Joint:
         self._backwards: dict[bool, Callable[..., Gradients]] = {}  # by whether they are the last
         self._joining = joining
         self._memory = [lease.python for lease in traced.memory]  # the storages, weakly: a flight holds them
-        self._constant = list({id(t): t for t in traced.constant.values()}.values())
+        self._constant = list({identity(t): t for t in traced.constant.values()}.values())
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
         # Which of those, constant and exposed, a number stands for.
-        at = {id(t): i for i, t in enumerate(self._constant)}
-        self._index = {n: at[id(t)] for n, t in traced.constant.items()}
+        at = {identity(t): i for i, t in enumerate(self._constant)}
+        self._index = {n: at[identity(t)] for n, t in traced.constant.items()}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
         self._inner = {k for others in traced.upstream for k in others}
         several = range(len(traced.attached)) if len(traced.attached) > 1 else ()
@@ -278,7 +279,7 @@ _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept 
 def _keep_quiet(p: torch.Tensor) -> None:
     """Until the running backward ends, hooks of this parameter hear of it only if a gradient arrives: autograd comes by
     without one, and in eager it would not."""
-    key = backward_id(), id(p)
+    key = backward_id(), identity(p)
     if key in _quiet:
         return
     _quiet.add(key)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from .identity import identity
+
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
 
@@ -29,8 +31,8 @@ def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: Fa
     work = deque(roots)
     while work and len(found) < _MANY:
         x = work.popleft()
-        if id(x) not in found and not left_out(x):
-            found[id(x)] = x
+        if identity(x) not in found and not left_out(x):
+            found[identity(x)] = x
             work.extend(_within(x))
     return list(found.values())
 

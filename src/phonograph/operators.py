@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import Refusal
+from .identity import identity
 
 __all__ = ["Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
 
@@ -103,9 +104,9 @@ _known: dict[int, tuple[Any, Meaning]] = {}  # by identity: an overload's own ha
 
 def meaning(func: torch._ops.OpOverload) -> Meaning:
     """What `func` means; worked out once an overload."""
-    known = _known.get(id(func))
+    known = _known.get(identity(func))
     if known is None:
-        known = _known[id(func)] = func, _meaning(func)
+        known = _known[identity(func)] = func, _meaning(func)
     return known[1]
 
 

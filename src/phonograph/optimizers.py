@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from .errors import Refusal
+from .identity import identity
 
 __all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "stepped"]
 
@@ -70,7 +71,7 @@ _Counts = dict[int, tuple[torch.Tensor, dict[str, Any]]]  # step counts by ident
 def _ignored_counts(optimizers: Sequence[torch.optim.Optimizer]) -> _Counts:
     """The counts that are read on the host only to be multiplied by 0."""
     return {
-        id(step): (step, group)
+        identity(step): (step, group)
         for o, group in _groups(optimizers) if isinstance(o, torch.optim.Adagrad)
         if not _reads_counts(o, group) and not group.get("fused")
         for p in group["params"] if isinstance(step := o.state.get(p, {}).get("step"), torch.Tensor)
@@ -94,7 +95,7 @@ def never(function: Any) -> Refusal | None:
 
 def _to_switch(group: dict[str, Any]) -> bool:
     """Whether a group has the mode, and the user has not switched it on himself."""
-    return group.get("capturable") is False or id(group) in _switched
+    return group.get("capturable") is False or identity(group) in _switched
 
 
 def divides_by_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
@@ -152,7 +153,7 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     with _guard:  # several threads may be at it, each with groups of its own
         for group in groups:
             group["capturable"] = True
-            _switched[id(group)] += 1
+            _switched[identity(group)] += 1
         _blocks.append(counts)
         if len(_blocks) == 1:
             _replace_functions()
@@ -162,9 +163,9 @@ def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         with _guard:
             _blocks[:] = [block for block in _blocks if block is not counts]
             for group in groups:
-                _switched[id(group)] -= 1
-                if not _switched[id(group)]:
-                    del _switched[id(group)]
+                _switched[identity(group)] -= 1
+                if not _switched[identity(group)]:
+                    del _switched[identity(group)]
                     group["capturable"] = False
             if not _blocks:
                 for module, name, function in _replaced:
@@ -194,7 +195,7 @@ def _with_cpu(listed: Any) -> Any:
 def _unread(read: Any) -> Any:
     def value(x: Any) -> Any:
         for counts in _blocks:
-            if id(x) in counts and counts[id(x)][1]["lr_decay"] == 0:
+            if identity(x) in counts and counts[identity(x)][1]["lr_decay"] == 0:
                 return 1.0
         return read(x)
 

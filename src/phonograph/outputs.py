@@ -17,6 +17,7 @@ import torch
 
 from .devices.base import Captured
 from .errors import Attached, Refusal
+from .identity import identity
 from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, plain_key
 from .pool import Lease, dense
@@ -50,8 +51,8 @@ def plan(
         Refusal: a leaf that a replay could not hand out.
     """
     _lasting(captured.result, reach)
-    outer = {id(x) for x in reach._keep}
-    returned = [id(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
+    outer = {identity(x) for x in reach._keep}
+    returned = [identity(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
     if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
@@ -78,8 +79,10 @@ def _lasting(result: Any, reach: Reach) -> None:
         raise Refusal("returns a dictionary with a key that the call made, or an object with something else of that kind",
                       "use names or numbers as keys")  # fmt: skip
     # What pytree gives of an object is the object's own, if it is the same a second time.
-    changing = {id(x) for label in first if not label.copied for x in inside(label.value) if isinstance(x, (list, dict, set))}
-    if any(id(x) in changing for label in again for x in inside(label.value)):
+    changing = {
+        identity(x) for label in first if not label.copied for x in inside(label.value) if isinstance(x, (list, dict, set))
+    }
+    if any(identity(x) in changing for label in again for x in inside(label.value)):
         raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
 
 
@@ -121,9 +124,11 @@ class _Plan:
         self._captured, self._reach, self._leases, self._device, self._traced = captured, reach, leases, device, traced
         self._results = list(leaves)
         self._tensors = leaves  # those that are none among them as well
-        self._numbers: dict[int, int] = {id(t): i for i, t in reversed([*enumerate(leaves)])}
+        self._numbers: dict[int, int] = {identity(t): i for i, t in reversed([*enumerate(leaves)])}
         self._found: dict[int, Output] = {}
-        self._bases = Counter(id(t._base) for t in {id(t): t for t in leaves if isinstance(t, torch.Tensor)}.values())
+        self._bases = Counter(
+            identity(t._base) for t in {identity(t): t for t in leaves if isinstance(t, torch.Tensor)}.values()
+        )
         self._apart: dict[int, list[torch.Tensor]] = defaultdict(list)
         """By storage: what was planned so far, is no view, and has no history."""
         self._outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
@@ -132,8 +137,8 @@ class _Plan:
         for i, leaf in enumerate(self._results):
             if not isinstance(leaf, torch.Tensor):
                 self._found[i] = _value(leaf, self._reach)
-            elif self._numbers[id(leaf)] < i:
-                self._found[i] = Output("same", index=self._numbers[id(leaf)])
+            elif self._numbers[identity(leaf)] < i:
+                self._found[i] = Output("same", index=self._numbers[identity(leaf)])
             else:
                 _faithful(leaf, self._captured, self._traced)
                 self._number(leaf)
@@ -141,7 +146,7 @@ class _Plan:
 
     def _number(self, t: torch.Tensor) -> int:
         """The number of the output that this tensor is."""
-        number = self._numbers.setdefault(id(t), len(self._tensors))
+        number = self._numbers.setdefault(identity(t), len(self._tensors))
         if number == len(self._tensors):
             self._tensors.append(t)
         if number not in self._found:
@@ -188,7 +193,7 @@ class _Plan:
         if not t.requires_grad:
             # Results that share memory go on sharing it: autograd follows a write to one of them, or notices it at least.
             base, apart = t._base, self._apart[key]
-            if base is not None and not base.requires_grad and (self._bases[id(base)] > 1 or self._is_shared(base, t)):
+            if base is not None and not base.requires_grad and (self._bases[identity(base)] > 1 or self._is_shared(base, t)):
                 return self._view(t, base)
             other = next((x for x in apart if base is None and _share_version(t, x)), None)
             if other is not None:
@@ -205,7 +210,7 @@ class _Plan:
     def _is_shared(self, base: torch.Tensor, t: torch.Tensor) -> bool:
         """Whether what a tensor is a view of is a result, or shares its version with another, or with what that views."""
         others = (x for x in self._results if isinstance(x, torch.Tensor) and x is not t and storage_id(x) == storage_id(base))
-        return id(base) in self._numbers or any(_share_version(base, root(x)) for x in others)
+        return identity(base) in self._numbers or any(_share_version(base, root(x)) for x in others)
 
     def _view(self, t: torch.Tensor, base: torch.Tensor) -> Output:
         view = View.between(base, t) if t.grad_fn is None else View.like(t, base)

@@ -18,6 +18,7 @@ from operator import methodcaller
 from types import CellType
 from typing import Any, NamedTuple
 
+from .identity import identity
 from .introspection import MISSING, contents
 
 __all__ = [
@@ -322,7 +323,7 @@ def cache(path: str, wrapper: Any) -> Holder:
         for table in tables():
             found += table.keys()
             found += table.values()
-        return tuple(sorted(found, key=id))
+        return tuple(sorted(found, key=identity))
 
     return kept(path, read)  # what would fill it is refused before it happens
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .borrowed import Borrowed, Loan, plain
+from .identity import identity
 from .joint import Joint
 from .pool import Fill, once
 from .recording import Output, Recording, memory_of
@@ -73,8 +74,10 @@ class Player:
         if isinstance(recording.program, Segments):
             recording.program.disturbing = recording.reliances.disturbing
         self._mixed = recording.program.mixed
-        self._copies = {id(lease): i for i, lease in enumerate(recording.copied)}
-        self._templates = [o.template for o in recording.outputs if o.template is not None and id(o.lease) not in self._copies]
+        self._copies = {identity(lease): i for i, lease in enumerate(recording.copied)}
+        self._templates = [
+            o.template for o in recording.outputs if o.template is not None and identity(o.lease) not in self._copies
+        ]
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape)
@@ -92,14 +95,14 @@ class Player:
         """Which of the copies each result is, and its template; -1 where it stays in the recording's memory. None where some
         result takes more to be made."""
         copies, inference = self.recording.program.outs, torch.is_inference_mode_enabled()
-        whole = {id(mould): i for i, mould in enumerate(copies) if mould.is_inference() is inference}
+        whole = {identity(mould): i for i, mould in enumerate(copies) if mould.is_inference() is inference}
         plain: list[tuple[int, torch.Tensor]] = []
         for o in self.recording.outputs:
-            copied = id(o.lease) in self._copies
-            special = o.kind != "lease" or o.consumed or o.lazy is not None or (copied and id(o.template) not in whole)
+            copied = identity(o.lease) in self._copies
+            special = o.kind != "lease" or o.consumed or o.lazy is not None or (copied and identity(o.template) not in whole)
             if special or o.template is None or self.recording.borrow:
                 return None
-            plain.append((whole[id(o.template)] if copied else -1, o.template))
+            plain.append((whole[identity(o.template)] if copied else -1, o.template))
         return plain
 
     @property
@@ -291,8 +294,8 @@ class Player:
 
     def _make(self, o: Output, tensors: Sequence[Any], lent: dict[int, Borrowed], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
-            if id(o.lease) in self._copies:
-                return self._on_copy(o, targets[self._copies[id(o.lease)]])
+            if identity(o.lease) in self._copies:
+                return self._on_copy(o, targets[self._copies[identity(o.lease)]])
             return self._lend(o) if self.recording.borrow else alias(o.template)
         if o.kind in ("value", "outside"):
             return copy.copy(o.value) if type(o.value) is set else o.value

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .borrowed import Loan
+from .identity import identity
 from .spans import Spans
 from .torch_private import storage_at, use_count
 
@@ -212,8 +213,8 @@ class Pool:
     def _meet(self) -> None:
         """Tell every recording its rivals: the leases that its footprint meets."""
         self._recordings = [ref for ref in self._recordings if ref() is not None]
-        owned = {id(lease) for r in self.recordings for lease in r.leases}
-        self.leases = [x for x in self.leases if id(x) in owned or x.alive]
+        owned = {identity(lease) for r in self.recordings for lease in r.leases}
+        self.leases = [x for x in self.leases if identity(x) in owned or x.alive]
         for r in self.recordings:
             met = [x for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
             r.rivals[:] = [(x.cdata, x.own, x.python, x.owns + (x in r.releases)) for x in met]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .errors import Refusal
+from .identity import identity
 
 __all__ = ["READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "sets_for_torch", "share_state"]
 
@@ -171,7 +172,7 @@ class States:
         self._read: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
 
     def read(self, state: torch.Tensor, meaning: Any = None) -> None:
-        self._read[id(state)] = weakref.ref(state), meaning
+        self._read[identity(state)] = weakref.ref(state), meaning
 
     def meaning(self, state: torch.Tensor) -> Any:
         """What was noted of this state.
@@ -179,7 +180,7 @@ class States:
         Raises:
             Refusal: it was not read in this capture.
         """
-        ref, meaning = self._read.get(id(state), (None, None))
+        ref, meaning = self._read.get(identity(state), (None, None))
         if ref is None or ref() is not state:
             raise Refusal("sets the state of a random generator to one from outside of the call",
                           "set it outside, or read it (torch.get_rng_state, torch.cuda.get_rng_state) inside")  # fmt: skip

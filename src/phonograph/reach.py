@@ -50,6 +50,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import places, torch_private
 from .borrowed import Borrowed
 from .errors import Overlooked, Refusal
+from .identity import identity, reading_parts
 from .introspection import (
     LOOKUPS,
     MISSING,
@@ -59,13 +60,12 @@ from .introspection import (
     has_attributes,
     is_users_class,
     names_in,
-    reading_parts,
     slots_of,
 )
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_users, users_line
+from .where import is_users, users_line, written_out
 
 __all__ = ["FEW", "Reach"]
 
@@ -218,7 +218,7 @@ class Reach:
         if not found:
             return Refusal(f"runs {code.co_name}, a closure that cannot be found", "name it in the recorded function",
                            users_line(frame))  # fmt: skip
-        found = [f for f in found if id(f) not in self._seen]
+        found = [f for f in found if identity(f) not in self._seen]
         return Overlooked(frozenset(), found) if found else None
 
     def _hold(self, place: Holder) -> None:
@@ -226,9 +226,9 @@ class Reach:
 
     def _visit(self, path: str, thing: Any) -> None:
         kind = type(thing)
-        if kind in _LEAVES or id(thing) in self._seen:
+        if kind in _LEAVES or identity(thing) in self._seen:
             return
-        self._seen.add(id(thing))
+        self._seen.add(identity(thing))
         self._keep.append(thing)
         enter = self._ways.get(kind)
         if enter is None:
@@ -249,7 +249,7 @@ class Reach:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
             named = type(k) is str
-            if type(v) not in _LEAVES and id(v) not in seen:
+            if type(v) not in _LEAVES and identity(v) not in seen:
                 work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
             if named:
                 continue
@@ -259,10 +259,10 @@ class Reach:
                 work.append((path, k))
 
     def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
-        dicts = [d for d in dicts if id(d) not in self._seen]
+        dicts = [d for d in dicts if identity(d) not in self._seen]
         self._hold(places.dictionaries(path, dicts, watched=watched))
         self._keep += dicts
-        self._seen.update(map(id, dicts))
+        self._seen.update(map(identity, dicts))
         for d in filter(None, dicts):
             self._items(path, d)
 
@@ -403,7 +403,7 @@ class Reach:
         self.modules.append(module)
         own = module.__dict__
         inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
-        self._seen.add(id(own.get("_non_persistent_buffers_set")))
+        self._seen.add(identity(own.get("_non_persistent_buffers_set")))
         self._dicts(path, inner, watched=True)
         if self._is_plain(type(module)):
             self._selected.append((path, module, set()))
@@ -417,7 +417,7 @@ class Reach:
         own = optimizer.__dict__
         self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
         self._dict(path, own)
-        self._seen.add(id(optimizer.state))
+        self._seen.add(identity(optimizer.state))
         self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
         self._dict(f"{path}.state", optimizer.state, watched=True)
         self._class_of(type(optimizer))
@@ -445,7 +445,7 @@ class Reach:
     def _group(self, path: str, group: dict[str, Any]) -> None:
         """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
         followed = (*LIVE, *CYCLED)
-        self._seen.add(id(group))
+        self._seen.add(identity(group))
         self._keep.append(group)
 
         def read() -> tuple[Any, ...]:
@@ -467,7 +467,7 @@ class Reach:
         if not has_memory(tensor):
             self._odd.append(tensor)
             return
-        self.tensors[id(tensor)] = (path, tensor)
+        self.tensors[identity(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks:
                 self._fixed(f"{path}'s hook", hooks.values())
@@ -476,8 +476,8 @@ class Reach:
     def _enter_own(self, path: str, tensor: torch.Tensor, looks_for: bool) -> None:
         """Attributes that the user gave a tensor, or may give it."""
         own = tensor.__dict__
-        if (looks_for or own) and id(own) not in self._seen and (looks_for or not self.mentions.names.isdisjoint(own)):
-            self._seen.add(id(own))
+        if (looks_for or own) and identity(own) not in self._seen and (looks_for or not self.mentions.names.isdisjoint(own)):
+            self._seen.add(identity(own))
             self._keep.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)
 
@@ -540,7 +540,7 @@ class Reach:
         imported = sorted(candidates & sys.modules.keys())  # `import` inside the function
         for name in imported:
             self._module_of_the_user(name, sys.modules[name])
-        theirs = [name for name in imported if id(sys.modules[name]) in self._python_modules]
+        theirs = [name for name in imported if identity(sys.modules[name]) in self._python_modules]
         if theirs:
             self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, theirs))))
         g = f.__globals__
@@ -548,8 +548,9 @@ class Reach:
         self._globals(g, sorted((named & g.keys()) | absent))
         hidden = sorted(named & vars(builtins).keys() - g.keys() - absent)
         if hidden:  # a global that appears later may shadow a builtin
-            b = vars(builtins)
-            self._hold(kept("builtins", lambda: tuple([g.get(n, b.get(n)) for n in hidden])))
+            found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
+            read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": vars(builtins).get})
+            self._hold(kept("builtins", read))
 
     def _globals(self, space: dict[str, Any], names: list[str]) -> None:
         if names:
@@ -560,9 +561,9 @@ class Reach:
         space = vars(module)  # and no attributes, for which it may have a `__getattr__`
         made = space.get("__spec__") is None and space.get("__name__") not in sys.builtin_module_names  # ModuleType("x")
         where = space.get("__file__") or next(iter(space.get("__path__") or ()), "<frozen>")
-        if (made or is_users(where)) and id(module) not in self._python_modules:
+        if (made or is_users(where)) and identity(module) not in self._python_modules:
             self._keep.append(module)
-            self._python_modules[id(module)] = (module, set())
+            self._python_modules[identity(module)] = (module, set())
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
             if type(module) is not ModuleType:
                 self._class_of(type(module))
@@ -604,8 +605,8 @@ class Reach:
             self._known[kind] = {n for base in kind.__mro__ if base is not object and base not in bases for n in vars(base)}
         called = self.mentions.names | self._known[kind]
         for base in bases:
-            if id(base) not in self._classes:
-                self._classes.add(id(base))
+            if identity(base) not in self._classes:
+                self._classes.add(identity(base))
                 self._keep.append(base)
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
@@ -644,7 +645,7 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     def restore(values: tuple[Any, ...]) -> None:
         group[key] = values[0]
 
-    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(id(group), key))
+    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(identity(group), key))
 
 
 _Enter = Callable[[Reach, str, Any], None]

@@ -34,6 +34,7 @@ from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
 from .forms import Notes, noting
+from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
 from .observe import Counters, Observed, Stats, logger, totals
@@ -156,7 +157,7 @@ class Recorded(Observed, Generic[P, R]):
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
-        self._place = f"_phonograph_{self.name}_{id(self):x}"
+        self._place = f"_phonograph_{self.name}_{identity(self):x}"
         given = getattr(function, "__dict__", {}).keys() - {"__wrapped__"}
         self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
@@ -306,7 +307,7 @@ class Recorded(Observed, Generic[P, R]):
             raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
         if torch_private.transformed():
             raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
-        if torch_private.tracing_state() is not None:
+        if torch_private.is_traced():
             raise NoSignature("is called while torch.jit.trace looks on, which must see every operator")
         if torch_private.saved_tensors_hooks() is not None:
             raise NoSignature("is called where tensors saved for backward go through hooks")
@@ -447,7 +448,7 @@ class Recorded(Observed, Generic[P, R]):
             with suppress(RuntimeError):  # torch does not say it of a view made without gradients, whose base was written since
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
-        left = set(map(id, nodes))
+        left = set(map(identity, nodes))
 
         def notice(node: int, _: Any) -> None:
             if torch_private.may_run_backward():  # else only some gradients are asked for
@@ -459,7 +460,7 @@ class Recorded(Observed, Generic[P, R]):
             device.backward_begins()
 
         for node in nodes:
-            node.register_prehook(functools.partial(notice, id(node)))
+            node.register_prehook(functools.partial(notice, identity(node)))
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""

@@ -36,6 +36,7 @@ from .backward import Backward
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
+from .identity import identity
 from .listening import watching_python
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
@@ -344,7 +345,7 @@ def _capture(
     fixed: list[bool], protected: Spans, dials: Dials, most: float, terms: Terms, release: Release | None,
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
-    outer = {id(x) for x in reach._keep}
+    outer = {identity(x) for x in reach._keep}
     given: set[int] = set()
     stood: list[torch.Tensor] = []
     ran: list[set[CodeType]] = []
@@ -366,10 +367,10 @@ def _capture(
                 leaves[place] = slot.requires_grad_() if tracing is None else tracing.source(i, slot)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
-        sets = {id(x): set(x) for x in leaves if type(x) is set}
-        leaves = [sets.get(id(x), x) for x in leaves]
+        sets = {identity(x): set(x) for x in leaves if type(x) is set}
+        leaves = [sets.get(identity(x), x) for x in leaves]
         args, kwargs = unflatten(call.shape, iter(leaves))
-        given.update(id(c) for c in (*containers((args, kwargs)), *sets.values()))
+        given.update(identity(c) for c in (*containers((args, kwargs)), *sets.values()))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
@@ -457,10 +458,10 @@ def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> A
     """The same result, with the slots themselves where it has what the call saw of them."""
     leaves: list[Any] = []
     shape = flatten(result, leaves)
-    own = {id(t): slot for t, slot in zip(seen, slots, strict=True) if t is not slot}
-    if own.keys().isdisjoint(map(id, leaves)):
+    own = {identity(t): slot for t, slot in zip(seen, slots, strict=True) if t is not slot}
+    if own.keys().isdisjoint(map(identity, leaves)):
         return result
-    return unflatten(shape, iter([own.get(id(leaf), leaf) for leaf in leaves]))
+    return unflatten(shape, iter([own.get(identity(leaf), leaf) for leaf in leaves]))
 
 
 def _metadata(t: torch.Tensor) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .identity import identity
 from .pool import Lease
 from .reliance import Reliances
 from .spans import Spans
@@ -97,7 +98,7 @@ class Entangled:
     share. Weakly: when a storage is gone, its memory is somebody else's."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        self._ids = {id(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
+        self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
         self._spans = Spans(self._storages)
 
@@ -118,7 +119,7 @@ class Entangled:
 
     def meets(self, t: torch.Tensor) -> bool:
         """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
-        known = self._ids.get(id(t))
+        known = self._ids.get(identity(t))
         if known is not None and known() is t:
             return True
         if not self._storages:

@@ -29,6 +29,7 @@ import torch
 
 from . import witness
 from .dials import Dials
+from .identity import identity
 from .keys import NoSignature, plain_key
 from .places import Holder
 from .randomness import share_state
@@ -313,17 +314,17 @@ class Reliances:
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
         self._watched = [entry for entry in held if entry[0].watched]
         self._grads = grads
-        relied = [entry for entry in snapshot.tensors if id(entry[1]) not in fixed]
+        relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
         hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
         self._pointed, self._alike = hot, like(hot)
         self._tensors = [(t, state) for _, t, state in relied]
-        looked_at = set(map(id, hot))
-        others = [t for t in tensors if id(t) not in looked_at]
+        looked_at = set(map(identity, hot))
+        others = [t for t in tensors if identity(t) not in looked_at]
         self._rotates = bool(self._watched or others)
         self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
         self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(like([]), [])])
-        self._names = {id(t): name for name, t, _ in relied}
+        self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch()
@@ -345,7 +346,7 @@ class Reliances:
                     return _which(entry)
             self._last_hot = now
         if self._pointed and not self._alike(self._pointed):
-            return self._moved(self._tensors) or self._names[id(self._pointed[0])]
+            return self._moved(self._tensors) or self._names[identity(self._pointed[0])]
         if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
             return self._moved(self._tensors)
         if witness.epoch() != self._epoch:
@@ -379,7 +380,7 @@ class Reliances:
         entries, (are_such, some) = next(self._rounds), next(self._laps)
         changed = next((_which(e) for e in entries if not _unchanged(e)), None)
         if changed is None and not are_such(some):
-            changed = self._moved(self._tensors) or self._names[id(some[0])]
+            changed = self._moved(self._tensors) or self._names[identity(some[0])]
         if changed is not None:
             self._epoch = -1
         return changed
@@ -387,7 +388,7 @@ class Reliances:
     def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
         for t, state in tensors:
             if _state(t) != state:
-                return self._names[id(t)]
+                return self._names[identity(t)]
         return None
 
 

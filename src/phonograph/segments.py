@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from . import operators
 from .errors import Refusal
 from .forms import Form, Meta, Notes, form_of, sizes_of
+from .identity import identity
 from .keys import NoSignature, plain_key
 from .pool import once
 from .reach import Reach
@@ -226,7 +227,7 @@ class Cuts:
             number = x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))  # written in code of the call
             if not (plain and (ours or number)):
                 raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
-        elif id(x) not in self._outer and not _constant(x):
+        elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
 
 

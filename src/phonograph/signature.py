@@ -18,10 +18,11 @@ import torch
 from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
+from .identity import identity
 from .keys import NoSignature, plain_key
 from .pool import copy_of
 from .spans import Spans
-from .torch_private import default_device, dispatch_modes, function_modes, is_batched, saved_tensors_hooks, tracing_state
+from .torch_private import default_device, dispatch_modes, function_modes, is_batched, is_traced, saved_tensors_hooks
 from .trees import Node, flatten
 from .where import written_out
 
@@ -81,7 +82,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     keys: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            number = numbers.setdefault(id(leaf), len(tensors))
+            number = numbers.setdefault(identity(leaf), len(tensors))
             if number < len(tensors):  # `q is k` is something that a function may ask
                 leaves[i] = tensors[number]
                 keys.append(number)
@@ -119,10 +120,10 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
         raise NoSignature("takes an inference tensor that requires grad")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a lazily conjugated or negated tensor")
-    identity = id(t) if isinstance(t, torch.nn.Parameter) else None
+    own = identity(t) if isinstance(t, torch.nn.Parameter) else None
     # Kernels load aligned data several elements at a time, and dropout then draws in another order.
     alignment = t.data_ptr() % ALIGNMENT
-    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, identity)
+    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, own)
 
 
 def attributes(t: torch.Tensor) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def _getters() -> list[Callable[[], Any]]:
     found += [getattr(c, n) for n in names if hasattr(c, n)]
     order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
     found.append(lambda: tuple(order()))
-    return [*found, tracing_state, function_modes, dispatch_modes, saved_tensors_hooks]
+    return [*found, is_traced, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
 _GETTERS = _getters()

@@ -30,12 +30,12 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device",
            "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
            "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
-           "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
-           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "not_followed_by_dynamo",
-           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
-           "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch", "step_hooks",
-           "storage_at", "take_cublas_workspace", "tensor_check", "tracing_state", "transformed", "transforms_undone",
+           "is_traced", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
+           "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
+           "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling",
+           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
+           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
+           "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone",
            "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
            "written_by_graph"]  # fmt: skip
 
@@ -361,8 +361,8 @@ def is_batched(t: torch.Tensor) -> bool:
     return any(asks(t) for asks in _BATCHED)
 
 
-tracing_state: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
-"""What `torch.jit.trace` has so far; None outside of it."""
+is_traced: Callable[[], bool] = getattr(torch._C, "_is_tracing", bool)
+"""Whether `torch.jit.trace` is at work."""
 
 
 def transformed() -> bool:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from .backward import Backward, Places, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
+from .identity import identity
 from .keeping import NODE, Contents, kept
 from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
@@ -275,8 +276,8 @@ class Tracing:
         on = {storage_id(t): i for i, t in results.items()}
         constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
         leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
-        places = {id(t): self._place(t, own, outside, lease) for t in self._known.values()}
-        self._places = Places([places[id(t)] for t in self.saved], leaves)
+        places = {identity(t): self._place(t, own, outside, lease) for t in self._known.values()}
+        self._places = Places([places[identity(t)] for t in self.saved], leaves)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
         memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *self.held)) if key in own]

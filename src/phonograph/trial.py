@@ -18,6 +18,7 @@ import torch
 
 from .borrowed import plain
 from .errors import Unpadded
+from .identity import identity
 from .player import Player
 from .reach import Reach
 from .recording import Recording
@@ -87,7 +88,7 @@ class _Leaves:
         self.leaves: list[Any] = []
         self.shape = flatten(result, self.leaves)
         first: dict[int, int] = {}
-        self.same = [first.setdefault(id(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(self.leaves)]
+        self.same = [first.setdefault(identity(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(self.leaves)]
 
 
 # -- the trial
@@ -161,7 +162,7 @@ def replaced(pads: Pads, args: Any, kwargs: Any, make: Callable[[torch.Tensor, S
     made: dict[Any, torch.Tensor] = {}
     for at, dims in pads.items():
         place: Any = new_kwargs if isinstance(at, str) else new_args
-        key = id(place[at]), tuple(dims)
+        key = identity(place[at]), tuple(dims)
         if key not in made:
             t = plain(place[at])
             with torch.inference_mode(t.is_inference()), torch.no_grad():
@@ -223,9 +224,9 @@ def cut(result: Any, moulds: Moulds) -> Any:
     given = list(leaves)  # so that identities stay theirs
     for i, (mould, t) in enumerate(zip(moulds, given, strict=True)):
         if mould is not None:
-            if id(t) not in made:
-                made[id(t)] = mould.cast(plain(t))
-            leaves[i] = made[id(t)]
+            if identity(t) not in made:
+                made[identity(t)] = mould.cast(plain(t))
+            leaves[i] = made[identity(t)]
     return unflatten(shape, iter(leaves))
 
 
@@ -237,7 +238,7 @@ def objection(recording: Recording) -> Unpadded | None:
         return Unpadded("has operators that run live")
     if recording.backward is not None or any(o.attached or o.consumed for o in recording.outputs):
         return gradients()
-    leases = [id(o.lease) for o in recording.outputs if o.kind == "lease"]
+    leases = [identity(o.lease) for o in recording.outputs if o.kind == "lease"]
     views = any(o.lazy is not None or o.kind in ("argument", "view") for o in recording.outputs)
     if views or len(set(leases)) < len(leases):
         return Unpadded("returns an argument, or a view of one or of another result", "return a clone of it")

@@ -14,9 +14,7 @@ _thread = threading.local()
 def inside() -> bool:
     """Whether this thread is warming up or capturing some recorded function, or runs an operator of one live; or is autograd's
     while some thread does: then it runs the backward of that function."""
-    if getattr(_thread, "depth", 0) > 0:
-        return True
-    return Within.running > 0 and on_thread_of_autograds()
+    return Within.running > 0 and (getattr(_thread, "depth", 0) > 0 or on_thread_of_autograds())
 
 
 class Within:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .identity import identity
 from .torch_private import forget_accumulation
 
 __all__ = ["epoch", "watch"]
@@ -44,13 +45,13 @@ def watch(things: Iterable[object]) -> None:
     """Let changes to these modules and parameters move the epoch on. (An id that is reused later only costs a
     comparison too many.)"""
     _install()
-    _watched.update(map(id, things))
+    _watched.update(map(identity, things))
 
 
 def _note(thing: object) -> None:
     """Not while `torch.compile` traces: nothing is changed then, and what is traced must not depend on what is watched."""
     global _epoch
-    if not torch.compiler.is_compiling() and id(thing) in _watched:
+    if not torch.compiler.is_compiling() and identity(thing) in _watched:
         _epoch += 1
 
 
@@ -72,7 +73,7 @@ def _reshaping(method: Callable[..., Any]) -> Callable[..., Any]:
     def reshaped(self: Any, *args: Any, **kwargs: Any) -> Any:
         shape = self.shape
         result = method(self, *args, **kwargs)
-        if id(self) in _watched and self.shape != shape and self.is_leaf and not torch.compiler.is_compiling():
+        if identity(self) in _watched and self.shape != shape and self.is_leaf and not torch.compiler.is_compiling():
             forget_accumulation(self)
         return result
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..identity import identity
 from ..observe import Counters, Observed, Stats
 from ..options import Options
 from ..reach import Reach
@@ -179,7 +180,7 @@ class Graph(Observed):
 
     def _bind(self, split: _Split, state: tuple[Any, ...]) -> Bound | None:
         """The graph with these; None if it has turned out that some of them are better not bound."""
-        key = (*split.order, *map(id, state))
+        key = (*split.order, *map(identity, state))
         bound = self.bound.get(key)
         if bound is None:
             owner = _owner(state[0]) if state else None
@@ -279,12 +280,12 @@ def _owner(t: torch.Tensor) -> torch.nn.Module | None:
         _owners.clear()
         for x in gc.get_objects():
             if issubclass(type(x), torch.nn.Module):
-                _owners.update({id(own): weakref.ref(x) for own in (*x._parameters.values(), *x._buffers.values())})
+                _owners.update({identity(own): weakref.ref(x) for own in (*x._parameters.values(), *x._buffers.values())})
     return _owns(t)
 
 
 def _owns(t: torch.Tensor) -> torch.nn.Module | None:
-    known = _owners.get(id(t))
+    known = _owners.get(identity(t))
     module = known() if known is not None else None
     found = module is not None and any(t is own for own in (*module._parameters.values(), *module._buffers.values()))
     return module if found else None
