@@ -28,9 +28,9 @@ from .pool import Lease, copy_of
 from .randomness import Rewind
 from .release import Release
 from .spans import Spans
-from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count
+from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count, without_modes
 
-__all__ = ["Asked", "Backward", "Gradients", "Places", "Reads", "Recompute", "Start", "spent"]
+__all__ = ["Asked", "Backward", "Gradients", "PartOf", "Places", "Reads", "Recompute", "Start", "spent"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 """What a `Backward` gives."""
@@ -77,13 +77,38 @@ class Asked:
         self.numbers = self.numbers | numbers if self.numbers else numbers
 
 
-class Places:
-    """What the numbers of saved tensors stand for, once the capture is over."""
+class PartOf(NamedTuple):
+    """What was saved of an argument: how it lies there, and how many elements after its beginning."""
 
-    def __init__(self, places: list[torch.Tensor], leaves: dict[int, torch.Tensor]) -> None:
-        self.places = places
+    argument: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    after: int
+
+    def of(self, argument: torch.Tensor) -> torch.Tensor:
+        t = alias(argument)
+        if t.size() == self.size and t.stride() == self.stride and not self.after:
+            return t
+        with without_modes():  # a capture that looks on knows the memory
+            return t.as_strided(self.size, self.stride, int(t.storage_offset()) + self.after)
+
+
+class Places:
+    """What the numbers of saved tensors stand for, once the capture is over: places of the recording's, or parts of the call's
+    arguments, which the backward is given."""
+
+    def __init__(
+        self, places: dict[int, torch.Tensor], leaves: dict[int, torch.Tensor], parts: dict[int, PartOf]
+    ) -> None:  # fmt: skip
+        self._places = places
+        self.own = [*{identity(t): t for t in places.values()}.values()]
         self.leaves = leaves
         """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
+        self._parts = parts
+        self.arguments = sorted({part.argument for part in parts.values()})
+        """The numbers of those arguments..."""
+        self.given: Sequence[torch.Tensor] = ()
+        """...and those themselves, while a backward runs."""
         self.asked = Asked()
         self._release: Release | None = None
 
@@ -92,12 +117,32 @@ class Places:
         leaf = self.leaves.get(number)
         if leaf is not None:
             return alias(leaf)
-        place = alias(self.places[number])  # it counts as held for as long as somebody has it
+        part = self._parts.get(number)
+        if part is not None:
+            return part.of(self.given[self.arguments.index(part.argument)])
+        place = alias(self._places[number])  # it counts as held for as long as somebody has it
         return place if self._release is None else self._release.take(number, place)
 
     def lends(self, t: torch.Tensor) -> bool:
         """Whether a tensor lies on what was handed out to be given back."""
         return self._release is not None and self._release.lends(t)
+
+    def parts(self) -> dict[int, int]:
+        """By number: which of the arguments it is a part of."""
+        return {number: self.arguments.index(part.argument) for number, part in self._parts.items()}
+
+    def is_given(self, storage: int) -> bool:
+        """Whether this is the memory of an argument that the backward is given."""
+        return any(t.untyped_storage()._cdata == storage for t in self.given)
+
+    @contextmanager
+    def reading(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """A backward that is given these runs inside the block."""
+        outer, self.given = self.given, arguments
+        try:
+            yield
+        finally:
+            self.given = outer
 
     @contextmanager
     def noting(self, spent: Set[int]) -> Iterator[Asked]:
@@ -228,7 +273,7 @@ class Backward:
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
     def __post_init__(self) -> None:
-        self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.places, *self.held))
+        self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.own, *self.held))
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         leaves = self.parameters[len(self.stands) :]
@@ -242,13 +287,13 @@ class Backward:
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach. It never changes."""
-        return self.function, *self.held, *self.places.places, *self.places.leaves.values(), *self.parameters
+        return self.function, *self.held, *self.places.own, *self.places.leaves.values(), *self.parameters
 
     @property
     def fixed(self) -> frozenset[int]:
         """The ids of tensors in reach of which nothing has to hold: places that are its own, and, where no code of the user's
         runs, parameters whose gradients it gives and which it has not saved."""
-        mine = [*self.places.places, *self.held]
+        mine = [*self.places.own, *self.held]
         if self.function is None and not self.nested:
             mine += self.parameters
         return frozenset(map(identity, mine)) - set(map(identity, self.places.leaves.values()))
@@ -276,27 +321,29 @@ class Backward:
         self.reads = Reads(self.places, frozenset(self.places.asked.numbers))
         self.places.asked.numbers |= before
 
-    def __call__(self, *grads: torch.Tensor | None) -> Gradients:
-        """The gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on.
-        A result whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each
-        with its number there."""
-        given = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if grad is not None]
-        if not given:
+    def __call__(self, *given: torch.Tensor | None) -> Gradients:
+        """From the gradients of the results, and after them those arguments of the forward of which something was saved: the
+        gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on. A result
+        whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each with its
+        number there."""
+        grads, arguments = given[: len(self.ends)], given[len(self.ends) :]
+        if all(grad is None for grad in grads):
             return [None] * len(self._starts), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.once is not None
             with self._keeping():
-                return self.once(lambda: self(*grads), self.recompute.rewind)
+                return self.once(lambda: self(*given), self.recompute.rewind)
         before = self.contents.now()
-        with self._keeping():
-            found, added = self._ran([end for end, _ in given], [grad for _, grad in given])
+        with self._keeping(), self.places.reading(arguments):
+            found, added = self._ran(grads)
         if self.contents.changed(before):
             self.stop(_CHANGES)
         return found, added
 
-    def _ran(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
+    def _ran(self, grads: Sequence[torch.Tensor | None]) -> Gradients:
+        there = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if grad is not None]
         with self.recompute:
-            found, added = self._run(ends, grads)
+            found, added = self._run([end for end, _ in there], [grad for _, grad in there])
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
 
     @contextmanager
@@ -324,21 +371,24 @@ class Backward:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
         if grad is None or is_batched(grad) or not has_memory(grad):
             return grad
-        saved = grad.untyped_storage()._cdata in self._saved or self.places.lends(grad)
+        storage = grad.untyped_storage()._cdata
+        saved = storage in self._saved or self.places.lends(grad) or self.places.is_given(storage)
         return copy_of(grad) if saved else grad
 
-    def between(self, result: int, grad: torch.Tensor, others: list[int]) -> list[torch.Tensor | None]:
+    def between(
+        self, result: int, grad: torch.Tensor, others: list[int], arguments: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
         """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by
         their places among those that are attached."""
         edges = [self.ends[i] for i in others]
-        with self.recompute, _cut(edges, [None] * len(edges)):
+        with self.places.reading(arguments), self.recompute, _cut(edges, [None] * len(edges)):
             found = torch.autograd.grad([self.ends[result]], edges, [grad], retain_graph=True, allow_unused=True)
         return [*map(self._own, found)]
 
-    def beyond(self, others: list[int], grads: Sequence[torch.Tensor | None]) -> Gradients:
+    def beyond(self, others: list[int], given: Sequence[torch.Tensor | None]) -> Gradients:
         """As a call, but nothing flows to these results from others: their gradients are complete."""
-        with _cut([self.ends[i] for i in others], [grads[i] for i in others]):
-            return self(*grads)
+        with _cut([self.ends[i] for i in others], [given[i] for i in others]):
+            return self(*given)
 
     def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         if self.nested:

@@ -75,8 +75,12 @@ class Joint:
         at = {identity(t): i for i, t in enumerate(self._constant)}
         self._index = {n: at[identity(t)] for n, t in traced.constant.items()}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
+        first = len(at) + len(self._exposed)
+        self._index |= {n: first + i for n, i in traced.places.parts().items()}
         self._inner = {k for others in traced.upstream for k in others}
         several = range(len(traced.attached)) if len(traced.attached) > 1 else ()
+        self.elsewhere = traced.lasting and len(traced.parameters) > MANY
+        """Whether the backward is played on the stream where gradients are added up."""
         self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
@@ -87,13 +91,14 @@ class Joint:
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]
         # Detached, so that they do not hold themselves; they share their version with the result.
-        saved = [*self._constant, *[results[i].detach() for i in self._exposed]]
+        kept = [arguments[i].detach() for i in traced.places.arguments]
+        saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        flight = _Flight(self, [ref() for ref in self._memory], saved)
+        flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
-        with self._joining(traced.lasting, traced.lasting and len(traced.parameters) > MANY):
+        with self._joining(traced.lasting, self.elsewhere):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
                 flight.joined(joined[0].grad_fn)
@@ -115,7 +120,7 @@ class Joint:
         backward = self._backwards.get(last) or self._backward(last)
         with self.traced.noting(flight.spent) as asked:
             try:
-                found, added = self.traced.beyond(cut, grads) if cut else backward(*grads)
+                found, added = self.traced.beyond(cut, (*grads, *flight.given)) if cut else backward(*grads, *flight.given)
             finally:
                 if last:
                     flight.spent |= asked.numbers
@@ -155,7 +160,7 @@ class Joint:
             raise self._unseen()
         self._begin(flight, None)
         with self.traced.noting(flight.spent) as asked:
-            found = dict(zip(seen, self.traced.between(i, grad, seen), strict=True))
+            found = dict(zip(seen, self.traced.between(i, grad, seen, flight.given), strict=True))
         flight.check(self._noted(asked))
         look.cut.update(seen)
         return [found.get(k) for k in others]
@@ -201,8 +206,9 @@ class _Look(NamedTuple):
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
-    def __init__(self, joint: Joint, memory: list[Any], saved: list[torch.Tensor]) -> None:
+    def __init__(self, joint: Joint, memory: list[Any], saved: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         self.joint = joint
+        self.given = given  # arguments of which something was saved
         self._memory: list[Any] | None = memory
         self._saved = saved
         self._versions = _versions(saved)
@@ -270,7 +276,13 @@ class _Flight:
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
         if not (self._waiting and self._unread) and self._memory is not None:
-            self._memory, self._saved, self._storages, self.arguments = None, [], [], []
+            if self.joint.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
+                when_backward_ends(partial(_let_go, self.given))
+            self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []
+
+
+def _let_go(_: object) -> None:
+    """Of what this is called with."""
 
 
 _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them

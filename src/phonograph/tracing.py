@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from .backward import Backward, Places, Recompute, Start
+from .backward import Backward, PartOf, Places, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
@@ -101,6 +101,8 @@ class Tracing:
         self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
         slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
         self._inputs = {storage_id(t): i for i, t in slots}
+        self._slot_of = dict(slots)
+        self._parts_of_arguments: dict[int, PartOf] = {}  # by number: what was saved of arguments
         # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for _, t in slots]
         self._made: list[weakref.ref[Any]] = []
@@ -209,11 +211,16 @@ class Tracing:
         key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), leaf)
         if not t.is_inference():
             self._versions.append((t, t._version))
+        slot = self._slot_of[self._inputs[storage]] if storage in self._inputs else None
+        whose = slot is not None and t.dtype is slot.dtype and not (t.is_conj() or t.is_neg())
         if key not in self._known:
-            # The place of an argument is filled anew by each replay: what backward needs of it is kept apart.
-            self._known[key] = copy_of(alias(t)) if storage in self._inputs else alias(t)
+            # The place of an argument is filled anew by each replay: the backward is given the argument, or it is kept apart.
+            self._known[key] = alias(t) if slot is None or whose else copy_of(alias(t))
         number = len(self.saved)
         self.saved.append(self._known[key])
+        if slot is not None and whose:
+            after = int(t.storage_offset()) - int(slot.storage_offset())
+            self._parts_of_arguments[number] = PartOf(self._inputs[storage], t.size(), t.stride(), after)
         if leaf:
             self._leaves.add(number)
         return number
@@ -226,7 +233,7 @@ class Tracing:
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
-        self._stands = {}
+        self._stands, self._slot_of = {}, {}
         self._contents, self._keepsakes = Contents([]), []
 
     def lost(self) -> bool:
@@ -276,12 +283,14 @@ class Tracing:
         on = {storage_id(t): i for i, t in results.items()}
         constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
         leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
-        places = {identity(t): self._place(t, own, outside, lease) for t in self._known.values()}
-        self._places = Places([places[identity(t)] for t in self.saved], leaves)
+        given = self._parts_of_arguments
+        there = {identity(t): t for number, t in enumerate(self.saved) if number not in given}
+        places = {which: self._place(t, own, outside, lease) for which, t in there.items()}
+        self._places = Places({n: places[identity(t)] for n, t in enumerate(self.saved) if n not in given}, leaves, given)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
         memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *self.held)) if key in own]
-        unread = {n for n, key in numbers.items() if key in own} | ({_HELD} if self.held else set())
+        unread = {n for n, key in numbers.items() if key in own} | given.keys() | ({_HELD} if self.held else set())
         held = list(self.held.values())
         slots = {self._inputs[key]: unowned(t) for key, t in self.held.items() if key in self._inputs}
         self._inputs_held = self.held.keys() & self._inputs.keys()

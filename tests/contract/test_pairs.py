@@ -1339,19 +1339,64 @@ def test_c06_a_parameter_is_written_between_forward_and_backward(device):
                 loss.backward()
 
 
-def test_c06_the_callers_input_is_written_after_the_forward(device):
-    """Eager may raise, if it has saved the input. A recording has a copy of it."""
-    both = Both(perceptron(device))
-    for n in range(5):
-        x, y = batch(device, n)
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[1:], lambda x: x.t()[2:].t()], ids=["all", "rows", "columns"])
+def test_c06_the_callers_input_is_written_after_the_forward(device, part):
+    """What of it was saved is the input itself, as in eager: that raises where it was written, and reads what is there where it
+    was written unseen."""
+    both = Both(Parted(part).to(device))
+    for n in range(8):
+        x, found = batch(device, n)[0], []
         for module in both:
             module.zero_grad()
             mine = x.clone()
-            loss = F.mse_loss(module(mine), y)
-            if module is both.recorded and n >= 1:
+            loss = module(mine).square().sum()
+            if n % 3 == 1:
                 mine.zero_()
-            loss.backward()
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                if n % 3 == 2:
+                    mine.data.mul_(2)
+                loss.backward()
+            found.append(grads(module))
+        assert_same(*found)
+    assert_recorded(both, 6)
+
+
+class Parted(nn.Module):
+    """Saves a part of its argument."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.weight = part, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.part(x) * self.weight
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_c06_an_argument_that_was_saved_goes_with_its_graph(device, retain):
+    """It is held as long as eager holds it, and no copy of it is kept."""
+    both = Both(Parted(lambda x: x[1:]).to(device))
+    for n in range(6):
+        x, there = batch(device, n)[0], []
+        for module in both:
+            module.zero_grad()
+            mine = x.clone()
+            ref = weakref.ref(mine.untyped_storage())
+            y = module(mine)
+            del mine
+            there.append([ref() is not None])
+            y.sum().backward(retain_graph=retain)
+            there[-1].append(ref() is not None)
+            y.sum().backward() if retain else None
+            there[-1].append(ref() is not None)
+            del y
+            there[-1].append(ref() is not None)
+        assert there[0] == there[1] == [True, retain, False, False]
         both.check()
+    (recording,) = [p.recording for p in pg.api._recorded(both.recorded)._shelf]
+    assert recording.backward.memory == []
 
 
 @may_run_live
