@@ -28,7 +28,16 @@ from .pool import Lease, copy_of
 from .randomness import Rewind
 from .release import Release
 from .spans import Spans
-from .torch_private import alias, backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count, without_modes
+from .torch_private import (
+    alias,
+    backward_id,
+    forget_recomputed,
+    has_memory,
+    is_batched,
+    selected_anew,
+    use_count,
+    without_modes,
+)
 
 __all__ = ["Asked", "Backward", "Gradients", "PartOf", "Places", "Reads", "Recompute", "Start", "spent"]
 
@@ -326,7 +335,7 @@ class Backward:
         gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on. A result
         whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each with its
         number there."""
-        grads, arguments = given[: len(self.ends)], given[len(self.ends) :]
+        grads, arguments = self.gradients(given), given[len(self.ends) :]
         if all(grad is None for grad in grads):
             return [None] * len(self._starts), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
@@ -339,6 +348,10 @@ class Backward:
         if self.contents.changed(before):
             self.stop(_CHANGES)
         return found, added
+
+    def gradients(self, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Those of the results, of what a call was given."""
+        return given[: len(self.ends)]
 
     def _ran(self, grads: Sequence[torch.Tensor | None]) -> Gradients:
         there = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if grad is not None]

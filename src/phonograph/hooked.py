@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from .backward import Backward
 from .options import Options
 from .recorded import Recorded
 from .signature import Call
@@ -171,11 +172,16 @@ class _HookedBackward(Hooked):
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._this_call.runs = True
-        self._hooks.call(self._hooks.backward_pre, args)
+        self._hooks.call(self._hooks.backward_pre, self._backward.gradients(args))
 
     def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        found, _ = result
-        self._hooks.call(self._hooks.backward, tuple(found[: len(self._function.arguments)]), args)  # type: ignore[attr-defined]
+        (found, _), backward = result, self._backward
+        self._hooks.call(self._hooks.backward, tuple(found[: len(backward.arguments)]), backward.gradients(args))
+
+    @property
+    def _backward(self) -> Backward:
+        function: Any = self._function
+        return function  # type: ignore[no-any-return]
 
 
 def _is_input(t: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -32,6 +32,7 @@ import torch
 from .backward import Asked, Backward, Gradients, spent
 from .errors import Refusal
 from .identity import identity
+from .pool import copy_of
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -84,14 +85,15 @@ class Joint:
         self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
-    def attach(self, results: list[Any], arguments: Sequence[torch.Tensor]) -> None:
-        """Give those of a call's results their history that have one. `results` are all of them."""
+    def attach(self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
+        """Give those of a call's results their history that have one. `results` are all of them. Of arguments that are
+        `borrowed`, the memory is another's from the next call on."""
         traced = self.traced
         made = [results[i] for i in traced.attached]
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]
         # Detached, so that they do not hold themselves; they share their version with the result.
-        kept = [arguments[i].detach() for i in traced.places.arguments]
+        kept = [copy_of(arguments[i].detach()) if i in borrowed else arguments[i].detach() for i in traced.places.arguments]
         saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
         flight = _Flight(self, [ref() for ref in self._memory], saved, kept)

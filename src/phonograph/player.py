@@ -287,7 +287,7 @@ class Player:
                 made.append(o.lazy(t) if o.lazy is not None else t)
         if self._attached:
             assert self.joint is not None
-            self.joint.attach(made, tensors)
+            self.joint.attach(made, tensors, call.lent if call is not None else ())
         for i, o in self._late:
             made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
         return self._rebuild(made)

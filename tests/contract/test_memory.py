@@ -959,6 +959,21 @@ def test_c05_a_borrowed_output_that_a_recorded_function_differentiates(device):
         assert_same(given, [filled(device, 12 * n)])
 
 
+def test_c05_a_borrowed_output_that_is_saved_and_stale_at_the_backward(device):
+    """What a recorded backward reads of it is as it was. (That of a live call raises: autograd has saved what is stale.)"""
+    f, g = borrowing(device), pg.record(lambda y, w: (y[1:] * w).sum())
+    for n in range(6):
+        w = torch.full((3,), 2.0, device=device, requires_grad=True)
+        y = f(filled(device, n))
+        z = g(y, w)
+        expected = y.clone()[1:]
+        if n:
+            f(filled(device, n + 7))
+        z.backward()
+        assert_same(w.grad, expected)
+    assert pg.stats(g).replayed >= 4
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_c05_a_borrowed_output_in_compiled_code(device, backend):
     def h(t):
