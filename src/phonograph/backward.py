@@ -47,8 +47,12 @@ Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 
 _CHANGES = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
                    "leave it as it is, or record the whole step")  # fmt: skip
-_HANDS_ON = Refusal("hands on in its backward what its forward has kept (an attribute of ctx, a variable of a part that is "
-                    "recomputed)", "hand on a clone of it, or use ctx.save_for_backward")  # fmt: skip
+_HANDS_ON = Refusal("hands on in its backward what its forward has kept (ctx, an attribute of it, a variable of a part that is "
+                    "recomputed)", "hand on a clone of it")  # fmt: skip
+
+
+def _never(spread: Callable[[], bool], refusal: Refusal) -> None:
+    """Nobody plays the forward."""
 
 
 class Start(NamedTuple):
@@ -264,6 +268,8 @@ class Backward:
     """For one that is `only_captured`: captures a call, plays it, and forgets it."""
     stop: Callable[[Refusal], object] = str
     """To be called when a run has shown that the forward should not be played any more."""
+    doubt: Callable[[Callable[[], bool], Refusal], object] = _never
+    """Likewise, when that will show before the next forward."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
     reads: Reads | None = None
@@ -272,6 +278,8 @@ class Backward:
     """By the numbers of what is saved: the `memory` that nothing but a backward reads."""
     captured: bool = False
     """Whether that happens now."""
+    at_rest: list[int] | None = None
+    """Its `owners` when it does not run."""
     last: bool = False
     """Whether nothing reads what is saved after it: then it may give that back, as it goes."""
     shares: bool = False
@@ -343,11 +351,12 @@ class Backward:
             with self._keeping():
                 return self.once(lambda: self(*given), self.recompute.rewind)
         before = self.contents.now()
-        with self._keeping(), self.places.reading(arguments):
-            found, added = self._ran(grads)
-        if self.contents.changed(before):
-            self.stop(_CHANGES)
-        return found, added
+        try:
+            with self._keeping(), self.places.reading(arguments):
+                return self._ran(grads)
+        finally:
+            if self.contents.changed(before):
+                self.stop(_CHANGES)
 
     def gradients(self, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """Those of the results, of what a call was given."""
@@ -363,22 +372,27 @@ class Backward:
     def _keeping(self) -> Iterator[None]:
         """Inside the block it runs, and what code keeps by itself must stay with it: the next forward writes that. (A capture
         sees to it that nothing leaves.)"""
-        if not self.keepsakes or self.captured or (self.only_captured and torch.cuda.is_current_stream_capturing()):
+        if self.captured or (self.only_captured and torch.cuda.is_current_stream_capturing()):
             yield
             return
-        before = self._owners()
+        before = self.owners(), self._storages()
         try:
             yield
-        finally:
-            if any(map(gt, self._owners(), before)):
-                gc.collect()
-            if any(map(gt, self._owners(), before)):
-                self.stop(_HANDS_ON)
+        except BaseException:
+            if at_rest := self.at_rest:  # the exception has some of it, as long as it is there
+                self.doubt(lambda: _more(self.owners, at_rest), _HANDS_ON)
+            raise
+        if _more(self.owners, before[0]) or _more(self._storages, before[1]):
+            self.stop(_HANDS_ON)
 
-    def _owners(self) -> list[int]:
-        """How many there are of what code keeps by itself."""
-        storages = [t.untyped_storage() for t in self.held]
-        return [use_count(s._cdata) for s in storages] + [sys.getrefcount(x) for x in (*storages, *self.keepsakes)]
+    def owners(self) -> list[int]:
+        """How many there are of what code keeps by itself, and of what leads to it."""
+        counts = [use_count(t.untyped_storage()._cdata) for t in self.held]
+        return counts + [sys.getrefcount(x) for x in self.keepsakes] + self.contents.owners()
+
+    def _storages(self) -> list[int]:
+        """How many have the storages themselves: calls that wait for their backwards among them."""
+        return [sys.getrefcount(t.untyped_storage()) for t in self.held]
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
@@ -422,6 +436,14 @@ class Backward:
         own = [outer.get(index[identity(p)]) for p in self.parameters[len(self.stands) :]]
         arrived = [s.arrived.pop() if s.arrived else None for s in (*self.sources, *self.stands)]
         return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
+
+
+def _more(count: Callable[[], list[int]], before: list[int]) -> bool:
+    """Whether there are more than before."""
+    if any(map(gt, count(), before)):
+        gc.collect()
+        return any(map(gt, count(), before))
+    return False
 
 
 def _upstream(ends: list[GradientEdge]) -> list[list[int]]:

@@ -89,6 +89,8 @@ class Joint:
         """Give those of a call's results their history that have one. `results` are all of them. Of arguments that are
         `borrowed`, the memory is another's from the next call on."""
         traced = self.traced
+        if traced.at_rest is None:
+            traced.at_rest = traced.owners()
         made = [results[i] for i in traced.attached]
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -38,11 +39,19 @@ def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: Fa
 
 
 class Contents:
-    """The containers and objects that code keeps, to see whether a run changes what is in them. torch's own are left out."""
+    """The containers and objects that code keeps, to see whether a run changes what is in them, or gives them to somebody.
+    torch's own are left out."""
 
-    def __init__(self, roots: Iterable[object]) -> None:
+    def __init__(self, roots: Iterable[object], held: Container[int] = ()) -> None:
+        """`held` are the storages of the tensors that are kept so."""
         found = kept(roots, lambda x: type(x).__module__.startswith("torch.") and not isinstance(x, NODE))
         self._found = [x for x in found if not isinstance(x, (*_ENDS, torch.Tensor, FunctionType, MethodType, partial))]
+        # Whoever has one of these has what is kept.
+        self._holders = [x for x in found if not isinstance(x, (*_ENDS, torch.Tensor)) and _holds(x, held)]
+
+    def owners(self) -> list[int]:
+        """How many there are of each that leads to what is kept."""
+        return [*map(sys.getrefcount, self._holders)]
 
     def now(self) -> list[list[Any]]:
         return [list(_within(x)) for x in self._found]
@@ -50,6 +59,12 @@ class Contents:
     def changed(self, before: list[list[Any]]) -> bool:
         """Since `now` was this."""
         return any(len(was) != len(now) or not all(map(is_, was, now)) for was, now in zip(before, self.now(), strict=True))
+
+
+def _holds(x: Any, held: Container[int]) -> bool:
+    """A `ctx` does anyway: there are also the tensors that were saved."""
+    there = (t for t in kept([x]) if isinstance(t, torch.Tensor))
+    return isinstance(x, NODE) or any(t.untyped_storage()._cdata in held for t in there if t.layout is torch.strided)
 
 
 def _within(x: Any) -> Iterable[Any]:

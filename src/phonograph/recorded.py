@@ -149,6 +149,7 @@ class Recorded(Observed, Generic[P, R]):
         self._last_key: Any = None
         self._reset_wanted = False
         self._fast: FastPath | None = None
+        self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._entangled = Entangled()
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -291,6 +292,10 @@ class Recorded(Observed, Generic[P, R]):
             raise self._never
         if self._reset_wanted:
             self.reset()
+        while self._doubts:
+            broken, refusal = self._doubts.pop()
+            if broken():
+                self._stop(refusal)
         if self._stopped is not None and torch.is_grad_enabled():
             raise self._stopped
         self._eligible()
@@ -466,6 +471,11 @@ class Recorded(Observed, Generic[P, R]):
         """A backward has shown that calls have to run live where gradients are wanted."""
         self._fast, self._stopped = None, refusal
 
+    def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
+        """Likewise, should this say so at the next call."""
+        self._fast = None
+        self._doubts.append((broken, refusal))
+
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
         self._counters.live += 1
@@ -560,7 +570,7 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.takes_turns = in_flight
                 recording.backward.apart = apart
                 recording.backward.once = device.once
-                recording.backward.stop = self._stop
+                recording.backward.stop, recording.backward.doubt = self._stop, self._doubt
                 ran = self._history(call.key).ran_backward
                 if ran and not recording.backward.gradients_stay(call.tensors):
                     recording.backward.shares, recording.backward.room = True, recording.room

@@ -196,7 +196,8 @@ class Tracing:
             elif recomputed_part(x):
                 self._parts.append(x)
         own = [node for node in nodes if not isinstance(node, (_SOURCE, _REENTRANT))]
-        self._contents = Contents([*own, *map(code_of, self._parts), *(code_of(n) for n in nodes if isinstance(n, _REENTRANT))])
+        code = [*map(code_of, self._parts), *(code_of(n) for n in nodes if isinstance(n, _REENTRANT))]
+        self._contents = Contents([*own, *code], self.held)
         self._hooks.clear()
 
     def kept(self) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import queue
+import types
 
 import pytest
 import torch
@@ -590,3 +591,110 @@ def test_c05_what_code_keeps_is_handed_on_in_a_backward_that_runs_live(device, m
     leaves = what in ("itself", "a view", "its memory")
     assert any("hands on" in reason for reason in pg.stats(ours).refusals) == leaves, pg.explain(ours)
     assert pg.stats(ours).replayed == (1 if leaves else 5), pg.explain(ours)
+
+
+class Stashed(torch.autograd.Function):
+    """Keeps a tensor in something, and hands that on, or itself."""
+
+    made = hand = None
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = Stashed.made(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Stashed.hand(ctx)
+        return grad * 2
+
+
+@may_run_live
+@pytest.mark.parametrize("what", ["its own", "ctx", "a function with ctx"])
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (lambda t: [t], lambda kept: kept[0]),
+        (lambda t: (1, {"t": t}), lambda kept: kept[1]["t"]),
+        (lambda t: types.SimpleNamespace(t=t), lambda kept: kept.t),
+        (lambda t: lambda: t, lambda kept: kept()),
+    ],
+    ids=["list", "dictionary", "object", "closure"],
+)
+def test_c05_what_holds_what_code_keeps_is_handed_on(device, monkeypatch, made, got, what):
+    stash = []
+    give = {"its own": lambda ctx: ctx.kept, "ctx": lambda ctx: ctx, "a function with ctx": lambda ctx: lambda: ctx}[what]
+    monkeypatch.setattr(Stashed, "made", staticmethod(made))
+    monkeypatch.setattr(Stashed, "hand", staticmethod(lambda ctx: stash.append(give(ctx))))
+    ours, found = pg.record(lambda x: Stashed.apply(x) + 1, warmup=1), []
+    for n in range(5):
+        x = torch.full((3,), float(n), device=device, requires_grad=True)
+        ours(x).sum().backward()
+        found.append(stash.pop())  # it is gone from where it would be looked for
+    take = {"its own": got, "ctx": lambda ctx: got(ctx.kept), "a function with ctx": lambda f: got(f().kept)}[what]
+    assert_same([take(kept) for kept in found], [torch.full((3,), float(n), device=device).exp() for n in range(5)])
+
+
+class Counts(torch.autograd.Function):
+    """Counts its backwards in what its forward has made, and may fail after that."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.number = [0]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.number[0] += 1
+        if Counts.fails:
+            raise ValueError("the user's")
+        return grad * ctx.number[0]
+
+
+@may_run_live
+def test_c06_a_backward_that_changes_what_its_forward_has_made_and_fails(device, monkeypatch):
+    f = pg.record(lambda x: Counts.apply(x) + 1, warmup=1)
+    for n in range(6):
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = f(x).sum()
+        monkeypatch.setattr(Counts, "fails", n == 1)
+        if n == 1:
+            with pytest.raises(ValueError, match="the user's"):
+                y.backward()
+        else:
+            y.backward()
+            assert_same(x.grad, torch.ones(3, device=device))
+
+
+@may_run_live
+@pytest.mark.parametrize("hands", [False, True])
+def test_c05_a_backward_that_fails_and_may_have_handed_on_what_is_kept(device, monkeypatch, hands):
+    """What the exception has is gone with it; what somebody else has is not."""
+    stash, found = [], []
+
+    def hand(ctx):
+        kept = ctx.kept
+        if hands:
+            stash.append(kept)
+        raise ValueError("the user's")
+
+    monkeypatch.setattr(Stashed, "made", staticmethod(lambda t: [t]))
+    monkeypatch.setattr(Stashed, "hand", staticmethod(lambda ctx: None))
+    f = pg.record(lambda x: Stashed.apply(x) + 1, warmup=1)
+    for n in range(7):
+        x = torch.full((3,), float(n), device=device, requires_grad=True)
+        y = f(x).sum()
+        if n == 3:  # that of the call is a warm-up, then recorded
+            monkeypatch.setattr(Stashed, "hand", staticmethod(hand))
+            with pytest.raises(ValueError, match="the user's"):
+                y.backward()
+            found += [kept[0] for kept in stash]
+            stash.clear()
+            monkeypatch.setattr(Stashed, "hand", staticmethod(lambda ctx: None))
+        else:
+            y.backward()
+            assert_same(x.grad, torch.full((3,), 2.0, device=device))
+    assert_same(found, [torch.full((3,), 3.0, device=device).exp()] * hands)
+    assert any("hands on" in reason for reason in pg.stats(f).refusals) == hands, pg.explain(f)
