@@ -87,7 +87,7 @@ def test_c15_gradients_lie_where_activations_were(device):
     assert not retaining
     activation = 256 * 64 * 4
     assert sum(lease.nbytes >= activation for lease in last.releases) >= 5  # not that which is the result
-    assert bytes_of(forward, last) < forward.footprint.nbytes + 3 * activation  # the first steps of the backward
+    assert bytes_of(forward, last) < forward.footprint.nbytes + 5 * activation  # what it is given, and its first steps
     assert pg.stats(ours).recorded == 1
 
 
