@@ -77,6 +77,8 @@ EXPLANATIONS: dict[str, str] = {
     "timm/resnet18 training": _NOISE,
     "timm/vgg11 training": "94 MiB more, it is not known for what",
     "timm/resmlp_12_224 inference": _NOISE,
+    "timm/resmlp_12_224 training": "30 MiB more, it is not known for what",
+    "timm/volo_d1_224 training": "20 MiB more, it is not known for what",
 }
 
 
