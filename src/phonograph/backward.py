@@ -1,7 +1,7 @@
 """The backward of a recorded call, as a function that can be run, or recorded, again and again.
 
 It is the graph of autograd that the capture of the forward has left behind. What is saved in it are numbers (`tracing`), which
-stand for places that each replay of the forward fills anew.
+stand for places that each replay of the forward fills anew, and for parts of its arguments, which the backward is given.
 
 Two ways lead through it. `torch.autograd.grad` gives the gradients of all that the call depends on. But where a part is
 recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `torch.autograd.backward` is allowed, which adds to

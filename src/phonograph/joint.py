@@ -7,7 +7,7 @@ a recording for each pattern of gradients.
 
 What the forward has saved is lent to the autograd function, as a result is lent to the user. Until all of it has been read by
 a backward, or the graph is dropped, that memory is held: another forward meanwhile finds its recording in the way and gets a
-second one. There are as many as there are forwards in flight.
+second one. There are as many as there are forwards in flight. An argument that was saved is kept as it is, as eager does.
 
 Where there are several results, that one node is not enough. A hook of one must not hear of a backward of the others, and where
 one depends on another, whose gradient is looked at (`retain_grad`, a hook, `autograd.grad`), a gradient flows from the one to

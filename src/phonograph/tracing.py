@@ -2,8 +2,8 @@
 
 While such a call is captured, every tensor that autograd saves goes through a hook of `Tracing`, and autograd keeps only its
 number. So the graph that the capture leaves behind holds no memory: `Backward` runs it over whatever the numbers stand for
-now, which are fixed places that each replay of the forward fills anew. It can run any number of times, live, and can be
-recorded like any other function.
+now, which are fixed places that each replay of the forward fills anew, and parts of the arguments that the call got. It can run
+any number of times, live, and can be recorded like any other function.
 
 Arguments that require a gradient enter the graph through `_Source`, a node that holds nothing, and not as leaves: a leaf
 would keep its memory, and have hooks. So do parameters of a graph that gets them as arguments: where autograd adds up their
