@@ -27,19 +27,11 @@ from .keeping import Contents
 from .pool import Lease, copy_of
 from .randomness import Rewind
 from .release import Release
+from .saved import Asked, Places, Reads
 from .spans import Spans
-from .torch_private import (
-    alias,
-    backward_id,
-    forget_recomputed,
-    has_memory,
-    is_batched,
-    selected_anew,
-    use_count,
-    without_modes,
-)
+from .torch_private import backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count
 
-__all__ = ["Asked", "Backward", "Gradients", "PartOf", "Places", "Reads", "Recompute", "Start", "spent"]
+__all__ = ["Backward", "Gradients", "Recompute", "Start"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
 """What a `Backward` gives."""
@@ -61,137 +53,6 @@ class Start(NamedTuple):
     number: int
     edge: GradientEdge
     arrived: list[torch.Tensor | None]
-
-
-class Asked:
-    """The numbers that a backward asks for. Of those that are `spent`, what they stand for is gone: the last that could read it
-    has."""
-
-    def __init__(self, spent: Set[int] = frozenset()) -> None:
-        self.numbers: Set[int] = frozenset()
-        self._spent = spent
-
-    def add(self, number: int) -> None:
-        """A run asks for this one.
-
-        Raises:
-            RuntimeError: what torch raises where a graph is gone through a second time.
-        """
-        if number in self._spent:
-            raise spent()
-        if not isinstance(self.numbers, set):
-            self.numbers = set(self.numbers)
-        self.numbers.add(number)
-
-    def update(self, numbers: frozenset[int]) -> None:
-        """A replay asks for these, or the same."""
-        if self._spent and not self._spent.isdisjoint(numbers):
-            raise spent()
-        self.numbers = self.numbers | numbers if self.numbers else numbers
-
-
-class PartOf(NamedTuple):
-    """What was saved of an argument: how it lies there, and how many elements after its beginning."""
-
-    argument: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    after: int
-
-    def of(self, argument: torch.Tensor) -> torch.Tensor:
-        t = alias(argument)
-        if t.size() == self.size and t.stride() == self.stride and not self.after:
-            return t
-        with without_modes():  # a capture that looks on knows the memory
-            return t.as_strided(self.size, self.stride, int(t.storage_offset()) + self.after)
-
-
-class Places:
-    """What the numbers of saved tensors stand for, once the capture is over: places of the recording's, or parts of the call's
-    arguments, which the backward is given."""
-
-    def __init__(
-        self, places: dict[int, torch.Tensor], leaves: dict[int, torch.Tensor], parts: dict[int, PartOf]
-    ) -> None:  # fmt: skip
-        self._places = places
-        self.own = [*{identity(t): t for t in places.values()}.values()]
-        self.leaves = leaves
-        """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
-        self._parts = parts
-        self.arguments = sorted({part.argument for part in parts.values()})
-        """The numbers of those arguments..."""
-        self.given: Sequence[torch.Tensor] = ()
-        """...and those themselves, while a backward runs."""
-        self.asked = Asked()
-        self._release: Release | None = None
-
-    def get(self, number: int) -> torch.Tensor:
-        self.asked.add(number)
-        leaf = self.leaves.get(number)
-        if leaf is not None:
-            return alias(leaf)
-        part = self._parts.get(number)
-        if part is not None:
-            return part.of(self.given[self.arguments.index(part.argument)])
-        place = alias(self._places[number])  # it counts as held for as long as somebody has it
-        return place if self._release is None else self._release.take(number, place)
-
-    def lends(self, t: torch.Tensor) -> bool:
-        """Whether a tensor lies on what was handed out to be given back."""
-        return self._release is not None and self._release.lends(t)
-
-    def parts(self) -> dict[int, int]:
-        """By number: which of the arguments it is a part of."""
-        return {number: self.arguments.index(part.argument) for number, part in self._parts.items()}
-
-    def is_given(self, storage: int) -> bool:
-        """Whether this is the memory of an argument that the backward is given."""
-        return any(t.untyped_storage()._cdata == storage for t in self.given)
-
-    @contextmanager
-    def reading(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """A backward that is given these runs inside the block."""
-        outer, self.given = self.given, arguments
-        try:
-            yield
-        finally:
-            self.given = outer
-
-    @contextmanager
-    def noting(self, spent: Set[int]) -> Iterator[Asked]:
-        """The numbers that are asked for inside the block, by a run or by a replay."""
-        outer, self.asked = self.asked, Asked(spent)
-        try:
-            yield self.asked
-        finally:
-            self.asked = outer
-
-    @contextmanager
-    def releasing(self, release: Release | None) -> Iterator[None]:
-        """What is asked for inside the block can be given back once it was read."""
-        self._release = release
-        try:
-            yield
-        finally:
-            self._release = None
-
-
-class Reads(NamedTuple):
-    """What a recorded backward asks for, each time."""
-
-    places: Places
-    numbers: frozenset[int]
-
-    def note(self) -> None:
-        self.places.asked.update(self.numbers)
-
-
-def spent() -> RuntimeError:
-    """What torch raises where a graph is gone through a second time."""
-    return RuntimeError(
-        "Trying to backward through the graph a second time: what the forward of a recorded function has saved is "
-        "released after its backward. Specify retain_graph=True if you need to backward a second time."
-    )
 
 
 class Recompute:

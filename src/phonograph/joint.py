@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .backward import Asked, Backward, Gradients, spent
+from .backward import Backward, Gradients
 from .errors import Refusal
 from .identity import identity
 from .pool import copy_of
+from .saved import Asked, spent
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
 
@@ -77,7 +78,7 @@ class Joint:
         self._index = {n: at[identity(t)] for n, t in traced.constant.items()}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
         first = len(at) + len(self._exposed)
-        self._index |= {n: first + i for n, i in traced.places.parts().items()}
+        self._index |= {n: first + i for n, i in traced.places.whose.items()}
         self._inner = {k for others in traced.upstream for k in others}
         several = range(len(traced.attached)) if len(traced.attached) > 1 else ()
         self.elsewhere = traced.lasting and len(traced.parameters) > MANY
@@ -101,7 +102,7 @@ class Joint:
         flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
-        flight.arguments = [(slot, t := arguments[i], _version(t)) for i, slot in traced.slots.items()]
+        flight.arguments = [(slot, arguments[i].detach()) for i, slot in traced.slots.items() if i not in borrowed]
         with self._joining(traced.lasting, self.elsewhere):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
@@ -221,7 +222,7 @@ class _Flight:
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.spent: Set[int] = frozenset()  # what the last to read it has read
         self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
-        self.arguments: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # that code keeps, with their slots and versions
+        self.arguments: list[tuple[torch.Tensor, torch.Tensor]] = []  # that code keeps, after their slots
         self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
         self._joined: Any = None  # the node, weakly: it has this
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}  # results on which others depend
@@ -264,9 +265,9 @@ class _Flight:
 
     def refresh(self) -> None:
         """What code keeps of the arguments by itself, it sees as they are at the backward."""
-        for slot, t, version in self.arguments:
-            if _version(t) != version and t.data_ptr() != slot.data_ptr():
-                slot.copy_(t.detach())
+        for slot, t in self.arguments:
+            if t.data_ptr() != slot.data_ptr():
+                slot.copy_(t)
 
     def begin(self, read: _Read | None) -> None:
         """A backward begins, which reads this if that is known."""

@@ -28,13 +28,14 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from .backward import Backward, PartOf, Places, Recompute, Start
+from .backward import Backward, Recompute, Start
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .keeping import NODE, Contents, kept
 from .pool import Lease, copy_of, extent, place_of, unowned
 from .randomness import CudaState, Rewind, States
+from .saved import PartOf, Places
 from .torch_private import alias, code_of, donates, lend_code, lend_module, original_views, recomputed_part, use_count
 from .watch import storage_id
 

@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import phonograph as pg
+from phonograph import recorder
 from phonograph.compile import backend, graphs
+from phonograph.joint import MANY
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
@@ -1372,6 +1374,80 @@ class Parted(nn.Module):
 
     def forward(self, x):
         return self.part(x) * self.weight
+
+
+class KeepsItsArgument(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x = x
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, (grad * ctx.x).sum()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.data.mul_(2)], ids=["seen", "unseen"])
+def test_c06_an_argument_that_code_keeps_is_written_after_the_forward(device, write):
+    """Nothing raises: the backward reads what is there then."""
+    both = Both(Kept().to(device))
+    for n in range(6):
+        found = []
+        for module in both:
+            module.zero_grad()
+            x = batch(device, n)[0]
+            loss = module(x).sum()
+            if n % 2:
+                write(x)
+            loss.backward()
+            found.append(grads(module))
+        assert_same(*found)
+    assert_recorded(both, 5)
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return KeepsItsArgument.apply(x, self.weight)
+
+
+def test_c05_an_argument_that_was_saved_is_the_result_of_another_recording(device, monkeypatch):
+    """Its memory is not written again before the backward has read it, though nobody else holds it."""
+    monkeypatch.setattr(recorder, "SMALL", 0)  # the result lies in the memory of the recording
+    f, g = pg.record(nn.Tanh().to(device), warmup=1), Both(Parted(lambda y: y[1:]).to(device))
+    for n in range(8):
+        found = []
+        for module in g:
+            module.zero_grad()
+            z = module(f(batch(device, n)[0]))
+            f(batch(device, n + 50)[0])
+            z.sum().backward()
+            found.append(grads(module))
+        assert_same(*found)
+        assert_same(found[0][0], batch(device, n)[0].tanh()[1:].sum())
+    assert_recorded(g, 7)
+
+
+def test_c05_an_argument_that_was_saved_is_there_until_the_backward_ends(device):
+    """Where a backward is played on a stream of its own, as that of many parameters is: what reads the argument may still be at
+    work when autograd goes on."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(MANY))).to(device)
+    pg.record(model, warmup=1)
+    seen = []
+    for n in range(5):
+        x = batch(device, n)[0].clone()
+        there = weakref.ref(x.untyped_storage())
+        loss = model(x).sum()
+        del x
+        look = model[0].weight.register_post_accumulate_grad_hook(lambda _, there=there: seen.append(there() is not None))
+        loss.backward()
+        look.remove()
+        assert there() is None
+    assert pg.stats(model).replayed == 4
+    assert seen[1:] == [True] * 4  # (autograd lets a live call's go as soon as it was read)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -133,8 +133,10 @@ def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history(descr
     def make():
         return lambda x: (w * 2, w * x)
 
-    both = side_by_side(make)
+    both, found = side_by_side(make), []
     for leaf in (True, False) * 4:
-        x = torch.rand(4, requires_grad=True)
-        given = Pair(*(x if leaf else x * 1 for _ in range(2)))
-        both(given)
+        x, was = torch.rand(4, requires_grad=True), counts(both)[2]
+        both(Pair(*(x if leaf else x * 1 for _ in range(2))))
+        found.append((leaf, counts(both)[2] - was))
+    assert found[2:] == [(True, 1), (False, 0)] * 3, pg.explain(both.recorded)
+    assert len(described) >= 8
