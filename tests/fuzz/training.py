@@ -147,7 +147,9 @@ class Freeze(NamedTuple):
 
 
 class WriteInput(NamedTuple):
-    """The caller writes its last input."""
+    """The caller writes its last input; autograd is told, or not."""
+
+    unseen: bool = False
 
 
 class WriteOutput(NamedTuple):
@@ -374,7 +376,6 @@ class Machine:
             self._record(i)
         self.optimizers, self.schedules, self.steps = self._made_optimizers()
         self.step = 0
-        self.written = False  # an input was, ever
         self.raised: dict[int, Exception] = {}
         self.hooks: dict[tuple[int, str], Any] = {}
         self.heard: Counter[str] = Counter()
@@ -437,7 +438,7 @@ class Machine:
     def _may_pass(self, error: Exception | None) -> bool:
         """Whether a recorded model may do what raises this in eager."""
         several = any(model.form in RESULTS for model in self.program.models)
-        return self.written or "use_reentrant=True" in str(error) or (several and "second time" in str(error))
+        return "use_reentrant=True" in str(error) or (several and "second time" in str(error))
 
     def _recover(self) -> None:
         """After a step that was not finished."""
@@ -474,7 +475,7 @@ class Machine:
         with torch.no_grad() if action.mode == "no_grad" else contextlib.nullcontext():
             results = net(source.tensor)
         if source.tensor._version != version:
-            self._wrote_input()
+            self._wrote()
         calls = source.calls
         if action.mode == "plain":
             self.uses.append(self._used(i, source))
@@ -602,13 +603,11 @@ class Machine:
 
     def _writeinput(self, action: WriteInput) -> None:
         if self.inputs:
+            written = self.inputs[-1].tensor
             with torch.no_grad():
-                self.inputs[-1].tensor.mul_(0.5)
-            self._wrote_input()
-
-    def _wrote_input(self) -> None:
-        self.written = True
-        self._wrote()
+                (written.data if action.unseen else written).mul_(0.5)
+            if not action.unseen:
+                self._wrote()
 
     def _wrote(self) -> None:
         """What forwards have saved."""
@@ -620,7 +619,7 @@ class Machine:
             with contextlib.nullcontext() if action.grad else torch.no_grad():
                 self.held[i].tensor.mul_(0.5)
             if any(self.held[i].tensor.data_ptr() == h.tensor.data_ptr() for h in self.inputs):
-                self._wrote_input()
+                self._wrote()
 
     def _change(self, action: Change) -> None:
         CHANGES[action.what](self.nets[self._at(action.model)])
@@ -857,7 +856,7 @@ class _Palette:
         elif kind == "freeze":
             yield Freeze(parameter)
         elif kind == "input":
-            yield WriteInput()
+            yield WriteInput(choose((False, True)))
         elif kind == "output":
             yield WriteOutput(back, choose((False, True)))
         elif kind == "change":

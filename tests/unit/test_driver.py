@@ -1,0 +1,54 @@
+"""Addresses of a graph's copies: they are put into the graph where they are others than last time. (No GPU is asked.)"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from phonograph.devices.driver import DriverError, Pointers
+
+
+class Copy:
+    """Two addresses of a copy in a graph."""
+
+    def __init__(self, *places):
+        self.cells = [(SimpleNamespace(value=None), i) for i in places]
+        self.put, self.code = [], 0
+
+    def putter(self):
+        self.put.append([cell.value for cell, _ in self.cells])
+        return self.code
+
+
+def pointers(copies, addresses):
+    made = object.__new__(Pointers)
+    made._places = [(copy.cells, copy.putter) for copy in copies]
+    made._last, made._unknown = addresses, [0] * len(addresses)
+    return made
+
+
+def test_only_what_has_moved_is_put_into_the_graph():
+    one, other = copies = Copy(0, 1), Copy(2)
+    for copy, known in zip(copies, ([16, 32], [48]), strict=True):
+        for (cell, _), value in zip(copy.cells, known, strict=True):
+            cell.value = value
+    made = pointers(copies, [16, 32, 48])
+    made.set([16, 32, 48])
+    assert (one.put, other.put) == ([], [])
+    made.set([16, 64, 48])
+    assert (one.put, other.put) == ([[16, 64]], [])
+    made.set([16, 64, 80])
+    assert (one.put, other.put) == ([[16, 64]], [[80]])
+    made.set([16, 32, 48])
+    assert (one.put, other.put) == ([[16, 64], [16, 32]], [[80], [48]])
+
+
+def test_after_a_failure_all_is_put_again():
+    one, other = copies = Copy(0), Copy(1)
+    made = pointers(copies, [16, 32])
+    other.code = 1
+    with pytest.raises(DriverError):
+        made.set([48, 64])
+    other.code = 0
+    made.set([48, 64])
+    assert one.put == [[48], [48]]
+    assert other.put == [[64], [64]]
