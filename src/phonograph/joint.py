@@ -282,12 +282,8 @@ class _Flight:
         self._unread -= read.numbers
         if not (self._waiting and self._unread) and self._memory is not None:
             if self.joint.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
-                when_backward_ends(partial(_let_go, self.given))
+                when_backward_ends(self.given.clear)  # (autograd may keep what it calls a moment longer)
             self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []
-
-
-def _let_go(_: object) -> None:
-    """Of what this is called with."""
 
 
 _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them
