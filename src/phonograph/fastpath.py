@@ -1,4 +1,4 @@
-"""Recognising the common call at once: positional tensors only (and None), the same metadata as last time.
+"""Recognising the common call at once: tensors and the very same plain values, the same metadata as last time.
 
 `signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
 call again and again; for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from .identity import identity
+from .keys import SCALARS
 from .player import Player
 from .recording import Entangled
 from .signature import ALIGNMENT, Call, has_gradient_or_hooks, modes
 from .torch_private import tensor_check, transformed
 
 __all__ = ["FastPath"]
+
+_Given = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 
 
 class FastPath:
@@ -31,14 +34,15 @@ class FastPath:
     __slots__ = ("_check", "_count", "_leaves", "_modes", "_state", "given", "players")
 
     def __init__(
-        self, check: Callable[..., bool], nones: list[bool], leaves: list[bool] | None, players: list[Player], state: Entangled
+        self, check: Callable[..., bool], given: _Given, count: int, leaves: list[bool] | None, players: list[Player],
+        state: Entangled,
     ) -> None:  # fmt: skip
         self._check = check
         self._leaves = leaves
         """Which of the tensors are leaves, if some require gradients."""
-        self._count = nones.count(False)
-        self.given: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _Given(nones) if True in nones else tuple
-        """The tensors among the arguments; none at all where others are None than were."""
+        self._count = count
+        self.given = given
+        """The tensors among the arguments; None where the others are not what they were."""
         self._modes = modes()
         self._state = state
         self.players = players
@@ -47,11 +51,10 @@ class FastPath:
     def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
         args, kwargs = call.like
-        given = [x for x in args if x is not None]
-        if kwargs or any(type(x) is not torch.Tensor for x in given):
+        values = (*args, *kwargs.values())
+        given = [x for x in values if type(x) not in _VALUES]
+        if len(given) != len(call.tensors) or any(type(x) is not torch.Tensor for x in given):
             return None  # a list of one tensor is another argument than the tensor
-        if len(given) != len(call.tensors) or (args and not given):
-            return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
         if any(_looks_at_arguments(player, call) for player in players):
@@ -60,7 +63,8 @@ class FastPath:
         if check is None:
             return None
         leaves = [t.is_leaf for t in call.tensors] if any(t.requires_grad for t in call.tensors) else None
-        return FastPath(check, [x is None for x in args], leaves, players, state)
+        arguments = _positional if len(given) == len(args) == len(values) else _Pattern(values, tuple(kwargs))
+        return FastPath(check, arguments, len(given), leaves, players, state)
 
     def find(self, tensors: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call that is `given` these; None if that is for others to say."""
@@ -91,15 +95,34 @@ def _not_transformed() -> bool:
     return not transformed()
 
 
-class _Given:
-    """Takes the tensors of a call that has None in the same places; else none at all, which is never a match: calls that have
-    arguments have some."""
+_VALUES = frozenset({*SCALARS, float, complex})  # they cannot change: where it is the same object, it is the same value
+_TENSOR = object()
 
-    def __init__(self, nones: list[bool]) -> None:
-        self._nones = nones
 
-    def __call__(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([x for x in args if x is not None]) if [x is None for x in args] == self._nones else ()
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    return None if kwargs else args
+
+
+class _Pattern:
+    """Takes the tensors of a call that has the same values in the same places, and the same names in the same order."""
+
+    def __init__(self, values: tuple[Any, ...], names: tuple[str, ...]) -> None:
+        self._values = [x if type(x) in _VALUES else _TENSOR for x in values]
+        self._names = names
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        if tuple(kwargs) != self._names:
+            return None
+        found = []
+        values = (*args, *kwargs.values()) if kwargs else args
+        if len(values) != len(self._values):
+            return None
+        for x, value in zip(values, self._values, strict=True):
+            if value is _TENSOR:
+                found.append(x)
+            elif x is not value:
+                return None
+        return tuple(found)
 
 
 def _looks_at_arguments(player: Player, call: Call) -> bool:

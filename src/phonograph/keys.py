@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BY_IDENTITY", "Identity", "NoSignature", "nested_key", "plain_key"]
+__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "nested_key", "plain_key"]
 
 
 class NoSignature(Exception):
@@ -43,7 +43,7 @@ class Identity:
         return self._hash
 
 
-_SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
+SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
 BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PosixPath, pathlib.WindowsPath,
@@ -59,7 +59,7 @@ def plain_key(value: Any) -> Any:
     kind = type(value)
     if kind is float:
         return (float, value.hex())
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return (kind, value)
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())

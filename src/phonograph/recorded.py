@@ -225,8 +225,7 @@ class Recorded(Observed, Generic[P, R]):
             return self._function(*args, **kwargs)
         try:
             fast = self._fast
-            if fast is not None and not kwargs:
-                given = fast.given(args)
+            if fast is not None and (given := fast.given(args, kwargs)) is not None:
                 player = fast.find(given)
                 if player is not None:
                     counters = self._counters

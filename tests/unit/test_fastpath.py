@@ -140,3 +140,62 @@ def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history(descr
         found.append((leaf, counts(both)[2] - was))
     assert found[2:] == [(True, 1), (False, 0)] * 3, pg.explain(both.recorded)
     assert len(described) >= 8
+
+
+def _by_name(x, y=None, *, scale=1, sign=True, name="a"):
+    out = x * scale if y is None else x * scale - y
+    return out if sign is True else out + (sign if name == "a" else -2)
+
+
+CALLS = [
+    lambda f, x, y: f(x, y, scale=2),
+    lambda f, x, y: f(x, y=y, scale=2),
+    lambda f, x, y: f(y=y, x=x, scale=2),
+    lambda f, x, y: f(x=y, y=x, scale=2),
+    lambda f, x, y: f(x, None, scale=2),
+    lambda f, x, y: f(x, scale=2, y=None),
+    lambda f, x, y: f(x, scale=y),
+    lambda f, x, y: f(x, y, scale=2.0),
+    lambda f, x, y: f(x, y, scale=True),
+    lambda f, x, y: f(x, y, scale=2, sign=1),
+    lambda f, x, y: f(x, y, scale=2, sign=1, name="b"),
+    lambda f, x, y: f(x, y, name="b", sign=1, scale=2),
+    lambda f, x, y: f(x),
+    lambda f, x, y: f(x=x),
+]
+
+
+def test_names_and_plain_values_are_recognised(described):
+    f = pg.record(_by_name, warmup=1)
+    for call in CALLS:
+        for _ in range(3):
+            call(f, torch.rand(3), torch.rand(3))
+        seen, replayed = len(described), pg.stats(f).replayed
+        for _ in range(2):
+            x, y = torch.rand(3), torch.rand(3)
+            assert_same(call(f, x, y), call(_by_name, x, y))
+        assert (len(described), pg.stats(f).replayed) == (seen, replayed + 2)
+
+
+def test_names_and_plain_values_that_change_from_call_to_call():
+    f = pg.record(_by_name, warmup=1)
+    for n in range(6):
+        for call in CALLS if n % 2 else reversed(CALLS):
+            for _ in range(2):
+                x, y = torch.rand(3), torch.rand(3)
+                assert_same(call(f, x, y), call(_by_name, x, y))
+    assert pg.stats(f).recorded <= len(CALLS)
+    with pytest.raises(TypeError, match="other"):
+        f(torch.rand(3), other=1)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        pg.record(lambda: torch.ones(2), warmup=0)(name=1)
+
+
+def test_no_arguments_and_a_name_that_is_none():
+    f = pg.record(lambda **named: torch.full((2,), float(len(named))), warmup=1)
+    for _ in range(3):
+        assert f().tolist() == [0, 0]
+    assert f(x=None).tolist() == [1, 1]
+    for _ in range(3):
+        assert f(x=None, y=None).tolist() == [2, 2]
+    assert f().tolist() == [0, 0]
