@@ -1,4 +1,4 @@
-"""What operators give that run live between the segments of a recording (`segments.py`), because they need the host.
+"""What operators and marked functions give that run live between the segments of a recording (`segments.py`).
 
 A capture is a dry run, and does not call them; so it has to know what they give: a live call before, in which they are noted,
 tells their `Form`.
@@ -6,7 +6,10 @@ tells their `Form`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,14 +18,16 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .identity import identity
+from .marked import Marked
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
-from .reliance import changed
+from .reliance import changed, relied
+from .torch_private import use_count
 from .trees import Node, flatten
 from .watch import storage_id
 
-__all__ = ["Form", "Meta", "Notes", "form_of", "noting", "sizes_of"]
+__all__ = ["Form", "Meta", "Notes", "alone", "form_of", "noted_here", "noting", "sizes_of"]
 
 
 class Meta(NamedTuple):
@@ -43,16 +48,18 @@ class Form(NamedTuple):
     """What one call of an operator gave, as far as what was captured after it depends on it.
 
     `shape` and `results` describe its result: for each leaf the `Meta` of a new tensor, the place of a tensor among the
-    arguments, or None. `objection` says why it cannot run between segments.
+    arguments, or None. `writes` are the places of arguments that a marked function has written. `objection` says why it cannot
+    run between segments.
     """
 
-    operator: OpOverload
+    operator: OpOverload | Marked
     shape: Node | None
     results: tuple[Meta | int | None, ...]
     objection: str = ""
+    writes: tuple[int, ...] = ()
 
 
-def form_of(operator: OpOverload, args: Any, kwargs: Any, result: Any) -> Form:
+def form_of(operator: OpOverload | Marked, args: Any, kwargs: Any, result: Any) -> Form:
     """The form of a call that has just returned."""
     given: list[Any] = []
     flatten((args, kwargs), given)
@@ -65,6 +72,26 @@ def form_of(operator: OpOverload, args: Any, kwargs: Any, result: Any) -> Form:
     if len({*new}) < len(new) or not {_memory(x) for x in given if isinstance(x, torch.Tensor)}.isdisjoint(new):
         found.append("returns tensors that share memory with each other, or with its arguments")
     return Form(operator, shape, tuple(None if isinstance(k, str) else k for k in kinds), "; ".join(found))
+
+
+def alone(form: Form, box: list[Any], given: Set[int]) -> Form:
+    """The form of a marked function's call whose result is in this list, and nowhere else. What it has returned must be nobody
+    else's (but the tensors it was `given`, by identity), and have no history: the next segment goes on with a copy."""
+    leaves: list[Any] = []
+    flatten(box, leaves)
+    new = [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided and identity(x) not in given]
+    objections = [form.objection] if form.objection else []
+    if any(t.requires_grad for t in new):
+        objections.append("returns a tensor with a history")
+    del leaves
+    if not all(_owners(new, i) == _ALONE for i in range(len(new))):
+        objections.append("returns a tensor that it keeps, or that is somebody else's (return a clone)")
+    return form._replace(objection="; ".join(objections))
+
+
+def _owners(tensors: list[torch.Tensor], i: int) -> tuple[int, int]:
+    """References to a tensor, and tensors on its memory."""
+    return sys.getrefcount(tensors[i]), use_count(tensors[i].untyped_storage()._cdata)
 
 
 def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
@@ -84,6 +111,15 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
 
 def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
+
+
+_kept = [torch.empty(1)]
+_ALONE = _owners([*_kept], 0)  # of a tensor that two containers have: the result, and the list of its leaves
+
+
+def _gradient(t: torch.Tensor) -> tuple[int, int]:
+    grad = t.grad if t.is_leaf else None
+    return identity(grad), 0 if grad is None or grad.is_inference() else grad._version
 
 
 class _Seen(NamedTuple):
@@ -106,14 +142,62 @@ class _Seen(NamedTuple):
 
 
 class Notes:
-    """The forms of these operators in a live call, and the values of their results on the CPU. `reach` is what the function can
-    reach: an operator that changes something of that, besides giving its result, cannot run between segments."""
+    """The forms of these operators in a live call, and of `marked` functions, and the values of their results on the CPU.
+    `reach` is what the function can reach: what changes something of that, besides giving its result, cannot run between
+    segments. `done` is what marked functions have done in this call already."""
 
-    def __init__(self, operators: Set[OpOverload], reach: Reach | None) -> None:
+    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = ()) -> None:
         self.operators = operators
         self.reach = reach
+        self.marked = marked
         self.forms: list[Form] = []
         self.values: list[list[Any]] = []
+        self.within = False  # a marked function runs, whose operators are its own
+        self._done = deque(done)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there may be anything to note."""
+        return bool(self.operators) or self.marked
+
+    def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
+        """The same for a marked function. It runs if it has not in this call."""
+        given: list[Any] = []
+        flatten((args, kwargs), given)
+        tensors = {i: x for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+        storages = {storage_id(t) for t in tensors.values() if t.layout is torch.strided}
+        heard = [t for t in tensors.values() if not t.is_inference()]
+        versions, grads = [t._version for t in heard], [_gradient(t) for t in heard]
+        places, before, sizes = self._places(), self._tensors(storages), sizes_of(args, kwargs)
+        done = self._done.popleft() if self._done and self._done[0].marked is function else None
+        asked: list[torch.Tensor] = []
+        hooks = [t.register_hook(asked.append) for t in heard if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
+        self.within = True
+        try:
+            box = [function(*args, **kwargs) if done is None else done.again(args, kwargs)]
+        finally:
+            self.within = False
+            for hook in hooks:
+                hook.remove()
+        form = form_of(function, args, kwargs, box[0])
+        if done is None:
+            form = alone(form, box, {*map(identity, tensors.values())})
+        moved = [was.name for was, now in zip(before, self._tensors(storages), strict=True) if not was.same(now)]
+        written = {identity(t) for t, version in zip(heard, versions, strict=True) if t._version != version}
+        objections = [form.objection, *(f"changes {name} besides giving its result" for name in (*changed(places), *moved)[:1])]
+        if asked or any(_gradient(t) != grad for t, grad in zip(heard, grads, strict=True)):
+            objections.append("differentiates what it is given")
+        if len(heard) < len(tensors):
+            objections.append("is given tensors of inference mode, where nobody hears what it writes (use no_grad)")
+        if any(identity(t) in written and t.requires_grad and torch.is_grad_enabled() for t in heard):
+            objections.append("writes an argument that has a history")
+        if sizes_of(args, kwargs) != sizes:
+            objections.append("resizes an argument")
+        if len({*map(identity, tensors.values())}) < len(tensors) or len(storages) < len(tensors):
+            objections.append("is given tensors that share memory")
+        writes = tuple(i for i, t in tensors.items() if identity(t) in written)
+        self._note(form._replace(objection="; ".join(filter(None, objections)), writes=writes), box[0])
+        return box[0]
 
     def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
         written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
@@ -125,14 +209,18 @@ class Notes:
             form = form._replace(objection=f"changes {hidden} besides giving its result")
         if sizes_of(args, kwargs) != sizes:
             form = form._replace(objection="resizes an argument")
+        self._note(form, result)
+        return result
+
+    def _note(self, form: Form, result: Any) -> None:
         self.forms.append(form)
         leaves: list[Any] = []
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])
-        return result
 
     def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
-        return [(h, h.read()) for h in self.reach.holders if h.dial is None] if self.reach is not None else []
+        places = map(relied, self.reach.holders) if self.reach is not None else ()
+        return [(h, h.read()) for h in places if h.dial is None]
 
     def _tensors(self, written: Set[int]) -> list[_Seen]:
         """The tensors in reach, but for those that the operator says it writes."""
@@ -150,17 +238,28 @@ class _Noting(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._notes.operators:
+        if func in self._notes.operators and not self._notes.within:
             return self._notes.call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
+_thread = threading.local()
+
+
+def noted_here() -> Notes | None:
+    """The notes of the live call that runs in this thread, if marked functions are to be noted."""
+    notes: Notes | None = getattr(_thread, "notes", None)
+    return None if notes is None or not notes.marked or notes.within else notes
+
+
 @contextmanager
 def noting(notes: Notes | None) -> Iterator[None]:
-    """These operators are noted in the block."""
+    """These operators are noted in the block, and marked functions."""
+    outer, _thread.notes = getattr(_thread, "notes", None), notes
     try:
         with _Noting(notes) if notes is not None and notes.operators else nullcontext():
             yield
     finally:
+        _thread.notes = outer
         if notes is not None:
             notes.reach = None  # which holds all that it has found

@@ -62,6 +62,7 @@ from .introspection import (
     names_in,
     slots_of,
 )
+from .marked import is_marked
 from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
@@ -506,6 +507,8 @@ class Reach:
             self._work.append((path, f.__self__))
 
     def _function(self, path: str, f: FunctionType) -> None:
+        if is_marked(f):
+            return  # what it reads and changes is its own business
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             self._hold(place)

@@ -33,17 +33,18 @@ from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
-from .forms import Notes, noting
+from .forms import Notes, noted_here, noting
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
+from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, overloads, switched_off
 from .player import GRAD, Player
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import Entangled, Recording
-from .segments import Diverged, Unseen
+from .segments import Cuts, Diverged, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
 from .tracing import Tracing
@@ -102,13 +103,13 @@ class History:
     __slots__ = ("attached", "attempts", "changes", "notes", "ran_backward", "refusal", "replays", "split", "untold", "warm",
                  "warm_again")  # fmt: skip
 
-    def __init__(self, split: frozenset[Any]) -> None:
+    def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
         self.ran_backward = False  # a live call has had a backward, from all of its results
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
-        self.notes: Notes | None = None  # what these gave in the last live call
         self.split = split  # operators that run live between segments
+        self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
         self.attempts = 0
         self.untold = 0  # calls that did not show whether they may be padded
         self.changes = 0
@@ -134,6 +135,7 @@ class Recorded(Observed, Generic[P, R]):
         self._function: Callable[P, R] = function
         self.options = options
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        self._splits = options.fallback == "split"
         self._split_at = frozenset(x for name in options.split_at for x in overloads(name))
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, History] = OrderedDict()
@@ -391,8 +393,10 @@ class Recorded(Observed, Generic[P, R]):
         self._counters.replayed -= 1
         self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         history = diverged.history = self._history(call.key)
+        reach = None
         with suppress(Refusal), Ours("looked at what the function can reach"):
-            history.notes = Notes(history.split, self._reach(call))
+            reach = self._reach(call)
+        history.notes = Notes(history.split, reach, self._splits, diverged.done)
         if history.changed(self._counters.replayed) > _CHANGES:
             history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
 
@@ -407,7 +411,7 @@ class Recorded(Observed, Generic[P, R]):
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any, known: History | None = None) -> History:
-        history = self._histories.setdefault(key, known or History(self._split_at))
+        history = self._histories.setdefault(key, known or History(self._split_at, self._splits))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)
@@ -428,7 +432,7 @@ class Recorded(Observed, Generic[P, R]):
             with Within(waits=True):
                 return self._function(*args, **kwargs)
         history = self._history(call.key)
-        notes = history.notes = Notes(history.split, reach if history.split else None)
+        notes = history.notes = Notes(history.split, reach if history.split or self._splits else None, self._splits)
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
@@ -730,14 +734,29 @@ def _rebuild(kind: type[Recorded[Any, Any]], function: Any, options: Options) ->
 
 
 def live(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as one that must really run every time. A recorded function that calls it runs live as a whole,
-    with that reason."""
+    """Mark a function as one that must really run every time, for its effects or because it needs the host.
+
+    A recorded function that calls it runs live as a whole, with that reason. With ``fallback="split"`` that one is recorded in
+    segments, and this runs between them, once in each call. It is given copies of tensors, without a history (but weights and
+    other tensors from outside themselves); what it writes to them is written. It may return new tensors, of the same shapes
+    each time, what it was given, or None. Where it gives anything else, changes something on which the rest relies, or is
+    called in a backward, the recorded function runs live, with the reason.
+    """
+    marked = Marked(function)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if recording_here():
-            name = getattr(function, "__qualname__", repr(function))
-            refuse(Refusal(f"calls {name}, which is marked @pg.live", "call it outside the recorded function", users_line()))
+            try:
+                return Cuts.marked(marked, args, kwargs)  # type: ignore[no-any-return]
+            except Refusal as refusal:
+                refusal.where = refusal.where or users_line()
+                refuse(refusal)
+        notes = noted_here()
+        if notes is not None:
+            return notes.call_marked(marked, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
+    marked.run = run
+    setattr(run, MARK, marked)
     return run

@@ -38,7 +38,7 @@ from .signature import modes
 from .torch_private import address, bump, tensor_check, use_count
 from .where import written_out
 
-__all__ = ["Grads", "Reliances", "Snapshot", "changed", "same"]
+__all__ = ["Grads", "Reliances", "Snapshot", "changed", "relied", "same", "state_of"]
 
 _HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
 
@@ -70,14 +70,14 @@ class Snapshot:
     def __init__(self, reach: Reach) -> None:
         self.holders = reach.holders
         self.values = [h.read() for h in reach.holders]
-        self.tensors = [(name, t, _state(t)) for name, t in reach.tensors.values()]
+        self.tensors = [(name, t, state_of(t)) for name, t in reach.tensors.values()]
         self._hooks = {i: [dict(d or {}) for d in _hooks_of(t)] for i, (_, t, state) in enumerate(self.tensors) if state[-1]}
         self._aliases: list[torch.Tensor] = [t.detach() for _, t, _ in self.tensors]
 
     def changes(self) -> list[str]:
         """The names of places and tensors that are something else now."""
         places = changed(zip(self.holders, self.values, strict=True))
-        return places + [name for name, t, state in self.tensors if _state(t) != state]
+        return places + [name for name, t, state in self.tensors if state_of(t) != state]
 
     def restore(self, *, unchanged: bool = False) -> None:
         """Put every changed place back as it was, and make every changed tensor again what it was. Where there are no `changes`
@@ -91,7 +91,7 @@ class Snapshot:
             except Exception as e:  # the other places have to be put back all the same
                 failed.append(e)
         for i, (_, t, before) in enumerate([] if unchanged else self.tensors):
-            now = _state(t)
+            now = state_of(t)
             if before[-1] or now[-1]:
                 for hooks, saved in zip(_hooks_of(t), self._hooks.get(i, ({}, {})), strict=True):
                     if hooks is not None and hooks != saved:
@@ -133,8 +133,8 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     It holds none of them."""
     check = tensor_check(tensors)
     if check is None:
-        states = [*map(_state, tensors)]
-        return lambda found: all(map(_is_dense, found)) and [*map(_state, found)] == states
+        states = [*map(state_of, tensors)]
+        return lambda found: all(map(_is_dense, found)) and [*map(state_of, found)] == states
     addresses = [*map(address, tensors)]
     return lambda found: check(*found) and [*map(address, found)] == addresses
 
@@ -185,6 +185,7 @@ class Grads:
         self._are_such: Callable[[list[Any]], bool] = bool
         self._added_to: list[torch.Tensor] = []
         self._created: list[torch.Tensor] = []
+        self._sealed = False
         self._lying: list[int] = []
 
     @property
@@ -235,6 +236,9 @@ class Grads:
         replay, and not after the user has dropped it), so both are counted.
         """
         self._before = []
+        if self._sealed:
+            return
+        self._sealed = True
         self._owners = [p for p, g in self._left if g is not None]
         self._created = [g for _, g in self._left if g is not None]
         self._storages = [g.untyped_storage()._cdata for g in self._created]
@@ -246,6 +250,14 @@ class Grads:
         self._alone = self._count()
         for p, g in zip(self._owners, self._created, strict=True):
             p.grad = g
+
+    def show(self) -> None:
+        """Before the first replay in whose middle somebody may see gradients: those that the call will leave. (They stand there
+        from the capture on.)"""
+        if not self._sealed:
+            before = self._before
+            self.seal()
+            self._before = before
 
     def _count(self) -> list[list[int]]:
         """References to the created gradients: Python's to the objects, tensors on their memory, Python's to the storages."""
@@ -293,7 +305,8 @@ def _hooks(t: torch.Tensor) -> tuple[Any, ...]:
     return tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
 
 
-def _state(t: torch.Tensor) -> tuple[Any, ...]:
+def state_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor is, but for its values."""
     of_grad = getattr(t, "grad_dtype", None) if t.is_leaf else None
     lies = t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
     return *lies, of_grad, t.requires_grad, _hooks(t)
@@ -387,7 +400,7 @@ class Reliances:
 
     def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
         for t, state in tensors:
-            if _state(t) != state:
+            if state_of(t) != state:
                 return self._names[identity(t)]
         return None
 
@@ -396,11 +409,14 @@ def _parts(things: list[Any], size: int) -> list[list[Any]]:
     return [things[i : i + size] for i in range(0, len(things), size)]
 
 
+def relied(holder: Holder) -> Holder:
+    """That part of a place on which a recording relies."""
+    return holder if holder.part is None else holder._replace(read=holder.part.read, named=holder.part.named)
+
+
 def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:
-    part = holder.part
-    if part is not None:
-        holder, values = holder._replace(read=part.read, named=part.named), part.of(values)
-    return [holder, holder.read, values]
+    part = relied(holder)
+    return [part, part.read, values if holder.part is None else holder.part.of(values)]
 
 
 def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], list[Any]]:

@@ -9,31 +9,37 @@ in place (parameters, results of other recordings) are put back with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
 
 from . import operators
+from .breaks import HERE, Break, Done, MarkedBreak
 from .errors import Refusal
-from .forms import Form, Meta, Notes, form_of, sizes_of
+from .forms import Form, Meta, Notes
 from .identity import identity
 from .keys import NoSignature, plain_key
-from .pool import once
+from .marked import Marked
 from .reach import Reach
 from .recording import Tensors
-from .reliance import changed
+from .reliance import changed, state_of
 from .signature import modes
 from .spans import Spans
-from .torch_private import backward_id, below_autograd
-from .trees import Node, flatten, unflatten
+from .torch_private import backward_id, bump
+from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
-from .within import Within
 
 __all__ = ["Break", "Cuts", "Diverged", "Segments", "Unseen"]
 
+_DISTURBED = (
+    "phonograph: {} is marked @pg.live and has changed something on which the recorded function relies, in the middle of a "
+    "replay (at {}). What the replay has written is put back; the next call looks at it anew. Change it outside of the "
+    "recorded function, or keep it in a tensor."
+)
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
 
 
@@ -43,48 +49,12 @@ class Unseen(Refusal):
 
 
 class Diverged(Refusal):
-    """A replay could not go on after a live operator. Everything is as before the call."""
+    """A replay could not go on after a live operator or marked function. Everything is as before the call, but for what marked
+    functions have `done`."""
 
-
-class Break:
-    """A live operator, between two segments."""
-
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str) -> None:
-        self.form = form
-        self.where = where
-        self._grad_mode = torch.is_grad_enabled()
-        self._shape, self._leaves = shape, leaves  # its arguments
-        self._places = [i for i, x in enumerate(leaves) if x is _HERE]
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
-
-    def __str__(self) -> str:
-        return f"{self.form.operator.name()} at {self.where}"
-
-    def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Where the device has put what it reads and what it gives: tensors that do not own their memory."""
-        self._inputs, self._outputs = inputs, outputs
-
-    def run(self) -> bool:
-        """Call the operator, and put what it gives where the next segment reads it. Returns whether it gives that still."""
-        leaves = [*self._leaves]
-        for i, t in zip(self._places, self._inputs, strict=True):
-            leaves[i] = t
-        args, kwargs = unflatten(self._shape, iter(leaves))
-        sizes = sizes_of(args, kwargs)
-        with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode):
-            result = self.form.operator(*args, **kwargs)
-            if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
-                return False
-            found: list[Any] = []
-            flatten(result, found)
-            new = [x for x, kind in zip(found, self.form.results, strict=True) if isinstance(kind, Meta)]
-            for place, t in zip(self._outputs, new, strict=True):
-                once(place).copy_(once(t))
-        return True
-
-
-_HERE = object()
+    def __init__(self, reason: str, remedy: str, where: str, done: list[Done]) -> None:
+        super().__init__(reason, remedy, where, this_call=True)
+        self.done = done
 
 
 class Segments:
@@ -103,6 +73,7 @@ class Segments:
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()
         self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
+        self.show_gradients: Callable[[], None] = lambda: None  # see `Grads`
         with torch.inference_mode(False), torch.no_grad():
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
         self._generators = generators
@@ -112,18 +83,30 @@ class Segments:
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
+        if any(live.grads for live in self.breaks):
+            self.show_gradients()
         with torch.no_grad():
             before = [t.clone() for t in self._written]
         states = [g.get_state() for g in self._generators]
         disturbed = self.disturbing()
+        done: list[Done] = []
+        grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # as they were
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
-            same_form = live.run()
+            if isinstance(live, MarkedBreak) and live.grads:
+                grads += [(p, p.grad) for p, _ in live.grads]
+                _give(live.grads)
+                disturbed = self.disturbing()
+            same_form = live.run(done, self._generators)
             if not same_form or disturbed():
+                lost = bool(done) and disturbed()
                 self._undo(before, states)
+                _give(reversed(grads))
+                if lost:
+                    raise RuntimeError(_DISTURBED.format(live.form.operator.name(), live.where))
                 did = "changes what the function relies on" if same_form else "gives a result of another shape than before"
-                raise Diverged(f"{live.form.operator.name()} {did}", "use an operator whose output has a fixed shape",
-                               live.where, this_call=True)  # fmt: skip
+                remedy = "return tensors of one shape" if done else "use an operator whose output has a fixed shape"
+                raise Diverged(f"{live.form.operator.name()} {did}", remedy, live.where, done)
             targets = program.run(())
         return targets
 
@@ -145,8 +128,16 @@ class Segments:
         self._written = []
 
 
+def _give(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for p, grad in grads:
+        if p.grad is not grad:
+            p.grad = grad
+
+
 class Cuts:
-    """The live operators of a call that is captured, which ends a segment at each."""
+    """The live operators and marked functions of a call that is captured, which ends a segment at each."""
+
+    now: ClassVar[list[Cuts]] = []  # of the captures that go on, the innermost last
 
     def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int], apart: str) -> None:
         self._notes = notes
@@ -154,44 +145,70 @@ class Cuts:
         self._watch = watch
         self._apart = apart  # why there may be no cut at all
         self._modes = modes()
-        self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.operators else []
+        self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
+        self._tensors = [(name, t, _is(t)) for name, t in reach.tensors.values()] if notes is not None and notes.marked else []
+        self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
         self._before = 0
 
     def __enter__(self) -> None:
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
+        Cuts.now.append(self)
 
     def __exit__(self, *_: object) -> None:
+        Cuts.now.remove(self)
         self._watch.split, self._watch.cutting = frozenset(), None  # or it would keep itself, with all that it has noted
 
-    def cut(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
-        """End a segment, because this operator is called. Returns what stands for its result."""
+    def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
+        """End a segment, because this is called. Returns what stands for its result."""
         runs, watch = f"runs {operator.name()} live", self._watch
         form, values = self._form(operator, runs)
         leaves: list[Any] = []
         shape = flatten((args, kwargs), leaves)
         for x in leaves:
-            self._passable(x, runs)
-        self._watch.dials_lost(leaves)
-        mine = [x for x in leaves if isinstance(x, torch.Tensor) and x.device == watch.device]
-        m = operators.meaning(operator)
-        if m.metadata_only or (m.writes_named and m.shape_from_data):
-            raise Refusal(f"{runs}, which may resize a tensor that it is given", "let it make a new one")
-        watch.drew = watch.drew or m.random or not m.compiled
-        for t in operators.written_by(m, args, kwargs):
+            self._passable(x, runs, isinstance(operator, Marked))
+        watch.dials_lost(leaves)
+        if isinstance(operator, Marked):
+            given = [HERE if isinstance(x, torch.Tensor) and identity(x) not in self._own else x for x in leaves]
+            written = [leaves[i] for i in form.writes]
+            watch.drew = True
+        else:
+            given = [HERE if isinstance(x, torch.Tensor) and x.device == watch.device else x for x in leaves]
+            written = self._written_by(operator, args, kwargs, runs)
+        mine = [x for x, g in zip(leaves, given, strict=True) if g is HERE]
+        for t in written:
             watch.writes(t)
         self._check(runs)
         if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
             raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
             raise Refusal(f"{runs}, which gives tensors of another inference mode", "leave the mode as it is")
-        given = [_HERE if isinstance(x, torch.Tensor) and x.device == watch.device else x for x in leaves]
-        part = Break(form, shape, given, users_line())
+        part: Break
+        if isinstance(operator, Marked):
+            bump(written)  # for those who have saved one of them for a backward
+            outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]
+            part = MarkedBreak(form, shape, given, users_line(), outside, self._grads(runs))
+        else:
+            part = Break(form, shape, given, users_line())
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
+
+    def _grads(self, runs: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The gradients that the call has changed so far. Nothing else that can be seen of a tensor may be another now."""
+        for name, t, (state, _) in self._tensors:
+            if _is(t)[0] != state:
+                raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
+        return [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and t.grad is not (grad and grad())]
+
+    def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
+        m = operators.meaning(operator)
+        if m.metadata_only or (m.writes_named and m.shape_from_data):
+            raise Refusal(f"{runs}, which may resize a tensor that it is given", "let it make a new one")
+        self._watch.drew = self._watch.drew or m.random or not m.compiled
+        return operators.written_by(m, args, kwargs)
 
     def _check(self, runs: str) -> None:
         """Whether the call may be cut here."""
@@ -210,25 +227,45 @@ class Cuts:
         if sum(s.nbytes() for s in watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
 
-    def _form(self, operator: OpOverload, runs: str) -> tuple[Form, list[Any]]:
+    @staticmethod
+    def marked(function: Marked, args: Any, kwargs: Any) -> Any:
+        """A marked function is called in a call that is captured. Returns what stands for its result.
+
+        Raises:
+            Refusal: the call cannot be cut there.
+        """
+        mine = Cuts.now[-1] if Cuts.now else None
+        if mine is None or mine._notes is None or not mine._notes.marked:
+            raise Refusal(f"calls {function.name()}, which is marked @pg.live",
+                          'call it outside the recorded function, or record with fallback="split"')  # fmt: skip
+        return mine.cut(function, args, kwargs)
+
+    def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[Any]]:
         i, self._before = self._before, self._before + 1
         if self._notes is None or i >= len(self._notes.forms) or self._notes.forms[i].operator is not operator:
             raise Unseen(f"{runs}, which was not seen to run there", "", final=False)
         form = self._notes.forms[i]
         if form.objection:
-            raise Refusal(f"{runs}, which {form.objection}", 'use torch.compile(..., backend="phonograph")')
+            remedy = "call it outside" if isinstance(operator, Marked) else 'use torch.compile(..., backend="phonograph")'
+            raise Refusal(f"{runs}, which {form.objection}", remedy)
         return form, self._notes.values[i]
 
-    def _passable(self, x: Any, runs: str) -> None:
+    def _passable(self, x: Any, runs: str, marked: bool) -> None:
         """Whether each replay can give this to the operator."""
         if isinstance(x, torch.Tensor):
             plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
             ours = x.device == self._watch.device and not (x.is_conj() or x.is_neg())
             number = x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))  # written in code of the call
-            if not (plain and (ours or number)):
+            if not (plain and (ours or (number and not marked))):
                 raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
         elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
+
+
+def _is(t: torch.Tensor) -> tuple[Any, Any]:
+    """What a tensor is, and (weakly) its gradient."""
+    grad = t.grad if t.is_leaf else None
+    return state_of(t), None if grad is None else weakref.ref(grad)
 
 
 def _constant(x: Any) -> bool:
