@@ -740,12 +740,13 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
     segments, and this runs between them, once in each call. It is given copies of tensors, without a history (but weights and
     other tensors from outside themselves); what it writes to them is written. It may return new tensors, of the same shapes
     each time, what it was given, or None. Where it gives anything else, changes something on which the rest relies, or is
-    called in a backward, the recorded function runs live, with the reason.
+    called in a backward, the recorded function runs live, with the reason. In code that is compiled a graph ends where it is
+    called.
     """
     marked = Marked(function)
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if recording_here():
             try:
                 return Cuts.marked(marked, args, kwargs)  # type: ignore[no-any-return]
@@ -757,6 +758,6 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
             return notes.call_marked(marked, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
-    marked.run = run
-    setattr(run, MARK, marked)
-    return run
+    marked.run = torch_private.never_compiled(called, "marked @pg.live")
+    setattr(marked.run, MARK, marked)
+    return marked.run  # type: ignore[no-any-return]

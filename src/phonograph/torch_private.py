@@ -32,7 +32,8 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
            "is_traced", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
            "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
-           "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling",
+           "never_compiled", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views",
+           "other_calling",
            "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
            "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
            "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone",
@@ -72,6 +73,19 @@ bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 
 not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """What `torch.compiler.disable` is, and imports Dynamo only when what it is given is called."""
+
+
+def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """The same for a function that is called without Dynamo as well: it does not import it at all. A graph of Dynamo's ends
+    where this is called."""
+    apart = not_followed_by_dynamo(function)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if "torch._dynamo" not in sys.modules else apart(*args, **kwargs)
+
+    run._torchdynamo_disable, run._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
+    return run
 
 
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)

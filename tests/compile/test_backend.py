@@ -256,6 +256,35 @@ def test_c11_what_depends_on_data(device, function):
     assert totals()[2] > 0
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_c12_a_graph_ends_at_a_marked_function(device, inner, training):
+    """It really runs, once in each call, and is in no recording."""
+    log, net = [], network(device).eval()
+
+    @pg.live
+    def note(h):
+        log.append((h.sum().item(), torch.compiler.is_compiling()))
+        return h.sin()
+
+    def function(x):
+        return net[3](note(net[0](x) * 2)) + 1
+
+    f, g = compiled(function, inner), copy.deepcopy(net)
+    live = unrecorded(lambda x: g[3]((g[0](x) * 2).sin()) + 1, "eager")
+    with torch.set_grad_enabled(training):
+        for n in range(5):
+            x = torch.full((4, 8), 0.1 * n, device=device)
+            found, expected = f(x), live(x)
+            assert_same(found, expected, tolerance=1e-6)
+            if training:
+                found.sum().backward()
+                expected.sum().backward()
+    if training:
+        assert_same(net[0].weight.grad, g[0].weight.grad, tolerance=1e-5)
+    assert [compiling for _, compiling in log] == [False] * 5
+    assert len(graphs()) == 2
+
+
 def test_c15_the_example_of_torchs_documentation(device, monkeypatch):
     """1 -> 2 -> 4 or 1 -> 3 -> 4, with random numbers, and a graph break between: four graphs, each recorded once."""
     from phonograph.devices import device_for
