@@ -6,8 +6,8 @@ tells their `Form`.
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
@@ -18,12 +18,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .identity import identity
-from .marked import Marked
+from .marked import Given, Marked, owners
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied
-from .torch_private import use_count
 from .trees import Node, flatten
 from .watch import storage_id
 
@@ -84,14 +83,9 @@ def alone(form: Form, box: list[Any], given: Set[int]) -> Form:
     if any(t.requires_grad for t in new):
         objections.append("returns a tensor with a history")
     del leaves
-    if not all(_owners(new, i) == _ALONE for i in range(len(new))):
+    if not all(owners(new, i) == _ALONE for i in range(len(new))):
         objections.append("returns a tensor that it keeps, or that is somebody else's (return a clone)")
     return form._replace(objection="; ".join(objections))
-
-
-def _owners(tensors: list[torch.Tensor], i: int) -> tuple[int, int]:
-    """References to a tensor, and tensors on its memory."""
-    return sys.getrefcount(tensors[i]), use_count(tensors[i].untyped_storage()._cdata)
 
 
 def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
@@ -114,7 +108,7 @@ def _memory(t: torch.Tensor) -> int:
 
 
 _kept = [torch.empty(1)]
-_ALONE = _owners([*_kept], 0)  # of a tensor that two containers have: the result, and the list of its leaves
+_ALONE = owners([*_kept], 0)  # of a tensor that two containers have: the result, and the list of its leaves
 
 
 def _gradient(t: torch.Tensor) -> tuple[int, int]:
@@ -152,6 +146,8 @@ class Notes:
         self.marked = marked
         self.forms: list[Form] = []
         self.values: list[list[Any]] = []
+        self.keeps: list[Set[int]] = []  # the places of arguments that somebody has whom a marked function has given them
+        self._given: list[weakref.ref[torch.Tensor]] = []  # to marked functions
         self.within = False  # a marked function runs, whose operators are its own
         self._done = deque(done)
 
@@ -162,16 +158,18 @@ class Notes:
 
     def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
         """The same for a marked function. It runs if it has not in this call."""
-        given: list[Any] = []
-        flatten((args, kwargs), given)
-        tensors = {i: x for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         storages = {storage_id(t) for t in tensors.values() if t.layout is torch.strided}
-        heard = [t for t in tensors.values() if not t.is_inference()]
-        versions, grads = [t._version for t in heard], [_gradient(t) for t in heard]
-        places, before, sizes = self._places(), self._tensors(storages), sizes_of(args, kwargs)
+        heard = {i: t for i, t in tensors.items() if not t.is_inference() and t.layout is torch.strided}
+        given, grads = Given([*heard.values()]), [*map(_gradient, heard.values())]
+        places, before, earlier = self._places(), self._tensors(storages), Given(self._given_before())
         done = self._done.popleft() if self._done and self._done[0].marked is function else None
         asked: list[torch.Tensor] = []
-        hooks = [t.register_hook(asked.append) for t in heard if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
+        others = [t for t in given.tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
+        hooks = [t.register_hook(asked.append) for t in others]
+        del others
         self.within = True
         try:
             box = [function(*args, **kwargs) if done is None else done.again(args, kwargs)]
@@ -183,21 +181,29 @@ class Notes:
         if done is None:
             form = alone(form, box, {*map(identity, tensors.values())})
         moved = [was.name for was, now in zip(before, self._tensors(storages), strict=True) if not was.same(now)]
-        written = {identity(t) for t, version in zip(heard, versions, strict=True) if t._version != version}
+        written = given.written()
         objections = [form.objection, *(f"changes {name} besides giving its result" for name in (*changed(places), *moved)[:1])]
-        if asked or any(_gradient(t) != grad for t, grad in zip(heard, grads, strict=True)):
+        if asked or [*map(_gradient, heard.values())] != grads:
             objections.append("differentiates what it is given")
         if len(heard) < len(tensors):
             objections.append("is given tensors of inference mode, where nobody hears what it writes (use no_grad)")
-        if any(identity(t) in written and t.requires_grad and torch.is_grad_enabled() for t in heard):
+        if any(w and t.requires_grad and torch.is_grad_enabled() for w, t in zip(written, given.tensors, strict=True)):
             objections.append("writes an argument that has a history")
-        if sizes_of(args, kwargs) != sizes:
+        if given.resized():
             objections.append("resizes an argument")
+        if any(earlier.written()):
+            objections.append("writes what one was given before it")
         if len({*map(identity, tensors.values())}) < len(tensors) or len(storages) < len(tensors):
             objections.append("is given tensors that share memory")
-        writes = tuple(i for i, t in tensors.items() if identity(t) in written)
-        self._note(form._replace(objection="; ".join(filter(None, objections)), writes=writes), box[0])
+        writes = tuple(i for i, w in zip(heard, written, strict=True) if w)
+        keeps = {i for i, k in zip(heard, given.kept(box), strict=True) if k}
+        self._note(form._replace(objection="; ".join(filter(None, objections)), writes=writes), box[0], keeps)
+        self._given += [weakref.ref(t) for t in given.tensors]
         return box[0]
+
+    def _given_before(self) -> list[torch.Tensor]:
+        """What marked functions were given in this call, and somebody still has."""
+        return [t for ref in self._given if (t := ref()) is not None]
 
     def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
         written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
@@ -212,8 +218,9 @@ class Notes:
         self._note(form, result)
         return result
 
-    def _note(self, form: Form, result: Any) -> None:
+    def _note(self, form: Form, result: Any, keeps: Set[int] = frozenset()) -> None:
         self.forms.append(form)
+        self.keeps.append(keeps)
         leaves: list[Any] = []
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])

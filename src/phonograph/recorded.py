@@ -276,6 +276,8 @@ class Recorded(Observed, Generic[P, R]):
                 refusal = Refusal(str(e))
             except Diverged as e:
                 self._count_divergence(call, e)
+                if e.torn:
+                    raise RuntimeError(e.torn) from None
                 refusal = e
             except Refusal as e:
                 refusal = e

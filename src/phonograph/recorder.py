@@ -133,8 +133,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             snapshot.restore(unchanged=True)  # `self.seen = []`
-            if any(p.grad is not grad for part in captured.watch.parts for p, grad in part.grads):
-                raise Refusal("runs a function live (@pg.live) between a backward and zero_grad", "call it outside of that")
+            for part in captured.watch.parts:
+                part.settle()
             touched = captured.watch.touched
             # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
             named = captured.names_gradients and in_place

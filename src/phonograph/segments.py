@@ -17,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from . import operators
-from .breaks import HERE, Break, Done, MarkedBreak
+from .breaks import HERE, Break, Done, MarkedBreak, Torn
 from .errors import Refusal
 from .forms import Form, Meta, Notes
 from .identity import identity
@@ -35,10 +35,9 @@ from .where import users_line
 
 __all__ = ["Break", "Cuts", "Diverged", "Segments", "Unseen"]
 
-_DISTURBED = (
-    "phonograph: {} is marked @pg.live and has changed something on which the recorded function relies, in the middle of a "
-    "replay (at {}). What the replay has written is put back; the next call looks at it anew. Change it outside of the "
-    "recorded function, or keep it in a tensor."
+_TORN = (
+    "phonograph: {} is marked @pg.live and {}, in the middle of a replay (at {}). What the replay has written is put back; the "
+    "next call runs live, and looks at it anew. Or do that outside of the recorded function."
 )
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
 
@@ -50,11 +49,12 @@ class Unseen(Refusal):
 
 class Diverged(Refusal):
     """A replay could not go on after a live operator or marked function. Everything is as before the call, but for what marked
-    functions have `done`."""
+    functions have `done`; where that is such that the call cannot be made from its beginning, `torn` says so."""
 
-    def __init__(self, reason: str, remedy: str, where: str, done: list[Done]) -> None:
+    def __init__(self, reason: str, remedy: str, where: str, done: list[Done], torn: str) -> None:
         super().__init__(reason, remedy, where, this_call=True)
         self.done = done
+        self.torn = torn
 
 
 class Segments:
@@ -97,16 +97,19 @@ class Segments:
                 grads += [(p, p.grad) for p, _ in live.grads]
                 _give(live.grads)
                 disturbed = self.disturbing()
-            same_form = live.run(done, self._generators)
-            if not same_form or disturbed():
-                lost = bool(done) and disturbed()
+            try:
+                same_form, torn = live.run(done, self._generators), ""
+                if done and disturbed():
+                    torn = "has changed something on which the recorded function relies (keep it in a tensor)"
+            except Torn as e:
+                same_form, torn = False, str(e)
+            if not same_form or torn or disturbed():
                 self._undo(before, states)
                 _give(reversed(grads))
-                if lost:
-                    raise RuntimeError(_DISTURBED.format(live.form.operator.name(), live.where))
                 did = "changes what the function relies on" if same_form else "gives a result of another shape than before"
                 remedy = "return tensors of one shape" if done else "use an operator whose output has a fixed shape"
-                raise Diverged(f"{live.form.operator.name()} {did}", remedy, live.where, done)
+                name = live.form.operator.name()
+                raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
             targets = program.run(())
         return targets
 
@@ -188,7 +191,8 @@ class Cuts:
         if isinstance(operator, Marked):
             bump(written)  # for those who have saved one of them for a backward
             outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]
-            part = MarkedBreak(form, shape, given, users_line(), outside, self._grads(runs))
+            keeps, rewritten = self._notes.keeps[self._before - 1], [watch.shown(t) for t in mine]  # type: ignore[union-attr]
+            part = MarkedBreak(form, shape, given, users_line(), outside, self._grads(runs), keeps, rewritten)
         else:
             part = Break(form, shape, given, users_line())
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]

@@ -80,6 +80,7 @@ class OperatorWatch(TorchDispatchMode):
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}  # before that
+        self._shown: dict[int, list[list[bool]]] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
         self.catches = reach.mentions.catches
@@ -190,6 +191,7 @@ class OperatorWatch(TorchDispatchMode):
         """A storage that the call created, or a gradient from before, is gone."""
         self.known.pop(key, None)
         self._births.pop(key, None)
+        self._shown.pop(key, None)
         self.outside.discard(key)
         self.theirs.discard(key)
 
@@ -237,9 +239,16 @@ class OperatorWatch(TorchDispatchMode):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         """This tensor is going to be written; it had that version before, if not the one that it has now."""
         key = storage_id(t)
+        for shown in self._shown.get(key, ()):
+            shown[0] = True
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
+
+    def shown(self, t: torch.Tensor) -> list[bool]:
+        """This tensor is shown to somebody who may keep it: a list that says whether it is written afterwards."""
+        self._shown.setdefault(storage_id(t), []).append(found := [False])
+        return found
 
     def changed(self) -> list[torch.UntypedStorage]:
         """The memory that outlives the call and that it has written so far."""

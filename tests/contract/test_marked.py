@@ -554,3 +554,92 @@ def test_c08_the_same_as_side_by_side_of_what_is_not_marked(device):
     assert_same(plain(ramp(device, 3)), ramp(device, 3) * 2)
     both = SideBySide(lambda: lambda x: plain(x) + 1, warmup=0, fallback="split")
     run(both, device)
+
+
+@may_run_live
+@pytest.mark.parametrize("through", ["it", "a view", "what it is a view of", "nothing"])
+@pytest.mark.parametrize("what", ["itself", "a part", "in a list"])
+def test_c05_it_keeps_what_is_written_later(device, what, through):
+    """Eager shows the owner what is written: a copy would not."""
+
+    def make():
+        kept = []
+
+        @pg.live
+        def keep(y):
+            kept.append(y if what == "itself" else y[1:] if what == "a part" else {"y": (y,)})
+
+        def function(x):
+            base = x * 2
+            y = base[2:]
+            keep(y)
+            if through != "nothing":
+                {"it": y, "a view": y[:3], "what it is a view of": base}[through].mul_(3)
+            return base + 1
+
+        return function, kept
+
+    both = split(make, hold=True)
+    run(both, device)
+    assert counts(both)[2] == (5 if through == "nothing" else 0)
+
+
+@may_run_live
+def test_c05_it_writes_what_one_was_given_before(device):
+    def make():
+        kept = []
+        keep = pg.live(lambda y: kept.append(y))
+        write = pg.live(lambda: kept[-1].mul_(2))
+
+        def function(x):
+            y = x * 2
+            keep(y)
+            write()
+            return y + 1
+
+        return function, kept
+
+    both = split(make)
+    run(both, device)
+    assert "writes what one was given before it" in reasons(both)
+
+
+@pytest.mark.parametrize("what", ["keeps", "writes"])
+def test_c05_it_does_so_for_the_first_time_in_a_replay(device, what):
+    kept, calls = [], []
+
+    @pg.live
+    def look(y):
+        calls.append(len(calls))
+        if len(calls) == 4 or what == "writes":
+            kept.append(y)
+
+    @pg.live
+    def write():
+        if len(calls) == 4 and what == "writes":
+            kept[-1].mul_(2)
+
+    state = torch.zeros(3, device=device)
+
+    @pg.record(warmup=1, fallback="split")
+    def function(x):
+        state.add_(1)
+        y = x * 2
+        look(y)
+        write()
+        if what == "keeps":
+            y.add_(1)
+        return y * 2
+
+    x, plus = ramp(device, 3), 2 * (what == "keeps")
+    for _ in range(3):
+        assert_same(function(x), x * 4 + plus)
+    message = "has kept a tensor that is written later" if what == "keeps" else "has written what one was given before it"
+    with pytest.raises(RuntimeError, match=message):
+        function(x)
+    assert state.tolist() == [3] * 3
+    for _ in range(3):
+        assert_same(function(x), x * 4 + plus)
+    assert state.tolist() == [6] * 3
+    assert len(calls) == 7
+    assert counts(function)[1] == 2

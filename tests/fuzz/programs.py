@@ -121,6 +121,7 @@ class Program:
     warmup: int = 1
     max_recordings: int = 16
     copied: int = 0  # bytes of results up to which they are copied out
+    split: bool = False  # recorded in segments
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -230,6 +231,61 @@ def _written(c: torch.Tensor, k: int) -> torch.Tensor:
     return c
 
 
+LOG: list[Any] = []  # of the machine that runs; only marked functions know of it
+
+
+@pg.live
+def _logs(a: torch.Tensor, k: int) -> None:
+    LOG.append((k, a.detach().double().sum().item()))
+
+
+@pg.live
+def _gives(a: torch.Tensor, k: int) -> torch.Tensor:
+    LOG.append(a.detach().flatten().tolist())
+    return torch.rand(4, device=a.device) + len(LOG) % 5 * k
+
+
+@pg.live
+def _varies(a: torch.Tensor, k: int) -> torch.Tensor:
+    LOG.append(k)
+    return a.new_full((4 if len(LOG) % 9 else 3,), float(len(LOG) % 5))
+
+
+@pg.live
+def _writes(s: State, a: torch.Tensor, k: int) -> torch.Tensor:
+    LOG.append(s.scale)
+    a.mul_(0.5).add_(len(LOG) % 3)
+    return a
+
+
+@pg.live
+def _writes_unseen(a: torch.Tensor, k: int) -> None:
+    LOG.append(k)
+    a.data.mul_(0.5)
+
+
+@pg.live
+def _keeps(a: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
+    """What no one else writes but the function itself."""
+    LOG.append(a)
+    return {"a": a, "b": a.detach() + k}
+
+
+@pg.live
+def _sees_gradients(s: State) -> None:
+    LOG.append(None if s.trained.grad is None else s.trained.grad.tolist())
+
+
+def _marked(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """The instruction gives what the marked function gives, or what it was given."""
+
+    def run(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+        found = call(s, a, k)
+        return a if found is None else found
+
+    return run
+
+
 OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "add": lambda s, a, b, k: a + _fit(b, a),
     "sub": lambda s, a, b, k: a - _fit(b, a) * k,
@@ -273,12 +329,20 @@ OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]]
     "gradient step": _grad_step,
     "backward": _backward,
     "descend": _descend,
+    "marked, logs": _marked(lambda s, a, k: _logs(a, k)),
+    "marked, gives": _marked(lambda s, a, k: _gives(a, k=k)),
+    "marked, varies": _marked(lambda s, a, k: _varies(a, k)),
+    "marked, writes": _marked(lambda s, a, k: _writes(s, a, k)),
+    "marked, writes unseen": _marked(lambda s, a, k: _writes_unseen(a, k)),
+    "marked, keeps": _marked(lambda s, a, k: _keeps(a + 1, k)["b" if k == 1 else "a"]),
+    "marked, sees gradients": _marked(lambda s, a, k: _sees_gradients(s)),
     "item": lambda s, a, b, k: a * a.sum().clamp(-4, 4).item(),
     "mask": lambda s, a, b, k: a[a > 0],
     "count": _count,
 }
 RARE = ("item", "mask", "count")
-COMMON = tuple(op for op in OPS if op not in RARE)
+MARKED = tuple(op for op in OPS if op.startswith("marked"))
+COMMON = tuple(op for op in OPS if op not in RARE and op not in MARKED)
 
 
 def interpret(function: Function, state: State, inputs: tuple[torch.Tensor, ...], scalar: float) -> Any:
@@ -332,6 +396,7 @@ class Machine:
 
     def __init__(self, program: Program, record: bool, device: torch.device) -> None:
         torch.manual_seed(program.seed)
+        LOG.clear()
         self.program = program
         self.device = device
         self.state = State(device)
@@ -346,7 +411,8 @@ class Machine:
             return interpret(function, state, inputs, scalar)
 
         program = self.program
-        return pg.record(run, warmup=program.warmup, max_recordings=program.max_recordings) if record else run
+        options = {"fallback": "split"} if program.split else {}
+        return pg.record(run, warmup=program.warmup, max_recordings=program.max_recordings, **options) if record else run
 
     def perform(self, action: Action) -> Any:
         """Performs one action; returns what there is to see afterwards."""
@@ -413,6 +479,7 @@ class Machine:
             "gradient": None if state.trained.grad is None else noted(state.trained.grad),
             "values": (state.scale, state.flag, state.training, state.count),
             "generator": _generator_state(self.device),
+            "log": [noted(entry) if isinstance(entry, torch.Tensor) else entry for entry in LOG],
             "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "state": state})),
         }
 
@@ -487,7 +554,8 @@ def check(program: Program, device: torch.device) -> Ran:
 
 def make_program(choose: Choose) -> Program:
     """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
-    functions = tuple(_function(choose) for _ in range(choose(range(2, 5))))
+    split = choose((False, False, True))
+    functions = tuple(_function(choose, split) for _ in range(choose(range(2, 5))))
     palette = _Palette(choose)
     # A loop, as real programs have one: the same few calls again and again, so that they are replayed.
     block = [palette.call(choose, len(functions)) for _ in range(choose((1, 2, 3)))]
@@ -497,17 +565,17 @@ def make_program(choose: Choose) -> Program:
             actions.append(call)
             actions.extend(_interlude(choose, len(functions)))
     seed, warmup, most = choose(range(100)), choose((1, 1, 1, 0, 2)), choose((16, 16, 16, 2))
-    return Program(functions, tuple(actions[:MAX_ACTIONS]), seed, warmup, most, choose((0, 0, 100, 65536)))
+    return Program(functions, tuple(actions[:MAX_ACTIONS]), seed, warmup, most, choose((0, 0, 100, 65536)), split)
 
 
-def _function(choose: Choose) -> Function:
-    instructions = tuple(_instruction(choose) for _ in range(choose(range(1, 7))))
+def _function(choose: Choose, split: bool) -> Function:
+    instructions = tuple(_instruction(choose, split) for _ in range(choose(range(1, 7))))
     returns = tuple(choose((-1, -2, 0, -3, 1, 2, 3, 4)) for _ in range(choose((1, 1, 2, 3))))
     return Function(instructions, returns, choose(tuple(FORMS)) if len(returns) > 1 else choose(("one", "one", "list")))
 
 
-def _instruction(choose: Choose) -> Instruction:
-    op = choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
+def _instruction(choose: Choose, split: bool) -> Instruction:
+    op = choose(MARKED) if split and choose(range(5)) == 4 else choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
     # Mostly the value just computed: -1 is the last one.
     return Instruction(op, choose((-1, -1, 0, -2, 1, 2, 3, 4)), choose((0, 1, -2, 2, 3)), choose((1, 2, 3)))
 
