@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import Refusal
-from .forms import Form, Meta, alone, form_of, sizes_of
+from .forms import SHARES, Form, Meta, form_of, sizes_of
+from .given import HISTORY, Given
 from .identity import identity
-from .marked import Given
 from .pool import copy_of, once
-from .torch_private import below_autograd
+from .signature import modes
+from .torch_private import alias, below_autograd
 from .trees import Node, flatten, unflatten
 from .within import Within
 
@@ -93,15 +94,17 @@ class Torn(Exception):
 class MarkedBreak(Break):
     """A function that is marked `@pg.live`, between two segments.
 
-    `outside` says of each input whether its memory is somebody else's too: what is written there has to be known beforehand.
+    `outside` says of each input whether its memory is somebody else's too: what is written there has to be known beforehand;
+    `historied`, whether it has a history.
     `grads` are the gradients that the call has given to parameters before it: a replay leaves them there only at its end.
     `keeps` says which arguments somebody has kept in a live call, and `rewritten` which inputs are written after it.
     """
 
     def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, outside: Sequence[bool],
-                 grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
+                 historied: Sequence[bool], grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
                  rewritten: Sequence[list[bool]]) -> None:  # fmt: skip
         super().__init__(form, shape, leaves, where)
+        self._historied = historied
         self._outside = outside
         self.grads = grads
         self._keeps = keeps
@@ -109,51 +112,87 @@ class MarkedBreak(Break):
 
     def settle(self) -> None:
         runs = f"runs {self.form.operator.name()} live"
-        if any(p.grad is not grad for p, grad in self.grads):
+        if any(grad is not None and p.grad is not grad for p, grad in self.grads):
             raise Refusal(f"{runs} while gradients are there that it drops later", "call it outside of that", self.where)
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             raise Refusal(f"{runs}, which keeps a tensor that is written later", "let it keep a clone", self.where)
 
     def run(self, done: list[Done], generators: Sequence[Any]) -> bool:
         with torch.no_grad():
-            copies = [*map(copy_of, self._inputs)]
+            copies = [alias(copy_of(t)) for t in self._inputs]  # no views, which autograd would look after
+        for t, historied in zip(copies, self._historied, strict=True):
+            if historied:
+                _Historied.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
         args, kwargs = self._arguments(copies)
-        leaves: list[Any] = []
-        flatten((args, kwargs), leaves)
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        given, earlier = Given([*tensors.values()]), Given([t for one in done for _, t in one.arguments])
-        with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
-            box = [self.form.operator(*args, **kwargs)]
-        form = alone(form_of(self.form.operator, args, kwargs, box[0]), box, {*map(identity, given.tensors)})
-        form = form._replace(writes=tuple(i for i, w in zip(tensors, given.written(), strict=True) if w))
-        kept = {i for i, k in zip(tensors, given.kept(box), strict=True) if k}
+        given = Given(args, kwargs)
+        earlier = [t for one in done for _, t in one.arguments]
+        versions = [t._version for t in earlier]
+        box: list[Any] = []
+        try:
+            with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
+                before = modes()
+                box.append(self.form.operator(*args, **kwargs))
+                torn = "changes a setting of the process" if modes() != before else given.changed(box)
+        except BaseException:
+            self._put_back(copies, given)
+            raise
+        form = form_of(self.form.operator, args, kwargs, box[0])
+        unlike, written = given.unlike(box), given.written()
+        if HISTORY in unlike or SHARES in form.objection:
+            torn = HISTORY if HISTORY in unlike else SHARES
+        if versions != [t._version for t in earlier]:
+            torn = "writes what one was given before it"
+        kept = given.kept(box)
         if any(i in kept and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
-            raise Torn("has kept a tensor that is written later (let it keep a clone)")
-        if any(earlier.written()):
-            raise Torn("has written what one was given before it")
+            torn = "keeps a tensor that is written later (let it keep a clone)"
+        if torn:
+            raise Torn(torn)
+        own = [(i, given.tensors[i]) for i in written if i not in self._places]
         after = tuple(zip(self._places, copies, strict=True))
-        done.append(Done(self.form.operator, box[0], after, tuple((g, g.get_state()) for g in generators)))
-        if form != self.form or given.resized():
+        values = after + tuple((i, t.detach().clone()) for i, t in own)
+        states = tuple((g, g.get_state()) for g in generators)
+        done.append(Done(self.form.operator, box[0], values, states, frozenset(identity(t) for _, t in own)))
+        if unlike or form._replace(writes=written) != self.form:
             return False
         with torch.no_grad():
             for (i, t), place, outside in zip(after, self._inputs, self._outside, strict=True):
-                if outside and i not in form.writes and _differ(place, t):
+                if outside and i not in written and _differ(place, t):
                     return False  # written in a way that leaves no trace (`x.data`)
-            for (i, t), place, outside in zip(after, self._inputs, self._outside, strict=True):
-                if not outside or i in form.writes:
-                    once(place).copy_(once(t))
+            self._put_back(copies, given)
             self._put(box[0])
         return True
 
+    def _put_back(self, copies: Sequence[torch.Tensor], given: Given) -> None:
+        """What was written to the copies."""
+        written = given.written()
+        with torch.no_grad():
+            for i, place, t, outside in zip(self._places, self._inputs, copies, self._outside, strict=True):
+                if not outside or i in written:
+                    once(place).copy_(once(t))
+
+
+class _Historied(torch.autograd.Function):
+    """Gives a copy the look of a tensor with a history, as what it is a copy of has."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeError("a function that is marked @pg.live differentiates what it is given, for the first time in a replay")
+
 
 class Done(NamedTuple):
-    """What a marked function has done in a call: its result, the values of its arguments after it (by their places), and where
-    the generators stood then."""
+    """What a marked function has done in a call: its result, the values after it of what it was given copies of, and of what it
+    has written, by their places; and where the generators stood then."""
 
     marked: Any
     result: Any
     arguments: tuple[tuple[int, torch.Tensor], ...]
     states: tuple[tuple[Any, torch.Tensor], ...]
+    own: frozenset[int]  # the tensors outside that it was given and has written, by identity
 
     def again(self, args: Any, kwargs: Any) -> Any:
         """The same, in a call with these arguments. Returns the result."""

@@ -17,16 +17,18 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .given import Given, plain
 from .identity import identity
-from .marked import Given, Marked, owners
+from .marked import Marked
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied
+from .torch_private import transformed
 from .trees import Node, flatten
 from .watch import storage_id
 
-__all__ = ["Form", "Meta", "Notes", "alone", "form_of", "noted_here", "noting", "sizes_of"]
+__all__ = ["SHARES", "Form", "Meta", "Notes", "form_of", "noted_here", "noting", "sizes_of"]
 
 
 class Meta(NamedTuple):
@@ -58,6 +60,9 @@ class Form(NamedTuple):
     writes: tuple[int, ...] = ()
 
 
+SHARES = "returns tensors that share memory with each other, or with its arguments"
+
+
 def form_of(operator: OpOverload | Marked, args: Any, kwargs: Any, result: Any) -> Form:
     """The form of a call that has just returned."""
     given: list[Any] = []
@@ -69,23 +74,8 @@ def form_of(operator: OpOverload | Marked, args: Any, kwargs: Any, result: Any) 
     found = [kind for kind in kinds if isinstance(kind, str)]
     new = [_memory(x) for x, kind in zip(leaves, kinds, strict=True) if isinstance(kind, Meta) and x.numel()]
     if len({*new}) < len(new) or not {_memory(x) for x in given if isinstance(x, torch.Tensor)}.isdisjoint(new):
-        found.append("returns tensors that share memory with each other, or with its arguments")
+        found.append(SHARES)
     return Form(operator, shape, tuple(None if isinstance(k, str) else k for k in kinds), "; ".join(found))
-
-
-def alone(form: Form, box: list[Any], given: Set[int]) -> Form:
-    """The form of a marked function's call whose result is in this list, and nowhere else. What it has returned must be nobody
-    else's (but the tensors it was `given`, by identity), and have no history: the next segment goes on with a copy."""
-    leaves: list[Any] = []
-    flatten(box, leaves)
-    new = [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided and identity(x) not in given]
-    objections = [form.objection] if form.objection else []
-    if any(t.requires_grad for t in new):
-        objections.append("returns a tensor with a history")
-    del leaves
-    if not all(owners(new, i) == _ALONE for i in range(len(new))):
-        objections.append("returns a tensor that it keeps, or that is somebody else's (return a clone)")
-    return form._replace(objection="; ".join(objections))
 
 
 def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
@@ -105,10 +95,6 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
 
 def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
-
-
-_kept = [torch.empty(1)]
-_ALONE = owners([*_kept], 0)  # of a tensor that two containers have: the result, and the list of its leaves
 
 
 def _gradient(t: torch.Tensor) -> tuple[int, int]:
@@ -160,46 +146,54 @@ class Notes:
         """The same for a marked function. It runs if it has not in this call."""
         leaves: list[Any] = []
         flatten((args, kwargs), leaves)
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-        storages = {storage_id(t) for t in tensors.values() if t.layout is torch.strided}
-        heard = {i: t for i, t in tensors.items() if not t.is_inference() and t.layout is torch.strided}
-        given, grads = Given([*heard.values()]), [*map(_gradient, heard.values())]
-        places, before, earlier = self._places(), self._tensors(storages), Given(self._given_before())
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        del leaves
+        if transformed() or not all(map(plain, tensors)):
+            self._note(Form(function, None, (), "is given tensors of another kind, of a transform, or of inference mode"), None)
+            return self._run(function, args, kwargs)
+        storages, grads = {*map(storage_id, tensors)}, [*map(_gradient, tensors)]
+        places, before = self._places(marked=True), self._tensors(storages)
+        beside = {storage_id(t) for _, t in (self.reach.tensors.values() if self.reach else ()) if t.layout is torch.strided}
+        own = {identity(t) for _, t in (self.reach.tensors.values() if self.reach else ())}
+        earlier = self._given_before()
+        versions = [t._version for t in earlier]
         done = self._done.popleft() if self._done and self._done[0].marked is function else None
         asked: list[torch.Tensor] = []
-        others = [t for t in given.tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
-        hooks = [t.register_hook(asked.append) for t in others]
-        del others
-        self.within = True
+        hooks = [t.register_hook(asked.append) for t in tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
+        given = Given(args, kwargs)
+        box: list[Any] = []
         try:
-            box = [function(*args, **kwargs) if done is None else done.again(args, kwargs)]
+            box.append(self._run(function, args, kwargs) if done is None else done.again(args, kwargs))
         finally:
-            self.within = False
+            changes = given.changed(box) if box else ""
             for hook in hooks:
                 hook.remove()
         form = form_of(function, args, kwargs, box[0])
-        if done is None:
-            form = alone(form, box, {*map(identity, tensors.values())})
         moved = [was.name for was, now in zip(before, self._tensors(storages), strict=True) if not was.same(now)]
-        written = given.written()
-        objections = [form.objection, *(f"changes {name} besides giving its result" for name in (*changed(places), *moved)[:1])]
-        if asked or [*map(_gradient, heard.values())] != grads:
+        written = [given.tensors[i] for i in given.written()]
+        objections = [form.objection, *(given.unlike(box) if done is None else ()), changes]
+        objections += [f"changes {name} besides giving its result" for name in (*changed(places), *moved)[:1]]
+        if asked or [*map(_gradient, tensors)] != grads:
             objections.append("differentiates what it is given")
-        if len(heard) < len(tensors):
-            objections.append("is given tensors of inference mode, where nobody hears what it writes (use no_grad)")
-        if any(w and t.requires_grad and torch.is_grad_enabled() for w, t in zip(written, given.tensors, strict=True)):
+        if any(t.requires_grad and torch.is_grad_enabled() for t in written):
             objections.append("writes an argument that has a history")
-        if given.resized():
-            objections.append("resizes an argument")
-        if any(earlier.written()):
+        if any(storage_id(t) in beside and identity(t) not in own for t in written):
+            objections.append("writes a view of a tensor outside")
+        if versions != [t._version for t in earlier]:
             objections.append("writes what one was given before it")
-        if len({*map(identity, tensors.values())}) < len(tensors) or len(storages) < len(tensors):
+        if len({*map(identity, tensors)}) < len(tensors) or len(storages) < len(tensors):
             objections.append("is given tensors that share memory")
-        writes = tuple(i for i, w in zip(heard, written, strict=True) if w)
-        keeps = {i for i, k in zip(heard, given.kept(box), strict=True) if k}
-        self._note(form._replace(objection="; ".join(filter(None, objections)), writes=writes), box[0], keeps)
-        self._given += [weakref.ref(t) for t in given.tensors]
+        form = form._replace(objection="; ".join(filter(None, objections)), writes=given.written())
+        self._note(form, box[0], given.kept(box))
+        self._given += map(weakref.ref, tensors)
         return box[0]
+
+    def _run(self, function: Marked, args: Any, kwargs: Any) -> Any:
+        self.within = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.within = False
 
     def _given_before(self) -> list[torch.Tensor]:
         """What marked functions were given in this call, and somebody still has."""
@@ -225,9 +219,10 @@ class Notes:
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])
 
-    def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
+    def _places(self, marked: bool = False) -> list[tuple[Holder, tuple[Any, ...]]]:
+        """What is in reach. (Hyper-parameters too, where code of the user's runs, which may set them.)"""
         places = map(relied, self.reach.holders) if self.reach is not None else ()
-        return [(h, h.read()) for h in places if h.dial is None]
+        return [(h, h.read()) for h in places if marked or h.dial is None]
 
     def _tensors(self, written: Set[int]) -> list[_Seen]:
         """The tensors in reach, but for those that the operator says it writes."""

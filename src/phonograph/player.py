@@ -73,6 +73,7 @@ class Player:
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
             recording.program.disturbing = recording.reliances.disturbing
+            recording.program.versions = recording.reliances.versions
             recording.program.show_gradients = recording.reliances.grads.show
         self._mixed = recording.program.mixed
         self._copies = {identity(lease): i for i, lease in enumerate(recording.copied)}
@@ -215,16 +216,17 @@ class Player:
                 self.recording.reliances.grads.restore()  # to what they were before the capture, which this call follows
             raise
         except BaseException:  # an operator that raises (an index out of range) leaves what was written before it
-            self._leave(tensors)
+            program = self.recording.program
+            self._leave(tensors, gradients=not (isinstance(program, Segments) and program.stopped))  # there they are right
             raise
         self._leave(tensors)
         return self._hand_out(call, tensors, targets), copied
 
-    def _leave(self, tensors: list[torch.Tensor]) -> None:
+    def _leave(self, tensors: list[torch.Tensor], gradients: bool = True) -> None:
         """What a run has done outside becomes visible there."""
         if self._written:
             self._write_back(tensors)
-        self._after()
+        self._after(gradients)
         if self.played == 1:  # before a gradient is handed out: whoever has it then holds it
             self.recording.reliances.grads.seal()
 
@@ -249,10 +251,10 @@ class Player:
         if self.pool.loans:
             self.pool.take_back(self.recording.footprint)
 
-    def _after(self) -> None:
+    def _after(self, gradients: bool = True) -> None:
         if self._bump:
             bump(self._bump)
-        if self._grads is not None:
+        if gradients and self._grads is not None:
             self._grads.leave()
 
     def _lend_in(self, tensors: list[torch.Tensor]) -> int:

@@ -38,6 +38,7 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .listening import watching_python
+from .marked import Marked
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
@@ -521,6 +522,9 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     all_known = not watch.written.keys().isdisjoint(watch.slot_ids)
     keys = (watch.known if all_known else watch.written).keys() - watch.slot_ids
     storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
+    marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
+    theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
+    storages |= {storage_id(t): t.untyped_storage() for t in theirs if t.layout is torch.strided}
     return Entangled([t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else (), storages.values())
 
 

@@ -252,12 +252,13 @@ class Grads:
             p.grad = g
 
     def show(self) -> None:
-        """Before the first replay in whose middle somebody may see gradients: those that the call will leave. (They stand there
-        from the capture on.)"""
+        """Before the first replay in whose middle somebody may see gradients: until then those stand there that the call will
+        leave."""
         if not self._sealed:
             before = self._before
             self.seal()
             self._before = before
+            self.restore()
 
     def _count(self) -> list[list[int]]:
         """References to the created gradients: Python's to the objects, tensors on their memory, Python's to the storages."""
@@ -322,6 +323,7 @@ class Reliances:
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
         held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
+        self._dialled = [h for h in snapshot.holders if h.dial in live]
         self._hot = [entry for entry in held if not entry[0].watched]
         self._read_hot = _together([entry[1] for entry in self._hot])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
@@ -370,13 +372,24 @@ class Reliances:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
         rotation is found before a later one.)"""
         before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch(), modes()
+        dialled = [(holder, holder.read()) for holder in self._dialled]
 
         def disturbed() -> bool:
-            now = [*self._read_hot(), *self._grads.read()]
-            same_objects = len(now) == len(before) + len(grads) and all(map(is_, now, (*before, *grads)))
-            return not (same_objects and self._alike(self._pointed) and witness.epoch() == epoch and modes() == settings)
+            if modes() != settings or changed(dialled) or not all(map(is_, self._grads.read(), grads)):
+                return True
+            now = self._read_hot()
+            same_objects = len(now) == len(before) and all(map(is_, now, before))
+            if not (same_objects or all(map(_unchanged, self._hot))) or not self._alike(self._pointed):
+                return True
+            return witness.epoch() != epoch and self._all_watched() is not None
 
         return disturbed
+
+    def versions(self) -> dict[int, int]:
+        """How often tensors outside, and their gradients, have been written, by identity."""
+        tensors = [t for t, _ in self._tensors]
+        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        return {identity(t): t._version for t in tensors if not t.is_inference()}
 
     def _all_watched(self) -> str | None:
         epoch = witness.epoch()

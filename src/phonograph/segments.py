@@ -36,8 +36,8 @@ from .where import users_line
 __all__ = ["Break", "Cuts", "Diverged", "Segments", "Unseen"]
 
 _TORN = (
-    "phonograph: {} is marked @pg.live and {}, in the middle of a replay (at {}). What the replay has written is put back; the "
-    "next call runs live, and looks at it anew. Or do that outside of the recorded function."
+    "phonograph: {} is marked @pg.live and {}, for the first time in a replay (at {}). What the replay has written is put "
+    "back; the next call runs live, and looks at it anew. Or do that outside of the recorded function."
 )
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
 
@@ -73,7 +73,9 @@ class Segments:
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()
         self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
+        self.versions: Callable[[], Mapping[int, int]] = dict
         self.show_gradients: Callable[[], None] = lambda: None  # see `Grads`
+        self.stopped = False  # the last run, by an exception of what is live between segments
         with torch.inference_mode(False), torch.no_grad():
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
         self._generators = generators
@@ -83,26 +85,35 @@ class Segments:
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
-        if any(live.grads for live in self.breaks):
+        self.stopped = False
+        marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
+        if marked:
             self.show_gradients()
         with torch.no_grad():
             before = [t.clone() for t in self._written]
         states = [g.get_state() for g in self._generators]
+        versions = self.versions() if marked else {}
         disturbed = self.disturbing()
         done: list[Done] = []
         grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # as they were
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
-            if isinstance(live, MarkedBreak) and live.grads:
+            if live.grads:
                 grads += [(p, p.grad) for p, _ in live.grads]
                 _give(live.grads)
                 disturbed = self.disturbing()
+            torn = ""
             try:
-                same_form, torn = live.run(done, self._generators), ""
+                same_form = live.run(done, self._generators)
                 if done and disturbed():
-                    torn = "has changed something on which the recorded function relies (keep it in a tensor)"
+                    torn = "changes something on which the recorded function relies (keep it in a tensor)"
+                elif done and not same_form and self._written_by_the_way(versions, done):
+                    torn = "returns something of another form, after others have written tensors outside"
             except Torn as e:
                 same_form, torn = False, str(e)
+            except BaseException:
+                self.stopped = True
+                raise
             if not same_form or torn or disturbed():
                 self._undo(before, states)
                 _give(reversed(grads))
@@ -112,6 +123,12 @@ class Segments:
                 raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
             targets = program.run(())
         return targets
+
+    def _written_by_the_way(self, versions: Mapping[int, int], done: Sequence[Done]) -> bool:
+        """Whether marked functions have written tensors outside that they were not given."""
+        own = frozenset[int]().union(*(one.own for one in done))
+        now = self.versions()
+        return any(now.get(i, version) != version for i, version in versions.items() if i not in own)
 
     def _undo(self, before: list[torch.Tensor], states: list[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -192,7 +209,8 @@ class Cuts:
             bump(written)  # for those who have saved one of them for a backward
             outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]
             keeps, rewritten = self._notes.keeps[self._before - 1], [watch.shown(t) for t in mine]  # type: ignore[union-attr]
-            part = MarkedBreak(form, shape, given, users_line(), outside, self._grads(runs), keeps, rewritten)
+            historied = [t.requires_grad and torch.is_grad_enabled() for t in mine]
+            part = MarkedBreak(form, shape, given, users_line(), outside, historied, self._grads(runs), keeps, rewritten)
         else:
             part = Break(form, shape, given, users_line())
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
