@@ -8,14 +8,14 @@ again, it does not run a second time: what it gave and wrote is `Done` again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import Refusal
 from .forms import SHARES, Form, Meta, form_of, sizes_of
-from .given import HISTORY, Given
+from .given import HISTORY, Given, differ
 from .identity import identity
 from .pool import copy_of, once
 from .signature import modes
@@ -94,18 +94,16 @@ class Torn(Exception):
 class MarkedBreak(Break):
     """A function that is marked `@pg.live`, between two segments.
 
-    `outside` says of each input whether its memory is somebody else's too: what is written there has to be known beforehand;
-    `historied`, whether it has a history.
+    `historied` says of each input whether it has a history.
     `grads` are the gradients that the call has given to parameters before it: a replay leaves them there only at its end.
-    `keeps` says which arguments somebody has kept in a live call, and `rewritten` which inputs are written after it.
+    `keeps` says which arguments somebody has kept in a live call, and `rewritten` which inputs others may write after it.
     """
 
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, outside: Sequence[bool],
-                 historied: Sequence[bool], grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
+    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, historied: Sequence[bool],
+                 grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
                  rewritten: Sequence[list[bool]]) -> None:  # fmt: skip
         super().__init__(form, shape, leaves, where)
         self._historied = historied
-        self._outside = outside
         self.grads = grads
         self._keeps = keeps
         self._rewritten = rewritten
@@ -115,7 +113,7 @@ class MarkedBreak(Break):
         if any(grad is not None and p.grad is not grad for p, grad in self.grads):
             raise Refusal(f"{runs} while gradients are there that it drops later", "call it outside of that", self.where)
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
-            raise Refusal(f"{runs}, which keeps a tensor that is written later", "let it keep a clone", self.where)
+            raise Refusal(f"{runs}, which keeps a tensor that others may write later", "let it keep a clone", self.where)
 
     def run(self, done: list[Done], generators: Sequence[Any]) -> bool:
         with torch.no_grad():
@@ -124,7 +122,7 @@ class MarkedBreak(Break):
             if historied:
                 _Historied.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
         args, kwargs = self._arguments(copies)
-        given = Given(args, kwargs)
+        given = Given(args, kwargs, dict(zip(self._places, self._inputs, strict=True)))
         earlier = [t for one in done for _, t in one.arguments]
         versions = [t._version for t in earlier]
         box: list[Any] = []
@@ -134,7 +132,7 @@ class MarkedBreak(Break):
                 box.append(self.form.operator(*args, **kwargs))
                 torn = "changes a setting of the process" if modes() != before else given.changed(box)
         except BaseException:
-            self._put_back(copies, given)
+            self._put_back(copies, given.written())
             raise
         form = form_of(self.form.operator, args, kwargs, box[0])
         unlike, written = given.unlike(box), given.written()
@@ -144,7 +142,7 @@ class MarkedBreak(Break):
             torn = "writes what one was given before it"
         kept = given.kept(box)
         if any(i in kept and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
-            torn = "keeps a tensor that is written later (let it keep a clone)"
+            torn = "keeps a tensor that others may write later (let it keep a clone)"
         if torn:
             raise Torn(torn)
         own = [(i, given.tensors[i]) for i in written if i not in self._places]
@@ -154,20 +152,15 @@ class MarkedBreak(Break):
         done.append(Done(self.form.operator, box[0], values, states, frozenset(identity(t) for _, t in own)))
         if unlike or form._replace(writes=written) != self.form:
             return False
+        self._put_back(copies, written)
         with torch.no_grad():
-            for (i, t), place, outside in zip(after, self._inputs, self._outside, strict=True):
-                if outside and i not in written and _differ(place, t):
-                    return False  # written in a way that leaves no trace (`x.data`)
-            self._put_back(copies, given)
             self._put(box[0])
         return True
 
-    def _put_back(self, copies: Sequence[torch.Tensor], given: Given) -> None:
-        """What was written to the copies."""
-        written = given.written()
+    def _put_back(self, copies: Sequence[torch.Tensor], written: Container[int]) -> None:
         with torch.no_grad():
-            for i, place, t, outside in zip(self._places, self._inputs, copies, self._outside, strict=True):
-                if not outside or i in written:
+            for i, place, t in zip(self._places, self._inputs, copies, strict=True):
+                if i in written:
                     once(place).copy_(once(t))
 
 
@@ -202,16 +195,10 @@ class Done(NamedTuple):
         with torch.no_grad():
             for i, t in self.arguments:
                 theirs[identity(t)] = given[i]
-                if _differ(given[i], t):
+                if differ(given[i], t):
                     once(given[i]).copy_(once(t))
         for generator, state in self.states:
             generator.set_state(state)
         leaves: list[Any] = []
         shape = flatten(self.result, leaves)
         return unflatten(shape, iter([theirs.get(identity(x), x) for x in leaves]))
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of the same metadata hold other bits."""
-    a, b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
-    return not torch.equal(a.view(torch.uint8), b.view(torch.uint8))

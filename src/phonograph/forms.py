@@ -97,6 +97,13 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
 
 
+def _tensors_of(args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
+    """Those among the arguments, by their places."""
+    leaves: list[Any] = []
+    flatten((args, kwargs), leaves)
+    return {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+
 def _gradient(t: torch.Tensor) -> tuple[int, int]:
     grad = t.grad if t.is_leaf else None
     return identity(grad), 0 if grad is None or grad.is_inference() else grad._version
@@ -144,11 +151,8 @@ class Notes:
 
     def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
         """The same for a marked function. It runs if it has not in this call."""
-        leaves: list[Any] = []
-        flatten((args, kwargs), leaves)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        del leaves
-        if transformed() or not all(map(plain, tensors)):
+        tensors = [*_tensors_of(args, kwargs).values()]
+        if torch.is_inference_mode_enabled() or transformed() or not all(map(plain, tensors)):
             self._note(Form(function, None, (), "is given tensors of another kind, of a transform, or of inference mode"), None)
             return self._run(function, args, kwargs)
         storages, grads = {*map(storage_id, tensors)}, [*map(_gradient, tensors)]
@@ -160,12 +164,13 @@ class Notes:
         done = self._done.popleft() if self._done and self._done[0].marked is function else None
         asked: list[torch.Tensor] = []
         hooks = [t.register_hook(asked.append) for t in tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
-        given = Given(args, kwargs)
+        values = {i: t.detach().clone() for i, t in _tensors_of(args, kwargs).items() if identity(t) not in own}
+        given = Given(args, kwargs, values)
         box: list[Any] = []
         try:
             box.append(self._run(function, args, kwargs) if done is None else done.again(args, kwargs))
         finally:
-            changes = given.changed(box) if box else ""
+            changes, keeps = (given.changed(box), given.kept(box)) if box else ("", set())
             for hook in hooks:
                 hook.remove()
         form = form_of(function, args, kwargs, box[0])
@@ -184,7 +189,7 @@ class Notes:
         if len({*map(identity, tensors)}) < len(tensors) or len(storages) < len(tensors):
             objections.append("is given tensors that share memory")
         form = form._replace(objection="; ".join(filter(None, objections)), writes=given.written())
-        self._note(form, box[0], given.kept(box))
+        self._note(form, box[0], keeps)
         self._given += map(weakref.ref, tensors)
         return box[0]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -18,7 +18,7 @@ from .signature import modes
 from .torch_private import is_batched, transformed, use_count
 from .trees import containers, flatten
 
-__all__ = ["HISTORY", "Given", "plain"]
+__all__ = ["HISTORY", "Given", "differ", "plain"]
 
 HISTORY = "returns a tensor with a history"
 
@@ -30,9 +30,13 @@ def plain(t: torch.Tensor) -> bool:
 
 
 class Given:
-    """The arguments of a call, from before it on. What it returned is always in a `box`, a list that alone has it."""
+    """The arguments of a call, from before it on. What it returned is always in a `box`, a list that alone has it.
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    With the `values` that some of the tensors had before, by their places, a write counts also where it leaves no other trace
+    (`x.data`)."""
+
+    def __init__(self, args: Any, kwargs: Any, values: Mapping[int, torch.Tensor]) -> None:
+        self._values = values
         self._tree = args, kwargs
         self._leaves: list[Any] = []
         self._shape = flatten(self._tree, self._leaves)
@@ -46,9 +50,10 @@ class Given:
         self._references = [sys.getrefcount(c) for c in self._containers]
 
     def written(self) -> tuple[int, ...]:
-        """The places of tensors that were written in a way that leaves a trace."""
+        """The places of tensors that were written."""
         versions = zip(self.tensors.items(), self._versions, strict=True)
-        return tuple(i for (i, t), version in versions if t._version != version)
+        return tuple(i for (i, t), version in versions
+                     if t._version != version or (i in self._values and differ(t, self._values[i])))  # fmt: skip
 
     def kept(self, box: list[Any]) -> set[int]:
         """The places of tensors that somebody has now who had not."""
@@ -85,6 +90,12 @@ class Given:
         alone = alone and all(t.untyped_storage().resizable() for t in new)  # else the memory is an array's, say
         found = [HISTORY] if any(t.requires_grad for t in new) else []
         return found if alone else [*found, "returns something that it keeps, or that is somebody else's (return a clone)"]
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of the same metadata hold other bits."""
+    a, b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
+    return not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:

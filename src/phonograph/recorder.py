@@ -134,6 +134,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
                 raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                               "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
             snapshot.restore(unchanged=True)  # `self.seen = []`
+            captured.watch.handed_out(captured.result)
             for part in captured.watch.parts:
                 part.settle()
             touched = captured.watch.touched

@@ -207,10 +207,11 @@ class Cuts:
         part: Break
         if isinstance(operator, Marked):
             bump(written)  # for those who have saved one of them for a backward
-            outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]
-            keeps, rewritten = self._notes.keeps[self._before - 1], [watch.shown(t) for t in mine]  # type: ignore[union-attr]
+            outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]  # others have those
+            rewritten = [[True] if others else watch.shown(t) for t, others in zip(mine, outside, strict=True)]
+            keeps = self._notes.keeps[self._before - 1]  # type: ignore[union-attr]
             historied = [t.requires_grad and torch.is_grad_enabled() for t in mine]
-            part = MarkedBreak(form, shape, given, users_line(), outside, historied, self._grads(runs), keeps, rewritten)
+            part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
         else:
             part = Break(form, shape, given, users_line())
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]

@@ -30,6 +30,7 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
+from .trees import flatten
 from .where import runs_through, users_line
 
 if TYPE_CHECKING:
@@ -249,6 +250,16 @@ class OperatorWatch(TorchDispatchMode):
         """This tensor is shown to somebody who may keep it: a list that says whether it is written afterwards."""
         self._shown.setdefault(storage_id(t), []).append(found := [False])
         return found
+
+    def handed_out(self, result: Any) -> None:
+        """Whoever gets these tensors may write them."""
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        for t in leaves:
+            for shown in (
+                self._shown.get(storage_id(t), ()) if isinstance(t, torch.Tensor) and t.layout is torch.strided else ()
+            ):
+                shown[0] = True
 
     def changed(self) -> list[torch.UntypedStorage]:
         """The memory that outlives the call and that it has written so far."""

@@ -173,12 +173,10 @@ CHANGES: dict[str, Callable[[State], object]] = {
 
 
 def _fit(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """b, or one number made of it where it does not broadcast to a's shape."""
-    try:
-        fits = torch.broadcast_shapes(a.shape, b.shape) == a.shape
-    except RuntimeError:
-        fits = False
-    return b if fits else b.sum()
+    """b, or one number made of it where it does not broadcast to a's shape. (Functions with an except clause are not recorded
+    in segments.)"""
+    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    return b if b.dim() <= a.dim() and all(m in (1, n) for n, m in sizes) else b.sum()
 
 
 def _matmul(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
