@@ -83,7 +83,7 @@ def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
         return None
     if identity(x) in given:
         return given[identity(x)]
-    if type(x) is not torch.Tensor or x.layout is not torch.strided:
+    if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
         return f"returns a {type(x).__qualname__}" if not isinstance(x, torch.Tensor) else "returns a tensor of another kind"
     return Meta.of(x)
 
@@ -94,7 +94,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
 
 
 def _memory(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
 
 def _tensors_of(args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
@@ -131,9 +131,12 @@ class _Seen(NamedTuple):
 class Notes:
     """The forms of these operators in a live call, and of `marked` functions, and the values of their results on the CPU.
     `reach` is what the function can reach: what changes something of that, besides giving its result, cannot run between
-    segments. `done` is what marked functions have done in this call already."""
+    segments. `done` is what marked functions have done in this call already. Hyper-parameters may be set, which the next
+    segment follows; but where that has gone wrong, `strict`."""
 
-    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = ()) -> None:
+    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = (),
+                 strict: bool = False) -> None:  # fmt: skip
+        self._strict = strict
         self.operators = operators
         self.reach = reach
         self.marked = marked
@@ -156,7 +159,7 @@ class Notes:
             self._note(Form(function, None, (), "is given tensors of another kind, of a transform, or of inference mode"), None)
             return self._run(function, args, kwargs)
         storages, grads = {*map(storage_id, tensors)}, [*map(_gradient, tensors)]
-        places, before = self._places(marked=True), self._tensors(storages)
+        places, before = self._places(), self._tensors(storages)
         beside = {storage_id(t) for _, t in (self.reach.tensors.values() if self.reach else ()) if t.layout is torch.strided}
         own = {identity(t) for _, t in (self.reach.tensors.values() if self.reach else ())}
         earlier = self._given_before()
@@ -224,10 +227,9 @@ class Notes:
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])
 
-    def _places(self, marked: bool = False) -> list[tuple[Holder, tuple[Any, ...]]]:
-        """What is in reach. (Hyper-parameters too, where code of the user's runs, which may set them.)"""
+    def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
         places = map(relied, self.reach.holders) if self.reach is not None else ()
-        return [(h, h.read()) for h in places if marked or h.dial is None]
+        return [(h, h.read()) for h in places if self._strict or h.dial is None]
 
     def _tensors(self, written: Set[int]) -> list[_Seen]:
         """The tensors in reach, but for those that the operator says it writes."""

@@ -94,8 +94,12 @@ class Given:
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of the same metadata hold other bits."""
-    a, b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
-    return not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return not torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    dense = t.detach().contiguous()  # (the stride of a single element may be any)
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:

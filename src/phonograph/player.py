@@ -73,6 +73,7 @@ class Player:
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
             recording.program.disturbing = recording.reliances.disturbing
+            recording.program.dials = recording.reliances.dials
             recording.program.versions = recording.reliances.versions
             recording.program.show_gradients = recording.reliances.grads.show
         self._mixed = recording.program.mixed

@@ -100,8 +100,8 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "notes", "ran_backward", "refusal", "replays", "split", "untold", "warm",
-                 "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "notes", "ran_backward", "refusal", "replays", "split", "torn", "untold",
+                 "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -110,6 +110,7 @@ class History:
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.split = split  # operators that run live between segments
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
+        self.torn = False  # a marked function has done what a replay could not go on after
         self.attempts = 0
         self.untold = 0  # calls that did not show whether they may be padded
         self.changes = 0
@@ -398,6 +399,7 @@ class Recorded(Observed, Generic[P, R]):
         reach = None
         with suppress(Refusal), Ours("looked at what the function can reach"):
             reach = self._reach(call)
+        history.torn = history.torn or bool(diverged.torn)
         history.notes = Notes(history.split, reach, self._splits, diverged.done)
         if history.changed(self._counters.replayed) > _CHANGES:
             history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
@@ -434,7 +436,8 @@ class Recorded(Observed, Generic[P, R]):
             with Within(waits=True):
                 return self._function(*args, **kwargs)
         history = self._history(call.key)
-        notes = history.notes = Notes(history.split, reach if history.split or self._splits else None, self._splits)
+        notes = Notes(history.split, reach if history.split or self._splits else None, self._splits, strict=history.torn)
+        history.notes = notes
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
         place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))

@@ -323,7 +323,6 @@ class Reliances:
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
         held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
-        self._dialled = [h for h in snapshot.holders if h.dial in live]
         self._hot = [entry for entry in held if not entry[0].watched]
         self._read_hot = _together([entry[1] for entry in self._hot])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
@@ -372,10 +371,9 @@ class Reliances:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
         rotation is found before a later one.)"""
         before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch(), modes()
-        dialled = [(holder, holder.read()) for holder in self._dialled]
 
         def disturbed() -> bool:
-            if modes() != settings or changed(dialled) or not all(map(is_, self._grads.read(), grads)):
+            if modes() != settings or not all(map(is_, self._grads.read(), grads)):
                 return True
             now = self._read_hot()
             same_objects = len(now) == len(before) and all(map(is_, now, before))

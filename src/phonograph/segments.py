@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from . import operators
 from .breaks import HERE, Break, Done, MarkedBreak, Torn
+from .dials import Dials
 from .errors import Refusal
 from .forms import Form, Meta, Notes
 from .identity import identity
@@ -73,6 +74,8 @@ class Segments:
         self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
         self.outs: tuple[torch.Tensor, ...] = ()
         self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
+        self.dials: Dials | None = None
+        self._dials_fit = True
         self.versions: Callable[[], Mapping[int, int]] = dict
         self.show_gradients: Callable[[], None] = lambda: None  # see `Grads`
         self.stopped = False  # the last run, by an exception of what is live between segments
@@ -85,7 +88,7 @@ class Segments:
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
-        self.stopped = False
+        self.stopped, self._dials_fit = False, True
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
         if marked:
             self.show_gradients()
@@ -97,6 +100,7 @@ class Segments:
         done: list[Done] = []
         grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # as they were
         targets: list[torch.Tensor] = self.programs[0].run(sources)
+        turned = False
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
             if live.grads:
                 grads += [(p, p.grad) for p, _ in live.grads]
@@ -105,7 +109,10 @@ class Segments:
             torn = ""
             try:
                 same_form = live.run(done, self._generators)
-                if done and disturbed():
+                turned = self._follow_dials() or turned
+                if not self._dials_fit or (turned and not same_form):
+                    torn = "sets hyper-parameters of an optimizer"
+                elif done and disturbed():
                     torn = "changes something on which the recorded function relies (keep it in a tensor)"
                 elif done and not same_form and self._written_by_the_way(versions, done):
                     torn = "returns something of another form, after others have written tensors outside"
@@ -123,6 +130,15 @@ class Segments:
                 raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
             targets = program.run(())
         return targets
+
+    def _follow_dials(self) -> bool:
+        """Whether hyper-parameters have been set: later segments work with the new ones."""
+        if not self.dials or not self.dials.turned():
+            return False
+        self._dials_fit = self.dials.fit()
+        if self._dials_fit:
+            self.set_numbers(self.dials.numbers())
+        return True
 
     def _written_by_the_way(self, versions: Mapping[int, int], done: Sequence[Done]) -> bool:
         """Whether marked functions have written tensors outside that they were not given."""
