@@ -888,7 +888,7 @@ def test_c08_schedulers_and_hyper_parameters_that_it_sets(device, fused):
 
     def make():
         net, calls = nn.Linear(6, 6, device=device), []
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5, fused=fused)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1, fused=fused)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
         @pg.live
