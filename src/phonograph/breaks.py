@@ -18,7 +18,6 @@ from .forms import SHARES, Form, Meta, form_of, sizes_of
 from .given import HISTORY, Given, differ
 from .identity import identity
 from .pool import copy_of, once
-from .signature import modes
 from .torch_private import alias, below_autograd
 from .trees import Node, flatten, unflatten
 from .within import Within
@@ -118,22 +117,22 @@ class MarkedBreak(Break):
     def run(self, done: list[Done], generators: Sequence[Any]) -> bool:
         with torch.no_grad():
             copies = [alias(copy_of(t)) for t in self._inputs]  # no views, which autograd would look after
-        for t, historied in zip(copies, self._historied, strict=True):
-            if historied:
-                _Historied.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            for t, historied in zip(copies, self._historied, strict=True):
+                if historied:
+                    _Historied.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
         args, kwargs = self._arguments(copies)
-        given = Given(args, kwargs, dict(zip(self._places, self._inputs, strict=True)))
         earlier = [t for one in done for _, t in one.arguments]
         versions = [t._version for t in earlier]
         box: list[Any] = []
-        try:
-            with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
-                before = modes()
+        with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
+            given = Given(args, kwargs, dict(zip(self._places, self._inputs, strict=True)))
+            try:
                 box.append(self.form.operator(*args, **kwargs))
-                torn = "changes a setting of the process" if modes() != before else given.changed(box)
-        except BaseException:
-            self._put_back(copies, given.written())
-            raise
+            except BaseException:
+                self._put_back(copies, given.written())
+                raise
+            torn = given.changed(box)
         form = form_of(self.form.operator, args, kwargs, box[0])
         unlike, written = given.unlike(box), given.written()
         if HISTORY in unlike or SHARES in form.objection:

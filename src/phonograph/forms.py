@@ -24,7 +24,7 @@ from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied
-from .torch_private import transformed
+from .torch_private import has_memory, transformed
 from .trees import Node, flatten
 from .watch import storage_id
 
@@ -83,7 +83,7 @@ def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
         return None
     if identity(x) in given:
         return given[identity(x)]
-    if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+    if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested or not has_memory(x):
         return f"returns a {type(x).__qualname__}" if not isinstance(x, torch.Tensor) else "returns a tensor of another kind"
     return Meta.of(x)
 
@@ -94,7 +94,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
 
 
 def _memory(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested and has_memory(t) else 0
 
 
 def _tensors_of(args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
@@ -208,6 +208,9 @@ class Notes:
         return [t for ref in self._given if (t := ref()) is not None]
 
     def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+        if transformed():
+            self._note(Form(operator, None, (), "is given tensors of a transform"), None)
+            return operator(*args, **kwargs)
         written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
         places, before, sizes = self._places(), self._tensors(written), sizes_of(args, kwargs)
         result = operator(*args, **kwargs)

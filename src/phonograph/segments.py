@@ -226,7 +226,7 @@ class Cuts:
             outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]  # others have those
             rewritten = [[True] if others else watch.shown(t) for t, others in zip(mine, outside, strict=True)]
             keeps = self._notes.keeps[self._before - 1]  # type: ignore[union-attr]
-            historied = [t.requires_grad and torch.is_grad_enabled() for t in mine]
+            historied = [t.requires_grad for t in mine]
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
         else:
             part = Break(form, shape, given, users_line())

@@ -914,3 +914,51 @@ def test_c08_schedulers_and_hyper_parameters_that_it_sets(device, fused):
     both = split(make)
     run(both, device, calls=9)
     assert counts(both)[2] >= 6
+
+
+@pytest.mark.parametrize("where", ["no_grad", "function", "no_grad around, grad within", "jvp"])
+def test_c07_where_gradients_are_not_as_outside(device, where):
+    def make():
+        net, log = nn.Linear(6, 6, device=device), []
+
+        @pg.live
+        def note(h):
+            log.append((h.sum().item(), torch.is_grad_enabled(), h.requires_grad))
+            return h.detach().cos()
+
+        class Doubled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2 + note(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * 2
+
+        def step(x):
+            net.zero_grad()
+            h = net(x)
+            if where == "no_grad":
+                with torch.no_grad():
+                    h = h + note(h)
+                h = net(h)
+            elif where == "function":
+                h = Doubled.apply(h)
+            elif where == "jvp":
+                h = h * torch.func.jvp(lambda r: r * r, (x,), (note(x + 1),))[1]
+            else:
+                with torch.enable_grad():
+                    h = h * note(h)
+            h.square().sum().backward()
+            return h.detach()
+
+        def around(x):
+            with torch.no_grad():
+                return step_with_grad(x)
+
+        step_with_grad = torch.enable_grad()(step)
+        return around if where.startswith("no_grad around") else step, (net, log)
+
+    both = split(make)
+    run(both, device)
+    assert_split(both)

@@ -569,3 +569,22 @@ def test_c08_the_notes_of_a_live_operator_tell_what_it_changed(device, what):
     notes.call(torch.ops.phonograph_tests.touching.default, (torch.ones(2, device=device),), {})
     name = "t" if what == "one of two of a name" else "weight"
     assert f"{name} besides giving its result" in notes.forms[0].objection, notes.forms[0].objection
+
+
+@may_run_live
+def test_c11_derivatives_forward_and_nested_tensors_beside_such_an_operator(device):
+    """They are not tensors that a segment could begin with; the function runs live, and does not fail."""
+
+    def make():
+        def function(x, values):
+            y = x * 2
+            y[x > x[0] + 0.2] = values
+            _, forward = torch.func.jvp(lambda r: r * r, (y,), (y + 1,))
+            padded = torch.nested.nested_tensor([x, x[:2]]).to_padded_tensor(0.0)
+            return y + forward, padded
+
+        return function
+
+    both = split(make)
+    for n in range(6):
+        both(*masked(device, n))
