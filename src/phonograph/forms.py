@@ -83,7 +83,7 @@ def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
         return None
     if identity(x) in given:
         return given[identity(x)]
-    if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested or not has_memory(x):
+    if type(x) is not torch.Tensor or not has_memory(x):
         return f"returns a {type(x).__qualname__}" if not isinstance(x, torch.Tensor) else "returns a tensor of another kind"
     return Meta.of(x)
 
@@ -94,7 +94,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
 
 
 def _memory(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested and has_memory(t) else 0
+    return t.untyped_storage().data_ptr() if has_memory(t) else 0
 
 
 def _tensors_of(args: Any, kwargs: Any) -> dict[int, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from .identity import identity
 from .reliance import state_of
 from .signature import modes
-from .torch_private import is_batched, transformed, use_count
+from .torch_private import has_memory, is_batched, transformed, use_count
 from .trees import containers, flatten
 
 __all__ = ["HISTORY", "Given", "differ", "plain"]
@@ -26,7 +26,7 @@ HISTORY = "returns a tensor with a history"
 def plain(t: torch.Tensor) -> bool:
     """Whether it is a tensor of which all this can be asked."""
     usual = type(t) in (torch.Tensor, torch.nn.Parameter) and not is_batched(t) and not transformed()
-    return usual and t.layout is torch.strided and not t.is_nested and not t.is_inference()
+    return usual and has_memory(t) and not t.is_inference()
 
 
 class Given:

@@ -123,10 +123,11 @@ def made_as(view: torch.Tensor) -> str:
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is memory with a shape: not sparse, nested, opaque, or a parameter that is not initialized yet."""
+    """Whether a tensor is memory with a shape: not sparse, nested, opaque, zero by definition (as derivatives may be), or a
+    parameter that is not initialized yet."""
     if t.layout is not torch.strided or t.is_nested or torch.nn.parameter.is_lazy(t):
         return False
-    return not t.is_mkldnn
+    return not (t.is_mkldnn or t._is_zerotensor())
 
 
 def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

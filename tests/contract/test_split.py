@@ -572,6 +572,7 @@ def test_c08_the_notes_of_a_live_operator_tell_what_it_changed(device, what):
 
 
 @may_run_live
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_c11_derivatives_forward_and_nested_tensors_beside_such_an_operator(device):
     """They are not tensors that a segment could begin with; the function runs live, and does not fail."""
 
