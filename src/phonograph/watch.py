@@ -30,6 +30,7 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
+from .torch_private import has_memory
 from .trees import flatten
 from .where import runs_through, users_line
 
@@ -254,12 +255,11 @@ class OperatorWatch(TorchDispatchMode):
     def handed_out(self, result: Any) -> None:
         """Whoever gets these tensors may write them."""
         leaves: list[Any] = []
-        flatten(result, leaves)
+        flatten(result if self._shown else None, leaves)
         for t in leaves:
-            for shown in (
-                self._shown.get(storage_id(t), ()) if isinstance(t, torch.Tensor) and t.layout is torch.strided else ()
-            ):
-                shown[0] = True
+            if isinstance(t, torch.Tensor) and has_memory(t):
+                for shown in self._shown.get(storage_id(t), ()):
+                    shown[0] = True
 
     def changed(self) -> list[torch.UntypedStorage]:
         """The memory that outlives the call and that it has written so far."""
