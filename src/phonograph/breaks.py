@@ -48,8 +48,8 @@ class Break:
         """Where the device has put what it reads and what it gives: tensors that do not own their memory."""
         self._inputs, self._outputs = inputs, outputs
 
-    def settle(self) -> None:
-        """The capture has ended.
+    def settle(self, undone: Sequence[torch.UntypedStorage]) -> None:
+        """The capture has ended. This memory outside is put back where a call begins again.
 
         Raises:
             Refusal: this cannot be done between segments.
@@ -106,8 +106,12 @@ class MarkedBreak(Break):
         self.grads = grads
         self._keeps = keeps
         self._rewritten = rewritten
+        self._undone: Set[int] = frozenset()  # the arguments that are put back where the call begins again
 
-    def settle(self) -> None:
+    def settle(self, undone: Sequence[torch.UntypedStorage]) -> None:
+        keys = {storage._cdata for storage in undone}
+        tensors = ((i, x) for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor))
+        self._undone = {i for i, t in tensors if t.untyped_storage()._cdata in keys}
         runs = f"runs {self.form.operator.name()} live"
         if any(grad is not None and p.grad is not grad for p, grad in self.grads):
             raise Refusal(f"{runs} while gradients are there that it drops later", "call it outside of that", self.where)
@@ -144,7 +148,7 @@ class MarkedBreak(Break):
             torn = "keeps a tensor that others may write later (let it keep a clone)"
         if torn:
             raise Torn(torn)
-        own = [(i, given.tensors[i]) for i in written if i not in self._places]
+        own = [(i, t) for i, t in given.tensors.items() if i not in self._places and (i in written or i in self._undone)]
         after = tuple(zip(self._places, copies, strict=True))
         values = after + tuple((i, t.detach().clone()) for i, t in own)
         states = tuple((g, g.get_state()) for g in generators)

@@ -136,7 +136,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             snapshot.restore(unchanged=True)  # `self.seen = []`
             captured.watch.handed_out(captured.result)
             for part in captured.watch.parts:
-                part.settle()
+                part.settle(captured.watch.undone)
             touched = captured.watch.touched
             # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
             named = captured.names_gradients and in_place

@@ -859,12 +859,13 @@ def test_c12_under_a_transform_of_functorchs(device, transform):
         run(both, device)
 
 
-def test_c12_a_tensor_outside_that_it_writes_and_another_that_varies(device):
+@pytest.mark.parametrize("seen", [True, False])
+def test_c12_a_tensor_outside_that_it_writes_and_another_that_varies(device, seen):
     """The call begins again with what the first has written."""
 
     def make():
         state, calls = torch.zeros(6, device=device), []
-        add = pg.live(lambda t: _nothing(t.add_(1)))
+        add = pg.live(lambda t: _nothing((t if seen else t.data).add_(1)))
 
         @pg.live
         def varies(x):
@@ -873,6 +874,7 @@ def test_c12_a_tensor_outside_that_it_writes_and_another_that_varies(device):
 
         def f(x):
             add(state)
+            state.mul_(2)
             return varies(x * state) * 2
 
         return f, state
