@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +20,10 @@ class Marked:
         self.run: Any = None  # what `pg.live` has made of it
 
     def name(self) -> str:
-        return str(getattr(self.function, "__qualname__", self.function))
+        f: Any = self.function
+        while isinstance(f, partial):
+            f = f.func
+        return str(getattr(f, "__qualname__", type(f).__qualname__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

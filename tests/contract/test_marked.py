@@ -964,3 +964,146 @@ def test_c07_where_gradients_are_not_as_outside(device, where):
     both = split(make)
     run(both, device)
     assert_split(both)
+
+
+def make_accumulating(device, before=None, after=None):
+    """A step that adds to gradients, which are dropped outside; marked functions run before and after its backward."""
+    net, log = nn.Linear(6, 6, device=device), []
+    before = None if before is None else pg.live(functools.partial(before, net, log))
+    after = None if after is None else pg.live(functools.partial(after, net, log))
+
+    def step(x):
+        loss = net(x).square().sum()
+        if before is not None:
+            before(loss.detach())
+        loss.backward()
+        if after is not None:
+            after(loss.detach())
+        return loss.detach()
+
+    return step, (net, log)
+
+
+def drop_gradients(state):
+    state[0].zero_grad()
+
+
+def gradients(both):
+    for side in (both.state, both.live_state):
+        yield [None if p.grad is None else p.grad.clone() for p in side[0].parameters()]
+
+
+@pytest.mark.parametrize("when", [1, 3])
+def test_c12_an_exception_before_the_backward_leaves_no_gradient(device, when):
+    def check(net, log, loss):
+        log.append(loss.item())
+        if len(log) == when + 1:
+            raise ValueError("diverged")
+
+    both = split(lambda: make_accumulating(device, before=check))
+    for n in range(6):
+        if n == when:
+            with pytest.raises(ValueError, match="diverged"):
+                both(ramp(device, 6, start=n))
+            assert list(gradients(both)) == [[None, None]] * 2
+        else:
+            both(ramp(device, 6, start=n))
+            assert_same(*gradients(both))
+            both.change(drop_gradients)
+    assert counts(both)[2] >= 4
+
+
+def test_c06_it_sees_no_gradient_of_what_comes_after_it(device):
+    """Neither in the first replay, where the capture has left some."""
+
+    def look(net, log, loss):
+        log.append((loss.item(), None if net.weight.grad is None else net.weight.grad.tolist()))
+
+    both = split(lambda: make_accumulating(device, before=look))
+    for n in range(6):
+        both(ramp(device, 6, start=n))
+        both.change(drop_gradients)
+    assert_split(both)
+    assert [seen for _, seen in both.state[1]] == [None] * 6
+
+
+@may_run_live
+def test_c12_gradients_where_the_call_begins_again(device):
+    def vary(net, log, loss):
+        log.append(loss.item())
+        return torch.ones(2 if len(log) == 4 else 3, device=device)
+
+    both = split(lambda: make_accumulating(device, after=vary))
+    for n in range(7):
+        both(ramp(device, 6, start=n))
+        assert_same(*gradients(both))
+        both.change(drop_gradients)
+    assert "gives a result of another shape" in reasons(both)
+    assert counts(both)[2] >= 4
+    assert "partial" not in reasons(both)  # it is named by what it calls
+
+
+@may_run_live
+def test_c05_it_keeps_what_is_returned(device):
+    """Whoever gets that may write it."""
+    kept = []
+    keep = pg.live(lambda y: _nothing(kept.append(y)))
+
+    @pg.record(warmup=1, fallback="split")
+    def function(x):
+        y = x * 2
+        keep(y)
+        return y
+
+    for n in range(4):
+        result = function(ramp(device, 6, start=n))
+        result.add_(100)
+        assert_same(kept[-1], result)
+    assert "keeps a tensor that others may write later" in " ".join(pg.stats(function).refusals)
+
+
+def test_c12_a_write_by_the_way_in_a_call_that_begins_again(device):
+    """What came before it must not see it: then the call raises."""
+    state, calls = torch.ones(6, device=device), []
+
+    @pg.live
+    def write():
+        calls.append(1)
+        if len(calls) == 4:
+            state.add_(1)
+
+    vary = pg.live(lambda: torch.ones(2 if len(calls) == 4 else 3, device=device))
+
+    @pg.record(warmup=1, fallback="split")
+    def function(x):
+        y = x * state
+        write()
+        vary()
+        return y
+
+    x = ramp(device, 6)
+    for _ in range(3):
+        assert_same(function(x), x)
+    with pytest.raises(RuntimeError, match="after others have written tensors outside"):
+        function(x)
+    for _ in range(3):
+        assert_same(function(x), x * 2)
+
+
+@may_run_live
+def test_c04_it_writes_what_was_saved_for_a_backward(device):
+    def make():
+        net = nn.Linear(6, 6, device=device)
+        write = pg.live(lambda t: _nothing(t.mul_(2)))
+
+        def step(x):
+            y = net(x).exp()
+            write(y.detach())
+            y.sum().backward()
+
+        return step, net
+
+    both = split(make)
+    for n in range(4):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            both(ramp(device, 6, start=n))
