@@ -34,11 +34,11 @@ from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
 
-__all__ = ["Break", "Cuts", "Diverged", "Segments", "Unseen"]
+__all__ = ["Cuts", "Diverged", "Segments", "Unseen"]
 
 _TORN = (
-    "phonograph: {} is marked @pg.live and {}, for the first time in a replay (at {}). What the replay has written is put "
-    "back; the next call runs live, and looks at it anew. Or do that outside of the recorded function."
+    "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
+    "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside of the recorded function."
 )
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
 
@@ -110,12 +110,14 @@ class Segments:
             try:
                 same_form = live.run(done, self._generators)
                 turned = self._follow_dials() or turned
-                if not self._dials_fit or (turned and not same_form):
-                    torn = "sets hyper-parameters of an optimizer"
-                elif done and disturbed():
+                if not self._dials_fit:
+                    torn = "sets hyper-parameters of an optimizer that it cannot follow"
+                elif turned and not same_form:
+                    torn = "gives a result of another form, after hyper-parameters were set"
+                elif isinstance(live, MarkedBreak) and disturbed():
                     torn = "changes something on which the recorded function relies (keep it in a tensor)"
                 elif done and not same_form and self._written_by_the_way(versions, done):
-                    torn = "returns something of another form, after others have written tensors outside"
+                    torn = "gives a result of another form, after others have written tensors outside"
             except Torn as e:
                 same_form, torn = False, str(e)
             except BaseException:

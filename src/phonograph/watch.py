@@ -35,8 +35,8 @@ from .trees import flatten
 from .where import runs_through, users_line
 
 if TYPE_CHECKING:
+    from .breaks import Break
     from .forms import Meta
-    from .segments import Break
 
 __all__ = ["OperatorWatch", "storage_id"]
 

@@ -278,7 +278,7 @@ def test_c08_it_changes_what_the_rest_relies_on(device):
     x = ramp(device, 2, start=1)
     for _ in range(3):
         assert_same(function(x), x * 4)
-    with pytest.raises(RuntimeError, match=r"change is marked @pg\.live and changes something .*test_marked\.py:\d+"):
+    with pytest.raises(RuntimeError, match=r"change runs live between .* changes something .*test_marked\.py:\d+"):
         function(x)
     assert state.tolist() == [3, 3]
     for _ in range(3):
@@ -771,8 +771,8 @@ def test_c12_whatever_it_does(device, does, late):
         failed = str(e)
     finally:
         torch.set_grad_enabled(grad_mode)
-    # What another one has set cannot be unset where the call begins again.
-    assert not failed or ((late or does in ("sets lr", "sets weight decay")) and "is marked @pg.live and" in failed), failed
+    may_raise = late or does in ("sets lr", "sets weight decay")  # which cannot be unset where the call begins again
+    assert not failed or (may_raise and "runs live between the segments of a recording, and" in failed), failed
     if late:
         assert counts(both)[2] >= 2
 
@@ -1107,3 +1107,77 @@ def test_c04_it_writes_what_was_saved_for_a_backward(device):
     for n in range(4):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             both(ramp(device, 6, start=n))
+
+
+def test_c12_it_raises_after_it_has_written_an_argument(device):
+    def make():
+        calls = []
+
+        @pg.live
+        def write(x):
+            calls.append(1)
+            x.add_(1)
+            if len(calls) == 4:
+                raise ValueError("enough")
+
+        def f(x):
+            write(x)
+            return x * 2
+
+        return f
+
+    both = split(make)
+    for n in range(6):
+        if n == 3:
+            with pytest.raises(ValueError, match="enough"):
+                both(ramp(device, 6, start=n))
+        else:
+            both(ramp(device, 6, start=n))
+    assert counts(both) == (1, 1, 5)
+
+
+@may_run_live
+def test_c08_it_writes_what_it_is_given_a_view_of(device):
+    class Buffer:
+        def __init__(self):
+            self.rows, self.calls = torch.zeros(2, 6, device=device), 0
+
+        @pg.live
+        def push(self, row):
+            self.calls += 1
+            self.rows.add_(1)
+
+        def step(self, x):
+            self.push(self.rows[0])
+            return x + self.rows.sum(0)
+
+    both = split(lambda: (lambda buffer: (buffer.step, buffer.rows))(Buffer()))
+    run(both, device)
+    assert "writes a view of a tensor outside" in reasons(both)
+
+
+@may_run_live
+def test_c12_it_returns_what_it_was_given_and_the_call_begins_again(device):
+    def make():
+        calls = []
+
+        @pg.live
+        def same(y):
+            calls.append(1)
+            return y
+
+        vary = pg.live(lambda: torch.ones(2 if len(calls) == 4 else 3, device=device))
+
+        def f(x):
+            y = x * 2
+            z = same(y)
+            vary()
+            z.add_(1)
+            return y * 3
+
+        return f
+
+    both = split(make)
+    run(both, device, calls=7)
+    assert "another shape" in reasons(both)
+    assert counts(both)[2] >= 4

@@ -22,6 +22,7 @@ import torch
 
 from .. import operators
 from ..arena import Arena
+from ..breaks import Break
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
@@ -31,7 +32,7 @@ from ..randomness import Rewind
 from ..reach import Reach
 from ..recording import Program, Recording, Tensors
 from ..reliance import changed
-from ..segments import Break, Segments
+from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import below_autograd, maker, storage_at

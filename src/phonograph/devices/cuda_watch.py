@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from .. import torch_private
+from ..breaks import Break
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning, tensors_in
 from ..pool import Spot
 from ..randomness import Rewind
 from ..reach import Reach
-from ..segments import Break
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
