@@ -154,20 +154,21 @@ class Notes:
 
     def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
         """The same for a marked function. It runs if it has not in this call."""
-        tensors = [*_tensors_of(args, kwargs).values()]
+        places_of = _tensors_of(args, kwargs)
+        tensors = [*places_of.values()]
         if torch.is_inference_mode_enabled() or transformed() or not all(map(plain, tensors)):
             self._note(Form(function, None, (), "is given tensors of another kind, of a transform, or of inference mode"), None)
             return self._run(function, args, kwargs)
         storages, grads = {*map(storage_id, tensors)}, [*map(_gradient, tensors)]
         places, before = self._places(), self._tensors(storages)
-        beside = {storage_id(t) for _, t in (self.reach.tensors.values() if self.reach else ()) if t.layout is torch.strided}
-        own = {identity(t) for _, t in (self.reach.tensors.values() if self.reach else ())}
+        outside = [t for _, t in self.reach.tensors.values()] if self.reach is not None else []
+        beside, own = {storage_id(t) for t in outside if t.layout is torch.strided}, {*map(identity, outside)}
         earlier = self._given_before()
         versions = [t._version for t in earlier]
         done = self._done.popleft() if self._done and self._done[0].marked is function else None
         asked: list[torch.Tensor] = []
         hooks = [t.register_hook(asked.append) for t in tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
-        values = {i: t.detach().clone() for i, t in _tensors_of(args, kwargs).items() if identity(t) not in own}
+        values = {i: t.detach().clone() for i, t in places_of.items() if identity(t) not in own}
         given = Given(args, kwargs, values)
         box: list[Any] = []
         try:

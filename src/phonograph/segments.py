@@ -38,7 +38,7 @@ __all__ = ["Cuts", "Diverged", "Segments", "Unseen"]
 
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
-    "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside of the recorded function."
+    "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside the recorded function."
 )
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
 
