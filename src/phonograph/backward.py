@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -241,7 +242,7 @@ class Backward:
             yield
         except BaseException:
             if at_rest := self.at_rest:  # the exception has some of it, as long as it is there
-                self.doubt(lambda: _more(self.owners, at_rest), _HANDS_ON)
+                self.doubt(lambda: _stay_more(self.owners, at_rest), _HANDS_ON)
             raise
         if _more(self.owners, before[0]) or _more(self._storages, before[1]):
             self.stop(_HANDS_ON)
@@ -305,6 +306,15 @@ def _more(count: Callable[[], list[int]], before: list[int]) -> bool:
         gc.collect()
         return any(map(gt, count(), before))
     return False
+
+
+def _stay_more(count: Callable[[], list[int]], before: list[int]) -> bool:
+    """Likewise, after an exception: a thread of autograd's may have that a moment longer than whoever has caught it."""
+    for _ in range(10):
+        if not any(map(gt, count(), before)):
+            return False
+        time.sleep(0.005)
+    return _more(count, before)
 
 
 def _upstream(ends: list[GradientEdge]) -> list[list[int]]:

@@ -212,6 +212,9 @@ class Notes:
         if transformed():
             self._note(Form(operator, None, (), "is given tensors of a transform"), None)
             return operator(*args, **kwargs)
+        if any(t.is_nested for t in operands(args, kwargs)):
+            self._note(Form(operator, None, (), "is given a nested tensor"), None)
+            return operator(*args, **kwargs)
         written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
         places, before, sizes = self._places(), self._tensors(written), sizes_of(args, kwargs)
         result = operator(*args, **kwargs)

@@ -242,7 +242,7 @@ class Cuts:
         for name, t, (state, _) in self._tensors:
             if _is(t)[0] != state:
                 raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
-        return [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and t.grad is not (grad and grad())]
+        return [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
 
     def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
         m = operators.meaning(operator)
@@ -303,10 +303,16 @@ class Cuts:
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
 
 
-def _is(t: torch.Tensor) -> tuple[Any, Any]:
+def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:
     """What a tensor is, and (weakly) its gradient."""
     grad = t.grad if t.is_leaf else None
     return state_of(t), None if grad is None else weakref.ref(grad)
+
+
+def _has_still(t: torch.Tensor, grad: weakref.ref[torch.Tensor] | None) -> bool:
+    if t.grad is None or grad is None:
+        return t.grad is grad
+    return t.grad is grad()
 
 
 def _constant(x: Any) -> bool:

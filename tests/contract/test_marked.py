@@ -1027,6 +1027,29 @@ def test_c06_it_sees_no_gradient_of_what_comes_after_it(device):
     assert [seen for _, seen in both.state[1]] == [None] * 6
 
 
+def test_c12_gradients_that_the_call_has_dropped_before(device):
+    """They are `None` then, also where nobody else had them when the call was captured."""
+
+    def make():
+        net, seen = nn.Linear(6, 6, device=device), []
+        look = pg.live(lambda: _nothing(seen.append([p.grad is None for p in net.parameters()])))
+
+        def step(x):
+            net.zero_grad()
+            look()
+            net(x).square().sum().backward()
+
+        return step, (net, seen)
+
+    both = split(make)
+    for n in range(6):
+        both(ramp(device, 6, start=n))
+        both.check()
+        assert_same(*gradients(both))
+    assert_split(both)
+    assert both.state[1] == [[True, True]] * 6
+
+
 @may_run_live
 def test_c12_gradients_where_the_call_begins_again(device):
     def vary(net, log, loss):

@@ -571,6 +571,16 @@ def test_c08_the_notes_of_a_live_operator_tell_what_it_changed(device, what):
     assert f"{name} besides giving its result" in notes.forms[0].objection, notes.forms[0].objection
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_c11_a_live_operator_that_is_given_a_nested_tensor(device):
+    """Of which torch tells no size."""
+    x, pad = torch.ones(3, device=device), torch.ops.aten.to_padded_tensor.default
+    notes = Notes(frozenset({pad}), None)
+    padded = notes.call(pad, (torch.nested.nested_tensor([x, x[:2]]), 0.0), {})
+    assert_same(padded, torch.tensor([[1.0, 1, 1], [1, 1, 0]], device=device))
+    assert notes.forms[0].objection == "is given a nested tensor"
+
+
 @may_run_live
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_c11_derivatives_forward_and_nested_tensors_beside_such_an_operator(device):
