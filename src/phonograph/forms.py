@@ -268,12 +268,19 @@ def noted_here() -> Notes | None:
     return None if notes is None or not notes.marked or notes.within else notes
 
 
+def one_thread() -> torch.autograd.set_multithreading_enabled:
+    """A context in which a backward runs on the thread that asks for it: what is to be noted there, or cut, comes in one order,
+    and a capture ends on the thread on which it has begun."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
 @contextmanager
 def noting(notes: Notes | None) -> Iterator[None]:
     """These operators are noted in the block, and marked functions."""
     outer, _thread.notes = getattr(_thread, "notes", None), notes
+    cuts = notes is not None and notes.cuts
     try:
-        with _Noting(notes) if notes is not None and notes.operators else nullcontext():
+        with one_thread() if cuts else nullcontext(), _Noting(notes) if notes is not None and notes.operators else nullcontext():
             yield
     finally:
         _thread.notes = outer

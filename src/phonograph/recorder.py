@@ -124,7 +124,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
                 captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms,
                                     release)  # fmt: skip
-            if release is not None and release.again:
+            if release is not None and (release.again or captured.watch.parts):
                 raise _ReadAgain
             for t in captured.watch.written.values():
                 if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
@@ -308,7 +308,7 @@ class _Unfollowed(Exception):
 
 
 class _ReadAgain(Exception):
-    """A capture is taken back and made again: it has read what it had given back."""
+    """A capture is taken back and made again: it has read what it had given back, or a replay may have to begin again."""
 
 
 def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, Release | None]:
@@ -354,7 +354,6 @@ def _capture(
     stood: list[torch.Tensor] = []
     ran: list[set[CodeType]] = []
     watches: list[OperatorWatch] = []
-    apart = "in a backward" if isinstance(function, Backward) else "in a part whose backward is recorded" if tracing else ""
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
@@ -378,7 +377,7 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        cuts = Cuts(terms.notes, reach, watch, outer, apart)
+        cuts = Cuts(terms.notes, reach, watch, outer)
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
         with saving, cuts, releasing, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             ran.append(listener.ran)

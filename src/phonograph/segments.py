@@ -9,8 +9,10 @@ in place (parameters, results of other recordings) are put back with the rest.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +22,7 @@ from . import operators
 from .breaks import HERE, Break, Done, MarkedBreak, Torn
 from .dials import Dials
 from .errors import Refusal
-from .forms import Form, Meta, Notes
+from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .marked import Marked
@@ -29,7 +31,7 @@ from .recording import Tensors
 from .reliance import changed, state_of
 from .signature import modes
 from .spans import Spans
-from .torch_private import backward_id, bump
+from .torch_private import bump
 from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
@@ -177,25 +179,30 @@ class Cuts:
 
     now: ClassVar[list[Cuts]] = []  # of the captures that go on, the innermost last
 
-    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int], apart: str) -> None:
+    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int]) -> None:
         self._notes = notes
         self._reach = reach
         self._watch = watch
-        self._apart = apart  # why there may be no cut at all
-        self._modes = modes()
+        self._modes: tuple[Any, ...] = ()
         self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
         self._tensors = [(name, t, _is(t)) for name, t in reach.tensors.values()] if notes is not None and notes.marked else []
         self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
         self._before = 0
+        self._thread = threading.get_ident()
+        self._backwards: Any = nullcontext()
 
     def __enter__(self) -> None:
+        self._modes = modes()
+        if self._notes is not None and self._notes.cuts:
+            self._backwards = one_thread()
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
         Cuts.now.append(self)
 
     def __exit__(self, *_: object) -> None:
         Cuts.now.remove(self)
+        self._backwards.__exit__(None, None, None)
         self._watch.split, self._watch.cutting = frozenset(), None  # or it would keep itself, with all that it has noted
 
     def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
@@ -254,10 +261,8 @@ class Cuts:
     def _check(self, runs: str) -> None:
         """Whether the call may be cut here."""
         watch = self._watch
-        if backward_id() != -1:
-            raise Refusal(f"{runs} in a backward", "call it outside of that")
-        if self._apart:
-            raise Refusal(f"{runs}, {self._apart}", "call it outside the recorded function")
+        if threading.get_ident() != self._thread:
+            raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
         if self._reach.mentions.catches:
             raise Refusal(f"{runs}, and has an except clause", "let the exception out, and catch it around the call")
         for place in changed(self._held):
