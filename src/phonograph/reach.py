@@ -109,6 +109,7 @@ class Reach:
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.compiles_a_step = False
+        self.marked = False  # it has met functions that are marked `@pg.live`
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
         self._classes: set[int] = set()
@@ -508,6 +509,7 @@ class Reach:
 
     def _function(self, path: str, f: FunctionType) -> None:
         if is_marked(f):
+            self.marked = True
             return  # what it reads and changes is its own business
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)

@@ -44,7 +44,7 @@ from .player import GRAD, Player
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import Entangled, Recording
-from .segments import Cuts, Diverged, Unseen
+from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
 from .tracing import Tracing
@@ -136,7 +136,7 @@ class Recorded(Observed, Generic[P, R]):
         self._function: Callable[P, R] = function
         self.options = options
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
-        self._splits = options.fallback == "split"
+        self._marked = options.fallback == "split"  # whether it may call marked functions
         self._split_at = frozenset(x for name in options.split_at for x in overloads(name))
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, History] = OrderedDict()
@@ -307,7 +307,7 @@ class Recorded(Observed, Generic[P, R]):
             call = describe(args, kwargs)
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
-        if call.lent and self.options.fallback == "split":
+        if call.lent and self._marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
 
@@ -389,6 +389,8 @@ class Recorded(Observed, Generic[P, R]):
             history.split |= {refusal.operator}
             history.attempts, history.refusal = 0, None
             return True
+        if isinstance(refusal, Unmarked) and not self._marked:
+            self._marked, history.attempts, history.refusal = True, 0, None
         return isinstance(refusal, Unseen) and history.refusal is None
 
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:
@@ -400,7 +402,7 @@ class Recorded(Observed, Generic[P, R]):
         with suppress(Refusal), Ours("looked at what the function can reach"):
             reach = self._reach(call)
         history.torn = history.torn or bool(diverged.torn)
-        history.notes = Notes(history.split, reach, self._splits, diverged.done)
+        history.notes = Notes(history.split, reach, self._marked, diverged.done)
         if history.changed(self._counters.replayed) > _CHANGES:
             history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
 
@@ -415,7 +417,7 @@ class Recorded(Observed, Generic[P, R]):
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any, known: History | None = None) -> History:
-        history = self._histories.setdefault(key, known or History(self._split_at, self._splits))
+        history = self._histories.setdefault(key, known or History(self._split_at, self._marked))
         self._histories.move_to_end(key)
         if len(self._histories) > _SIGNATURES:
             self._histories.popitem(last=False)
@@ -436,7 +438,8 @@ class Recorded(Observed, Generic[P, R]):
             with Within(waits=True):
                 return self._function(*args, **kwargs)
         history = self._history(call.key)
-        notes = Notes(history.split, reach if history.split or self._splits else None, self._splits, strict=history.torn)
+        self._marked = self._marked or reach.marked
+        notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
@@ -741,12 +744,10 @@ def _rebuild(kind: type[Recorded[Any, Any]], function: Any, options: Options) ->
 def live(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function as one that must really run every time, for its effects or because it needs the host.
 
-    A recorded function that calls it runs live as a whole, with that reason. With ``fallback="split"`` that one is recorded in
-    segments, and this runs between them, once in each call. It is given copies of tensors, without a history (but weights and
+    A recorded function that calls it is recorded in segments, and this runs between them, once in each call. It is given copies of tensors, without a history (but weights and
     other tensors from outside themselves); what it writes to them is written. It may return new tensors, of the same shapes
-    each time, what it was given, or None. Where it gives anything else, changes something on which the rest relies, or is
-    called in a backward, the recorded function runs live, with the reason. In code that is compiled a graph ends where it is
-    called.
+    each time, what it was given, or None. Where it gives anything else, or changes something on which the rest relies, the
+    recorded function runs live, with the reason. In code that is compiled a graph ends where it is called.
     """
     marked = Marked(function)
 

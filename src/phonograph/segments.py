@@ -36,7 +36,7 @@ from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
 
-__all__ = ["Cuts", "Diverged", "Segments", "Unseen"]
+__all__ = ["Cuts", "Diverged", "Segments", "Unmarked", "Unseen"]
 
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
@@ -48,6 +48,10 @@ _UNDONE = 64 << 20  # bytes outside that may be written up to the last live oper
 class Unseen(Refusal):
     """Something has to run for the first time (nothing is known yet of what an operator gives there): the call has to be a live
     one."""
+
+
+class Unmarked(Unseen):
+    """A marked function, where none was known of."""
 
 
 class Diverged(Refusal):
@@ -281,9 +285,10 @@ class Cuts:
             Refusal: the call cannot be cut there.
         """
         mine = Cuts.now[-1] if Cuts.now else None
-        if mine is None or mine._notes is None or not mine._notes.marked:
-            raise Refusal(f"calls {function.name()}, which is marked @pg.live",
-                          'call it outside the recorded function, or record with fallback="split"')  # fmt: skip
+        if mine is None or mine._notes is None:
+            raise Refusal(f"calls {function.name()}, which is marked @pg.live", "call it outside the recorded function")
+        if not mine._notes.marked:
+            raise Unmarked(f"calls {function.name()}, which is marked @pg.live and was not looked for", "", final=False)
         return mine.cut(function, args, kwargs)
 
     def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[Any]]:

@@ -1,5 +1,6 @@
-"""`@pg.live` in a function that is recorded with `fallback="split"`: it runs once in each call, between the segments."""
+"""`@pg.live` in a recorded function: it runs once in each call, between the segments of the recording."""
 
+import ctypes
 import functools
 import weakref
 
@@ -18,7 +19,7 @@ def ramp(device, *shape, start=0.0):
 
 
 def split(make, **options):
-    return side_by_side(make, fallback="split", **options)
+    return side_by_side(make, **options)
 
 
 def reasons(both):
@@ -268,7 +269,7 @@ def test_c08_it_changes_what_the_rest_relies_on(device):
 
     state = torch.zeros(2, device=device)
 
-    @pg.record(warmup=1, fallback="split")
+    @pg.record(warmup=1)
     def function(x):
         state.add_(1)
         y = x * scale[0]
@@ -421,20 +422,37 @@ def test_c11_in_inference_mode(device):
         run(both, device)
 
 
-@pytest.mark.parametrize("fallback", ["live", "error"])
-def test_c11_without_split_the_whole_runs_live(device, fallback):
+@pytest.mark.parametrize("fallback", ["live", "error", "split"])
+def test_c11_one_that_gives_a_number(device, fallback):
+    """The whole runs live, or raises. What it gives shows in the first call, which is a live one."""
+
     @pg.live
     def note(x):
         return x.sum().item()
 
     f = pg.record(lambda x: (note(x), x * 2), warmup=0, fallback=fallback)
-    how = (
-        pytest.raises(pg.Unrecordable, match=r"note.*@pg\.live")
-        if fallback == "error"
-        else pytest.warns(pg.RunsLive, match="note")
-    )
+    f(ramp(device, 3))
+    error = fallback == "error"
+    how = pytest.raises(pg.Unrecordable, match="note.* float") if error else pytest.warns(pg.RunsLive, match="note.* float")
     with how:
         f(ramp(device, 3))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_c12_calls_until_it_is_recorded(device, warmup, hidden):
+    """Where nothing can be known of it beforehand, it takes one live call more."""
+    seen = []
+    note = pg.live(lambda x: seen.append(x[0].item()))
+    address = id(note)
+    find = (lambda: ctypes.cast(address, ctypes.py_object).value) if hidden else (lambda: note)
+
+    f = pg.record(lambda x: (find()(x), x * 2)[1], warmup=warmup)
+    for n in range(6):
+        assert_same(f(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+    assert seen == [n / 8 for n in range(6)]
+    live = warmup + (hidden or not warmup)
+    assert (pg.stats(f).live, pg.stats(f).replayed) == (live, 6 - live), pg.explain(f)
 
 
 def test_c11_beside_operators_that_need_the_host(device):
@@ -457,7 +475,7 @@ def test_c11_beside_operators_that_need_the_host(device):
 
         return function, log
 
-    both = split(make)
+    both = split(make, fallback="split")
     for n in range(7):
         x = ramp(device, 6, start=n)
         both(x, torch.full((int((x > n / 8 + 0.2).sum()),), 7.0 + n, device=device))
@@ -515,7 +533,7 @@ def test_c12_warmup_of_none_and_a_dry_capture(device):
         note(x * 2)
         return x * 3
 
-    f = pg.record(function, warmup=0, fallback="split")
+    f = pg.record(function, warmup=0)
     for n in range(5):
         f(ramp(device, 3, start=n))
     assert len(log) == 5
@@ -553,7 +571,7 @@ def test_c08_the_same_as_side_by_side_of_what_is_not_marked(device):
     """Marking changes nothing outside of recorded functions."""
     plain = pg.live(lambda x: x * 2)
     assert_same(plain(ramp(device, 3)), ramp(device, 3) * 2)
-    both = SideBySide(lambda: lambda x: plain(x) + 1, warmup=0, fallback="split")
+    both = SideBySide(lambda: lambda x: plain(x) + 1, warmup=0)
     run(both, device)
 
 
@@ -622,7 +640,7 @@ def test_c05_it_does_so_for_the_first_time_in_a_replay(device, what):
 
     state = torch.zeros(3, device=device)
 
-    @pg.record(warmup=1, fallback="split")
+    @pg.record(warmup=1)
     def function(x):
         state.add_(1)
         y = x * 2
@@ -833,7 +851,7 @@ def test_c08_an_argument_that_the_marked_function_has_as_well(device, writes):
 
         return f
 
-    f, live = pg.record(make(0), warmup=1, fallback="split"), make(1)
+    f, live = pg.record(make(0), warmup=1), make(1)
     for n in range(6):
         assert_same(f(buffers[0]), live(buffers[1]))
         other = ramp(device, 6, start=n)
@@ -1072,7 +1090,7 @@ def test_c05_it_keeps_what_is_returned(device):
     kept = []
     keep = pg.live(lambda y: _nothing(kept.append(y)))
 
-    @pg.record(warmup=1, fallback="split")
+    @pg.record(warmup=1)
     def function(x):
         y = x * 2
         keep(y)
@@ -1097,7 +1115,7 @@ def test_c12_a_write_by_the_way_in_a_call_that_begins_again(device):
 
     vary = pg.live(lambda: torch.ones(2 if len(calls) == 4 else 3, device=device))
 
-    @pg.record(warmup=1, fallback="split")
+    @pg.record(warmup=1)
     def function(x):
         y = x * state
         write()
