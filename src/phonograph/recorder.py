@@ -377,7 +377,7 @@ def _capture(
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
-        cuts = Cuts(terms.notes, reach, watch, outer)
+        cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
         with saving, cuts, releasing, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
             ran.append(listener.ran)

@@ -137,6 +137,7 @@ class Segments:
                 name = live.form.operator.name()
                 raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
             targets = program.run(())
+        _give(reversed(grads))  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
 
     def _follow_dials(self) -> bool:
@@ -183,8 +184,9 @@ class Cuts:
 
     now: ClassVar[list[Cuts]] = []  # of the captures that go on, the innermost last
 
-    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int]) -> None:
+    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int], in_backward: bool) -> None:
         self._notes = notes
+        self._in_backward = in_backward  # the call is one of what has been recorded as the backward of another
         self._reach = reach
         self._watch = watch
         self._modes: tuple[Any, ...] = ()
@@ -253,7 +255,10 @@ class Cuts:
         for name, t, (state, _) in self._tensors:
             if _is(t)[0] != state:
                 raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
-        return [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
+        found = [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
+        if found and self._in_backward:
+            raise Refusal(f"{runs} in a part that is recomputed by a backward of its own", "use checkpoint(use_reentrant=False)")
+        return found
 
     def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
         m = operators.meaning(operator)

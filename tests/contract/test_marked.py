@@ -1068,6 +1068,36 @@ def test_c12_gradients_that_the_call_has_dropped_before(device):
     assert both.state[1] == [[True, True]] * 6
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_c06_gradients_that_are_others_for_a_time(device, there):
+    """It sees those; after the call the same are there as before it."""
+
+    def make():
+        net, seen = nn.Linear(6, 6, device=device), []
+        if there:
+            net(ramp(device, 6)).sum().backward()
+        look = pg.live(lambda: _nothing(seen.append([p.grad is None or p.grad.tolist() for p in net.parameters()])))
+
+        def step(x):
+            kept = [p.grad for p in net.parameters()]
+            net.zero_grad()
+            look()
+            net(x).square().sum().backward()
+            norm = net.weight.grad.square().sum()
+            for p, grad in zip(net.parameters(), kept, strict=True):
+                p.grad = grad
+            return norm
+
+        return step, (net, seen)
+
+    both = split(make)
+    for n in range(6):
+        both(ramp(device, 6, start=n))
+        both.check()
+        assert_same(*gradients(both))
+    assert_split(both)
+
+
 @may_run_live
 def test_c12_gradients_where_the_call_begins_again(device):
     def vary(net, log, loss):

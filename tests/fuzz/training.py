@@ -21,11 +21,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -199,6 +200,7 @@ class Training:
     record_step: bool = False
     scarce: bool = False  # whether recordings share memory
     copied: int = 0  # bytes of results up to which they are copied out
+    split: bool = False  # recorded in segments
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -247,6 +249,64 @@ class Slope(nn.Module):
         return _Slope.apply(x)  # type: ignore[no-untyped-call]
 
 
+NOTED: list[Any] = []  # of the machine that runs; only marked functions know of it
+
+
+@pg.live
+def _note(x: torch.Tensor) -> None:
+    NOTED.append(x.detach().double().sum().item())
+
+
+@pg.live
+def _gains(x: torch.Tensor) -> torch.Tensor:
+    NOTED.append(len(x))
+    return x.detach().mean(0) + len(NOTED) % 3
+
+
+class Noted(nn.Module):
+    """Marked functions in the forward, in the backward, or both."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "gives":
+            return x * _gains(x)
+        if self.where == "forward":
+            _note(x)
+        x = x * 1.5
+        if self.where == "hook" and x.requires_grad:
+            x.register_hook(_note)
+        return _NotedSlope.apply(x) if self.where == "backward" else x  # type: ignore[no-untyped-call]
+
+
+class _NotedSlope(_Slope):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _note(grad)
+        (slope,) = ctx.saved_tensors
+        return grad * slope * _gains(grad)
+
+
+class Masked(nn.Module):
+    """Writes where a mask says, which counts on the host, also in its backward: two columns, or as many as it gives."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.values = nn.Parameter(torch.linspace(0.5, 1.5, count or 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        sums = x.detach().sum(0)
+        mask = sums > -1
+        if self.count:
+            mask = torch.zeros_like(mask).index_fill_(0, sums.argsort()[: self.count], True)
+        y[:, mask] = self.values
+        return y
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
@@ -258,7 +318,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "slope": Slope,
     "relu in place": lambda: nn.ReLU(inplace=True),
+    **{f"noted, {where}": functools.partial(Noted, where) for where in ("forward", "gives", "hook", "backward")},
+    "masked": lambda: Masked(2),
+    "masked, varying": lambda: Masked(0),
 }
+LIVE = ("noted, forward", "noted, gives", "noted, hook", "noted, backward", "masked", "masked", "masked, varying")
+IN_BACKWARD = ("slope", *LIVE)  # what runs there and cannot run twice
 
 
 RESULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -272,9 +337,9 @@ class Net(nn.Module):
     """Layers one after the other. Forms: `plain`; `residual`; `twice`, over and over again; `both`, which also returns what
     the first layer gives; `view` and `detached`, which also return the same once more so."""
 
-    def __init__(self, model: Model, shared: nn.Module) -> None:
+    def __init__(self, model: Model, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(shared if name == "shared" else LAYERS[name]() for name in model.layers)
+        self.layers = nn.ModuleList(layers)
         self.form = model.form
         self.recompute = model.recompute if len(model.layers) > 1 else ""
 
@@ -366,11 +431,13 @@ class Machine:
 
     def __init__(self, program: Training, device: torch.device, eager: Ran | None) -> None:
         torch.manual_seed(program.seed)
+        NOTED.clear()
         self.program = program
         self.device = device
         self.eager = eager
         shared = nn.Linear(WIDTH, WIDTH)
-        self.nets = [Net(model, shared).to(device) for model in program.models]
+        made = {"shared": lambda: shared, **LAYERS}
+        self.nets = [Net(model, [made[name]() for name in model.layers]).to(device) for model in program.models]
         self.recorded: list[Any] = []
         for i in range(len(self.nets)):
             self._record(i)
@@ -392,7 +459,8 @@ class Machine:
     def _record(self, i: int) -> None:
         if self.eager is not None:
             model = self.program.models[i]
-            pg.record(self.nets[i], warmup=model.warmup, max_recordings=model.max_recordings)
+            fallback: Any = "split" if self.program.split else "live"
+            pg.record(self.nets[i], warmup=model.warmup, max_recordings=model.max_recordings, fallback=fallback)
             self.recorded.append(pg.api._recorded(self.nets[i]))
 
     def _made_optimizers(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -451,6 +519,7 @@ class Machine:
                 for buffer in net.buffers():
                     buffer.fill_(1)
         self.heard.clear()
+        NOTED.clear()
 
     def _all(self) -> list[torch.Tensor]:
         """All parameters there are or have been."""
@@ -588,7 +657,7 @@ class Machine:
             self.hooks[key] = HOOKS[action.kind](p, self.heard)
 
     def _look(self, action: Look) -> None:
-        runs = any("slope" in model.layers for model in self.program.models)  # code in the backward, which cannot run twice
+        runs = any(layer in IN_BACKWARD for model in self.program.models for layer in model.layers)
         if self.held and not runs and not any(net.recompute for net in self.nets):
             t = self.held[-1 - action.back % len(self.held)].tensor
             if t.requires_grad and not t.is_leaf:
@@ -658,6 +727,7 @@ class Machine:
             "buffers": [noted(b) for net in self.nets for b in net.buffers()],
             "optimizers": [copy.deepcopy(o.state_dict()) for o in self.optimizers],
             "heard": sorted(self.heard.items()),
+            "noted": [*NOTED],
             "generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state(),
             "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "kept": self.kept, "gradients": grads})),
         }
@@ -748,7 +818,8 @@ def check(program: Training, device: torch.device) -> Ran:
 
 def make_program(choose: Choose) -> Training:
     """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
-    models = _without_accidents([_model(choose) for _ in range(choose((1, 2, 2, 3)))])
+    split = choose((False, False, True))
+    models = _without_accidents([_model(choose, split) for _ in range(choose((1, 2, 2, 3)))])
     palette = _Palette(choose, len(models))
     block = palette.block(choose)
     actions: list[Action] = []
@@ -765,12 +836,14 @@ def make_program(choose: Choose) -> Training:
         record_step=choose((False, True)),
         scarce=choose((False, True)),
         copied=choose((0, 65536)),
+        split=split,
     )
 
 
-def _model(choose: Choose) -> Model:
+def _model(choose: Choose, split: bool) -> Model:
     common = ("linear", "linear", "tanh", "dropout", "norm", "scale", "batch", "embedding", "shared", "relu", "slope")
-    layers = tuple(choose((*common, *common, "relu in place")) for _ in range(choose((1, 2, 3, 4))))
+    common += (*common, "relu in place", *(LIVE if split else ()))
+    layers = tuple(choose(common) for _ in range(choose((1, 2, 3, 4))))
     form = choose(("plain", "plain", "residual", "twice", "both", "view", "detached"))
     recompute = choose(("", "", "", "plain", "reentrant"))
     return Model(layers, form, recompute, choose((1, 0, 1, 0, 2)), choose((16, 16, 16, 2)))
