@@ -280,7 +280,10 @@ def noting(notes: Notes | None) -> Iterator[None]:
     outer, _thread.notes = getattr(_thread, "notes", None), notes
     cuts = notes is not None and notes.cuts
     try:
-        with one_thread() if cuts else nullcontext(), _Noting(notes) if notes is not None and notes.operators else nullcontext():
+        with (
+            one_thread() if cuts else nullcontext(),
+            _Noting(notes) if notes is not None and notes.operators else nullcontext(),
+        ):
             yield
     finally:
         _thread.notes = outer

@@ -272,6 +272,7 @@ class Recorded(Observed, Generic[P, R]):
                 except Refusal as e:
                     if not self._needs_a_look(e, history):
                         raise
+                    e.let_go()
                     return True, self._warm_up(call, args, kwargs)
             except NoSignature as e:
                 refusal = Refusal(str(e))

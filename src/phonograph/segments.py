@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint
 
 from . import operators
 from .breaks import HERE, Break, Done, MarkedBreak, Torn
@@ -29,9 +30,10 @@ from .marked import Marked
 from .reach import Reach
 from .recording import Tensors
 from .reliance import changed, state_of
-from .signature import modes
+from .signature import HOOKS, modes
 from .spans import Spans
 from .torch_private import bump
+from .tracing import Tracing
 from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
@@ -199,7 +201,7 @@ class Cuts:
         self._backwards: Any = nullcontext()
 
     def __enter__(self) -> None:
-        self._modes = modes()
+        self._modes = _modes()
         if self._notes is not None and self._notes.cuts:
             self._backwards = one_thread()
         if self._notes is not None:
@@ -257,7 +259,9 @@ class Cuts:
                 raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
         found = [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
         if found and self._in_backward:
-            raise Refusal(f"{runs} in a part that is recomputed by a backward of its own", "use checkpoint(use_reentrant=False)")
+            raise Refusal(
+                f"{runs} in a part that is recomputed by a backward of its own", "use checkpoint(use_reentrant=False)"
+            )
         return found
 
     def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
@@ -276,8 +280,7 @@ class Cuts:
             raise Refusal(f"{runs}, and has an except clause", "let the exception out, and catch it around the call")
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
-        now, then = modes(), self._modes
-        if now[1:] != then[1:] or now[0][1:] != then[0][1:]:
+        if _modes() != self._modes:
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
         if sum(s.nbytes() for s in watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
@@ -316,6 +319,15 @@ class Cuts:
                 raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
         elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
+
+
+def _modes() -> tuple[Any, ...]:
+    """Those that code between segments may ask for: but for the grad mode, which it finds as it was, and hooks by which a capture
+    or `checkpoint` keeps what autograd saves, which are not for its operators."""
+    settings, *rest = modes()
+    pack, _ = settings[HOOKS] or (None, None)
+    hooks = None if getattr(pack, "__module__", "") in (checkpoint.__module__, Tracing.__module__) else pack
+    return *settings[1:HOOKS], *settings[HOOKS + 1 :], *rest, hooks
 
 
 def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:

@@ -26,7 +26,18 @@ from .torch_private import default_device, dispatch_modes, function_modes, is_ba
 from .trees import Node, flatten
 from .where import written_out
 
-__all__ = ["ALIGNMENT", "Call", "attributes", "describe", "has_gradient_or_hooks", "modes", "put_back", "tensor_key", "unseen"]
+__all__ = [
+    "ALIGNMENT",
+    "HOOKS",
+    "Call",
+    "attributes",
+    "describe",
+    "has_gradient_or_hooks",
+    "modes",
+    "put_back",
+    "tensor_key",
+    "unseen",
+]
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
@@ -188,6 +199,8 @@ def _getters() -> list[Callable[[], Any]]:
 
 _GETTERS = _getters()
 _FUNCTION_MODES = _GETTERS.index(function_modes)
+HOOKS = _GETTERS.index(saved_tensors_hooks)
+"""The place of these among the settings."""
 _DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
 _autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 

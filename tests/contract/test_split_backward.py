@@ -1,0 +1,307 @@
+"""What runs live in a backward, or before one: operators that need the host, and functions that are marked `@pg.live`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import counts, may_run_live, side_by_side
+
+
+def ramp(device, *shape, start=0.0):
+    n = torch.Size(shape).numel()
+    return torch.arange(start, start + n, device=device).reshape(shape) / 8 - 0.5
+
+
+def backwards(recorded):
+    return [*pg.api._recorded(recorded)._backwards]
+
+
+def live_parts(recorded):
+    return [part for line in pg.explain(recorded).split("\n") if "live between its segments: " in line for part in [line]]
+
+
+class Masked(nn.Module):
+    """Writes where a mask says, and so counts on the host, forth and back: `count` columns, or as many as it gives."""
+
+    def __init__(self, count=2):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.count, self.values = count, nn.Parameter(torch.linspace(0.5, 1.5, count or 1))
+
+    def forward(self, x):
+        y = self.first(x) * 1.0
+        sums = y.detach().sum(0)
+        mask = sums > sums.sort()[0][-1 - self.count] if self.count else sums > 0
+        y[:, mask] = self.values
+        return self.last(y.relu())
+
+
+def make_step(net, device):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, (net, optimizer)
+
+
+def test_c06_a_step_whose_backward_needs_the_host(device):
+    def make():
+        torch.manual_seed(0)
+        return make_step(Masked().to(device), device)
+
+    both = side_by_side(make, fallback="split")
+    for n in range(9):
+        both(ramp(device, 4, 6, start=n))
+        both.check()
+    live, recorded, replayed = counts(both)
+    assert recorded == 1 and replayed >= 5, pg.explain(both.recorded)
+    assert len(live_parts(both.recorded)) == 3, pg.explain(both.recorded)  # one forth, two back
+
+
+def pairs(make, device, calls=9, rows=4, **options):
+    """A model trained live and recorded, with its backward outside. Returns the recorded one."""
+    torch.manual_seed(0)
+    live = make().to(device)
+    ours = pg.record(copy.deepcopy(live), warmup=1, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (ours, live)]
+    for n in range(calls):
+        seen = []
+        for m, optimizer in zip((ours, live), optimizers, strict=True):
+            torch.manual_seed(n)
+            optimizer.zero_grad()
+            x = ramp(device, rows, 6, start=n).requires_grad_()
+            y = m(x)
+            (y.square().mean() + torch.rand((), device=device)).backward()
+            optimizer.step()
+            tensors = [y.detach(), x.grad, *m.parameters(), *(p.grad for p in m.parameters())]
+            seen.append([torch.rand(2, device=device), *map(torch.clone, tensors)])
+            del y, tensors
+        assert_same(*seen, f"call {n}: ")
+    return ours
+
+
+def test_c06_a_model_whose_forward_and_backward_need_the_host(device):
+    ours = pairs(Masked, device, fallback="split")
+    assert pg.stats(ours).replayed >= 6, pg.explain(ours)
+    assert sum(pg.stats(b).replayed for b in backwards(ours)) >= 4, pg.explain(ours)
+    assert {line.strip().split(": ")[1].split(" at ")[0] for line in live_parts(ours)} >= {
+        "aten::index_put_",
+        "aten::index.Tensor",
+    }
+
+
+@may_run_live
+def test_c06_where_such_a_backward_begins_again(device):
+    """As many columns as come: what is made of another shape than before is made live."""
+    ours = pairs(lambda: Masked(0), device, calls=16, fallback="split")
+    assert pg.stats(ours).replayed >= 6, pg.explain(ours)
+
+
+@may_run_live
+def test_c06_such_a_model_without_split_runs_live(device):
+    ours = pairs(Masked, device)
+    assert pg.stats(ours).replayed == 0
+
+
+NOTES = []
+
+
+@pg.live
+def note(t):
+    NOTES.append(t.double().sum().item())
+    if len(NOTES) == note.fails:
+        raise ValueError("the user's")
+
+
+@pg.live
+def gain(t):
+    NOTES.append(tuple(t.shape))
+    return t.detach() * 0 + 1.0 + len(NOTES) % 3
+
+
+note.fails = -1
+
+
+class Gained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (cos,) = ctx.saved_tensors
+        return grad * cos * gain(grad)
+
+
+class Noting(nn.Module):
+    """Marked functions in the forward, as hooks, in a backward of its own, in a part that is recomputed."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.where == "forward":
+            h = self.dropout(h * gain(h))
+        elif self.where == "hook" and h.requires_grad:
+            h.register_hook(note)
+        elif self.where == "hook that gives" and h.requires_grad:
+            h.register_hook(gain)
+        elif self.where == "function":
+            h = Gained.apply(h)
+        elif self.where == "recomputed":
+            return checkpoint(self._end, h, use_reentrant=False)
+        elif self.where == "recomputed, reentrant":
+            return checkpoint(self._end, h, use_reentrant=True)
+        return self._end(h)
+
+    def _end(self, h):
+        if self.where.startswith("recomputed"):
+            note(h)
+            h = h * gain(h)
+        return self.last(h.tanh())
+
+
+WHERE = ("forward", "hook", "hook that gives", "function", "recomputed", "recomputed, reentrant")
+
+
+@pytest.fixture
+def notes():
+    NOTES.clear()
+    note.fails = -1
+    yield NOTES
+    NOTES.clear()
+
+
+def log_of(run):
+    """What a run has noted; the list is as long at the begin of each."""
+    NOTES.clear()
+    run()
+    return [*NOTES]
+
+
+@may_run_live
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("where", WHERE)
+def test_c12_marked_functions_in_a_step(device, where):
+    found, steps = [], []
+    for record in (False, True):
+        torch.manual_seed(0)
+        step, (net, optimizer) = make_step(Noting(where).to(device), device)
+        step = pg.record(step, warmup=1) if record else step
+
+        def run(step=step, seen=found, net=net):
+            seen.append([(step(ramp(device, 4, 6, start=n)), *map(torch.clone, net.parameters())) for n in range(8)])
+
+        steps.append((step, log_of(run)))
+    assert_same(found[1], found[0])
+    assert steps[1][1] == steps[0][1] and len(steps[0][1]) >= 8
+    assert counts(steps[1][0]) == (1, 1, 7), pg.explain(steps[1][0])
+
+
+@may_run_live
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("where", WHERE)
+def test_c12_marked_functions_in_a_model(device, where, retain):
+    found, logs, models = [], [], []
+    for record in (False, True):
+        torch.manual_seed(0)
+        net = Noting(where).to(device)
+        models.append(pg.record(net, warmup=1) if record else net)
+
+        def run(net=net):
+            seen = []
+            for n in range(8):
+                x = ramp(device, 4, 6, start=n).requires_grad_()
+                net.zero_grad()
+                loss = net(x).square().mean()
+                if retain:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+                seen.append([*map(torch.clone, (loss.detach(), x.grad, *(p.grad for p in net.parameters())))])
+            found.append(seen)
+
+        logs.append(log_of(run))
+    assert_same(found[1], found[0])
+    assert logs[1] == logs[0] and len(logs[0]) >= 8
+    assert counts(models[1]) == (1, 1, 7), pg.explain(models[1])
+    if where not in ("forward", "recomputed, reentrant"):
+        assert sum(pg.stats(b).replayed for b in backwards(models[1])) >= 4, pg.explain(models[1])
+
+
+@may_run_live
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("where", ["hook", "recomputed"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("at", range(1, 13))
+def test_c13_one_that_raises_in_a_backward(device, where, inside, at):
+    """The exception is the user's; then all is as before."""
+    found = []
+    for record in (False, True):
+        torch.manual_seed(0)
+        net = Noting(where).to(device)
+        if inside:
+            step, (net, optimizer) = make_step(net, device)
+            step = pg.record(step, warmup=1) if record else step
+        else:
+            net = pg.record(net, warmup=1) if record else net
+
+            def step(x, net=net):
+                net.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+        NOTES.clear()
+        note.fails, seen = at, []
+        for n in range(9):
+            try:
+                seen.append(step(ramp(device, 4, 6, start=n)).clone())
+            except ValueError as e:
+                seen.append(str(e))
+                net.zero_grad()
+                continue
+            seen.append([p.grad.clone() for p in net.parameters()])
+        found.append((seen, [*NOTES], [*map(torch.clone, net.parameters())]))
+    assert_same(found[1], found[0])
+
+
+@may_run_live
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("where", WHERE[:5])
+def test_c06_several_forwards_in_flight(device, where, order):
+    found, logs = [], []
+    for record in (False, True):
+        torch.manual_seed(0)
+        net = Noting(where).to(device)
+        net = pg.record(net, warmup=1) if record else net
+
+        def run(net=net):
+            seen = []
+            for n in range(8):
+                net.zero_grad()
+                losses = [net(ramp(device, 4, 6, start=n + i)).square().mean() for i in range(2)]
+                for i in order:
+                    losses[i].backward()
+                seen.append([*map(torch.clone, (*map(torch.detach, losses), *(p.grad for p in net.parameters())))])
+            found.append(seen)
+
+        logs.append(log_of(run))
+    assert_same(found[1], found[0])
+    assert logs[1] == logs[0]
