@@ -745,10 +745,11 @@ def _rebuild(kind: type[Recorded[Any, Any]], function: Any, options: Options) ->
 def live(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function as one that must really run every time, for its effects or because it needs the host.
 
-    A recorded function that calls it is recorded in segments, and this runs between them, once in each call. It is given copies of tensors, without a history (but weights and
-    other tensors from outside themselves); what it writes to them is written. It may return new tensors, of the same shapes
-    each time, what it was given, or None. Where it gives anything else, or changes something on which the rest relies, the
-    recorded function runs live, with the reason. In code that is compiled a graph ends where it is called.
+    A recorded function that calls it is recorded in segments, and this runs between them, once in each call. It is given copies
+    of tensors, without a history (but weights and other tensors from outside themselves); what it writes to them is written. It
+    may return new tensors, of the same shapes each time, what it was given, or None. Where it gives anything else, or changes
+    something on which the rest relies, the recorded function runs live, with the reason. It may be called in a backward, as a
+    hook, say. In code that is compiled a graph ends where it is called.
     """
     marked = Marked(function)
 

@@ -322,8 +322,8 @@ class Cuts:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Those that code between segments may ask for: but for the grad mode, which it finds as it was, and hooks by which a capture
-    or `checkpoint` keeps what autograd saves, which are not for its operators."""
+    """Those for which code between segments may ask: but for the grad mode, which it finds as it was, and the hooks by which a
+    capture or `checkpoint` keeps what autograd saves."""
     settings, *rest = modes()
     pack, _ = settings[HOOKS] or (None, None)
     hooks = None if getattr(pack, "__module__", "") in (checkpoint.__module__, Tracing.__module__) else pack
@@ -337,9 +337,7 @@ def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:
 
 
 def _has_still(t: torch.Tensor, grad: weakref.ref[torch.Tensor] | None) -> bool:
-    if t.grad is None or grad is None:
-        return t.grad is grad
-    return t.grad is grad()
+    return t.grad is None if grad is None else t.grad is not None and t.grad is grad()
 
 
 def _constant(x: Any) -> bool:

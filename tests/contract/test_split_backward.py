@@ -22,7 +22,7 @@ def backwards(recorded):
 
 
 def live_parts(recorded):
-    return [part for line in pg.explain(recorded).split("\n") if "live between its segments: " in line for part in [line]]
+    return [line for line in pg.explain(recorded).split("\n") if "live between its segments: " in line]
 
 
 class Masked(nn.Module):
@@ -63,8 +63,7 @@ def test_c06_a_step_whose_backward_needs_the_host(device):
     for n in range(9):
         both(ramp(device, 4, 6, start=n))
         both.check()
-    live, recorded, replayed = counts(both)
-    assert recorded == 1 and replayed >= 5, pg.explain(both.recorded)
+    assert counts(both) == (4, 1, 5), pg.explain(both.recorded)  # a look at each of three operators
     assert len(live_parts(both.recorded)) == 3, pg.explain(both.recorded)  # one forth, two back
 
 
@@ -83,8 +82,8 @@ def pairs(make, device, calls=9, rows=4, **options):
             y = m(x)
             (y.square().mean() + torch.rand((), device=device)).backward()
             optimizer.step()
-            tensors = [y.detach(), x.grad, *m.parameters(), *(p.grad for p in m.parameters())]
-            seen.append([torch.rand(2, device=device), *map(torch.clone, tensors)])
+            tensors = [y, x.grad, *m.parameters(), *(p.grad for p in m.parameters())]
+            seen.append([torch.rand(2, device=device), *(t.detach().clone() for t in tensors)])
             del y, tensors
         assert_same(*seen, f"call {n}: ")
     return ours
@@ -163,20 +162,26 @@ class Noting(nn.Module):
             h.register_hook(gain)
         elif self.where == "function":
             h = Gained.apply(h)
-        elif self.where == "recomputed":
-            return checkpoint(self._end, h, use_reentrant=False)
-        elif self.where == "recomputed, reentrant":
-            return checkpoint(self._end, h, use_reentrant=True)
+        elif self.where.startswith("recomputed"):
+            again = self.where.endswith("draws")
+            return checkpoint(self._end, h, use_reentrant="reentrant" in self.where, preserve_rng_state=again)
         return self._end(h)
 
     def _end(self, h):
         if self.where.startswith("recomputed"):
             note(h)
             h = h * gain(h)
+        if self.where.endswith("draws"):
+            h = self.dropout(h)
         return self.last(h.tanh())
 
 
-WHERE = ("forward", "hook", "hook that gives", "function", "recomputed", "recomputed, reentrant")
+WHERE = ("forward", "hook", "hook that gives", "function", "recomputed", "recomputed, reentrant", "recomputed, draws")
+
+
+def recorded_as(where, device):
+    """Where a graph would have to count on the states of the generator from before a cut, the whole runs live."""
+    return device.type == "cpu" or not where.endswith("draws")
 
 
 @pytest.fixture
@@ -201,16 +206,21 @@ def test_c12_marked_functions_in_a_step(device, where):
     found, steps = [], []
     for record in (False, True):
         torch.manual_seed(0)
-        step, (net, optimizer) = make_step(Noting(where).to(device), device)
+        step, (net, _) = make_step(Noting(where).to(device), device)
         step = pg.record(step, warmup=1) if record else step
 
-        def run(step=step, seen=found, net=net):
-            seen.append([(step(ramp(device, 4, 6, start=n)), *map(torch.clone, net.parameters())) for n in range(8)])
+        def run(step=step, net=net):
+            seen = []
+            for n in range(8):
+                seen.append([step(ramp(device, 4, 6, start=n)), *(p.detach().clone() for p in net.parameters())])
+            found.append(seen)
 
         steps.append((step, log_of(run)))
     assert_same(found[1], found[0])
-    assert steps[1][1] == steps[0][1] and len(steps[0][1]) >= 8
-    assert counts(steps[1][0]) == (1, 1, 7), pg.explain(steps[1][0])
+    assert steps[1][1] == steps[0][1]
+    assert len(steps[0][1]) >= 8
+    if recorded_as(where, device):
+        assert counts(steps[1][0]) == (1, 1, 7), pg.explain(steps[1][0])
 
 
 @may_run_live
@@ -238,9 +248,10 @@ def test_c12_marked_functions_in_a_model(device, where, retain):
 
         logs.append(log_of(run))
     assert_same(found[1], found[0])
-    assert logs[1] == logs[0] and len(logs[0]) >= 8
-    assert counts(models[1]) == (1, 1, 7), pg.explain(models[1])
-    if where not in ("forward", "recomputed, reentrant"):
+    assert logs[1] == logs[0]
+    assert len(logs[0]) >= 8
+    if recorded_as(where, device):
+        assert counts(models[1]) == (1, 1, 7), pg.explain(models[1])
         assert sum(pg.stats(b).replayed for b in backwards(models[1])) >= 4, pg.explain(models[1])
 
 
@@ -256,7 +267,7 @@ def test_c13_one_that_raises_in_a_backward(device, where, inside, at):
         torch.manual_seed(0)
         net = Noting(where).to(device)
         if inside:
-            step, (net, optimizer) = make_step(net, device)
+            step, _ = make_step(net, device)
             step = pg.record(step, warmup=1) if record else step
         else:
             net = pg.record(net, warmup=1) if record else net
@@ -277,14 +288,14 @@ def test_c13_one_that_raises_in_a_backward(device, where, inside, at):
                 net.zero_grad()
                 continue
             seen.append([p.grad.clone() for p in net.parameters()])
-        found.append((seen, [*NOTES], [*map(torch.clone, net.parameters())]))
+        found.append((seen, [*NOTES], [p.detach().clone() for p in net.parameters()]))
     assert_same(found[1], found[0])
 
 
 @may_run_live
 @pytest.mark.usefixtures("notes")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("where", WHERE[:5])
+@pytest.mark.parametrize("where", [w for w in WHERE if w != 'recomputed, reentrant'])
 def test_c06_several_forwards_in_flight(device, where, order):
     found, logs = [], []
     for record in (False, True):
