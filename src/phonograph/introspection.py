@@ -11,6 +11,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from inspect import CO_GENERATOR
 from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -21,9 +22,9 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "contents", "functions_of", "functions_with",
-           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in",
-           "slots_of"]  # fmt: skip
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "catches_for_others", "comes_to_a_clause",
+           "contents", "functions_of", "functions_with", "globals_set_in", "has_attributes", "is_users_class", "looks_around",
+           "names_in", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -114,6 +115,38 @@ def catches(code: CodeType) -> bool:
         if i.opname in _EXCEPT and not (before.opname in _LOADS and before.argval in _NEVER_AN_OPERATORS):
             return True
     return False
+
+
+@functools.cache
+def catches_for_others(code: CodeType) -> bool:
+    """Whether code has generators with ``except`` or ``finally`` clauses: those of a context manager run for the code in it."""
+    return any(c.co_flags & CO_GENERATOR and _clauses(c) for c in (code, *all_within(code)))
+
+
+@functools.cache
+def comes_to_a_clause(code: CodeType, at: int) -> bool:
+    """Whether an exception that is raised at this instruction (`frame.f_lasti`) comes to an ``except`` or ``finally`` clause of
+    this code. (Before Python 3.11: whether it has one.)"""
+    regions = getattr(dis.Bytecode(code), "exception_entries", None)
+    if regions is None:
+        return bool(_clauses(code))
+    left = [*regions]
+    while left:
+        region = next((r for r in left if r.start <= at < r.end), None)
+        if region is None or region.target in _clauses(code):
+            return region is not None
+        left.remove(region)
+        at = region.target  # of a `with` statement, or of the interpreter's own: the exception goes on from there
+    return False
+
+
+@functools.cache
+def _clauses(code: CodeType) -> frozenset[int]:
+    """Where such clauses begin in this code itself."""
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    begun = {i.offset for i, after in pairwise(instructions)
+             if i.opname == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START"}  # fmt: skip
+    return frozenset(begun | {i.offset for i in instructions if i.opname == "SETUP_FINALLY"})
 
 
 @functools.cache

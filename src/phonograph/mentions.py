@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import all_within, asks_identity, catches, looks_around, names_in
+from .introspection import all_within, asks_identity, catches_for_others, looks_around, names_in
 from .where import is_torchs, is_users
 
 __all__ = ["CONSTRUCTORS", "CYCLED", "LIVE", "Mentions"]
@@ -43,7 +43,7 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.asks_identity = False  # whether code may ask which object it has
-        self.catches = False  # whether code may run after an exception
+        self.manages = False  # whether there are context managers that run code of the user's after an exception
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] | None = (
             None  # what was added, and the functions in it; found when first asked for
@@ -55,7 +55,7 @@ class Mentions:
         self.names |= named
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
-        self.catches = self.catches or name == "__exit__" or not named.isdisjoint(_CATCHERS) or catches(code)
+        self.manages = self.manages or name == "__exit__" or not named.isdisjoint(_CATCHERS) or catches_for_others(code)
         if name not in CONSTRUCTORS:
             self.add_reads(code)
         return named

@@ -357,6 +357,7 @@ def _capture(
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
+        watch.outermost = sys._getframe().f_code
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states)

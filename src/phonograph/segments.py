@@ -232,7 +232,7 @@ class Cuts:
         mine = [x for x, g in zip(leaves, given, strict=True) if g is HERE]
         for t in written:
             watch.writes(t)
-        self._check(runs)
+        self._check(operator, runs)
         if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
             raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
@@ -271,13 +271,14 @@ class Cuts:
         self._watch.drew = self._watch.drew or m.random or not m.compiled
         return operators.written_by(m, args, kwargs)
 
-    def _check(self, runs: str) -> None:
+    def _check(self, operator: OpOverload | Marked, runs: str) -> None:
         """Whether the call may be cut here."""
         watch = self._watch
         if threading.get_ident() != self._thread:
             raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
-        if self._reach.mentions.catches:
-            raise Refusal(f"{runs}, and has an except clause", "let the exception out, and catch it around the call")
+        if watch.caught(any_kind=isinstance(operator, Marked)):
+            raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
+                          "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
         if _modes() != self._modes:

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
 from functools import partial
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,14 @@ from . import operators
 from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
+from .introspection import catches, comes_to_a_clause
 from .listening import unheard
 from .pool import dense, extent
 from .randomness import States
 from .reach import Reach
 from .torch_private import has_memory
 from .trees import flatten
-from .where import runs_through, users_line
+from .where import STDLIB, is_torchs, origin, runs_through, users_line
 
 if TYPE_CHECKING:
     from .breaks import Break
@@ -85,7 +87,8 @@ class OperatorWatch(TorchDispatchMode):
         self._shown: dict[int, list[list[bool]]] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
-        self.catches = reach.mentions.catches
+        self._manages = reach.mentions.manages
+        self.outermost: CodeType | None = None  # that runs the call; what is called by it is the call's
         self.split: Set[Any] = frozenset()  # operators that run live between segments
         self.cutting: Callable[[Any, Any, Any], Any] | None = None  # ends a segment at one of them
         self.failed: Any = None  # the operator that raised an exception
@@ -232,6 +235,18 @@ class OperatorWatch(TorchDispatchMode):
             generator = kwargs.get("generator")
             if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
                 self.meet(generator)
+
+    def caught(self, *, any_kind: bool) -> bool:
+        """Whether code of the call would run after an exception that is raised here, of a kind that operators raise, or of any:
+        an ``except`` or ``finally`` clause around this, a context manager. A replay knows of none."""
+        frame: FrameType | None = sys._getframe(1)
+        while not self._manages and frame is not None and frame.f_code is not self.outermost:
+            code = frame.f_code
+            theirs = not is_torchs(code.co_filename) and origin(code.co_filename) is not STDLIB
+            if theirs and (any_kind or catches(code)) and comes_to_a_clause(code, frame.f_lasti):
+                return True
+            frame = frame.f_back
+        return self._manages
 
     def dials_lost(self, values: Sequence[Any]) -> None:
         """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""

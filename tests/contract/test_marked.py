@@ -1,7 +1,9 @@
 """`@pg.live` in a recorded function: it runs once in each call, between the segments of the recording."""
 
+import contextlib
 import ctypes
 import functools
+import sys
 import weakref
 
 import pytest
@@ -454,6 +456,141 @@ def test_c12_calls_until_it_is_recorded(device, warmup, hidden):
     assert seen == [n / 8 for n in range(6)]
     live = warmup + (hidden or not warmup)
     assert (pg.stats(f).live, pg.stats(f).replayed) == (live, 6 - live), pg.explain(f)
+
+
+class Counting:
+    def __init__(self, log):
+        self.log = log
+
+    def __enter__(self):
+        self.log.append("in")
+
+    def __exit__(self, *error):
+        self.log.append("out")
+
+
+@contextlib.contextmanager
+def tidying(log):
+    try:
+        yield
+    finally:
+        log.append("tidied")
+
+
+def _tried(f, x, log):
+    try:
+        return f(x)
+    except ValueError:
+        return x * 3
+
+
+def _tried_for_keys(f, x, log):
+    try:
+        return f(x)
+    except KeyError:
+        return x * 3
+
+
+def _finally(f, x, log):
+    try:
+        return f(x)
+    finally:
+        x.add_(1)
+
+
+def _deep(f, x, log):
+    try:
+        with torch.no_grad():
+            for _ in range(1):
+                x = (lambda: f(x))()
+        return x + 1
+    except ValueError:
+        return x * 3
+
+
+def _suppressed(f, x, log):
+    with contextlib.suppress(ValueError):
+        return f(x)
+    return x * 3
+
+
+def _managed(f, x, log):
+    with Counting(log):
+        return f(x)
+
+
+def _tidied(f, x, log):
+    with tidying(log):
+        return f(x)
+
+
+def _in_a_handler(f, x, log):
+    try:
+        raise KeyError
+    except KeyError:
+        return f(x)
+
+
+def _before_and_after(f, x, log):
+    x = f(x)
+    try:
+        y = int("7")
+    except ValueError:
+        y = 3
+    finally:
+        x = x + 1
+    return f(x) * y
+
+
+def _in_no_grad(f, x, log):
+    try:
+        y = x + 1
+    except ValueError:
+        y = x * 3
+    with torch.no_grad(), torch.autograd.profiler.record_function("here"):
+        y = f(y)
+    return y
+
+
+def _retried(f, x, log):
+    for _ in range(2):
+        try:
+            y = x * 2
+            break
+        except ValueError:
+            continue
+    return f(y)
+
+
+@may_run_live
+@pytest.mark.parametrize("fails", [-1, 3])
+@pytest.mark.parametrize(
+    ("around", "recorded"),
+    [(_tried, False), (_tried_for_keys, False), (_finally, False), (_deep, False), (_suppressed, False), (_managed, False),
+     (_tidied, False), (_in_a_handler, None), (_before_and_after, True), (_in_no_grad, True), (_retried, True)],
+)  # fmt: skip
+def test_c13_code_around_it_that_would_run_after_an_exception(device, around, recorded, fails):
+    """There the whole runs live; code beside it does not matter. (Which code that is is known from Python 3.11 on.)"""
+    error = KeyError if around is _tried_for_keys else ValueError
+
+    def make():
+        log, tidied = [], []
+
+        @pg.live
+        def work(x):
+            log.append(x.sum().item())
+            if len(log) == fails:
+                raise error
+            return x.sin()
+
+        return lambda x: around(work, x, tidied), (log, tidied)
+
+    both = split(make)
+    for n in range(7):
+        both.outcome(ramp(device, 6, start=n))
+        both.check()
+    if recorded is not None and sys.version_info >= (3, 11):
+        assert (counts(both)[2] > 0) == recorded, pg.explain(both.recorded)
 
 
 def test_c11_beside_operators_that_need_the_host(device):

@@ -641,6 +641,25 @@ def test_c13_exceptions_that_the_function_itself_catches(device):
         both(ramp(device, 2, 3), ramp(device, 3, 2))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell where its clauses are")
+def test_c13_an_operator_that_raises_beside_code_that_catches(device):
+    """What is not around it does not matter."""
+    if device.type == "cuda":
+        pytest.skip("an index out of range ends the process's use of the GPU")
+
+    def function(x, index):
+        try:
+            scale = float("2")
+        except ValueError:
+            scale = 1.0
+        return x.index_select(0, index) * scale
+
+    both = plain(function)
+    for n in (0, 1, 2, 7, 1, 9, 2):
+        both.outcome(ramp(device, 3), torch.tensor([n]))
+    assert counts(both)[2] >= 3, pg.explain(both.recorded)
+
+
 @may_run_live
 def test_c13_an_exception_in_backward(device):
     class Fails(torch.autograd.Function):

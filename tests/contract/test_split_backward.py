@@ -295,7 +295,7 @@ def test_c13_one_that_raises_in_a_backward(device, where, inside, at):
 @may_run_live
 @pytest.mark.usefixtures("notes")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("where", [w for w in WHERE if w != 'recomputed, reentrant'])
+@pytest.mark.parametrize("where", [w for w in WHERE if w != "recomputed, reentrant"])
 def test_c06_several_forwards_in_flight(device, where, order):
     found, logs = [], []
     for record in (False, True):

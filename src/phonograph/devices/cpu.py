@@ -147,9 +147,9 @@ class Tape(OperatorWatch):
 
     def _nothing_to_clear_up(self, name: str) -> None:
         """A replay knows of no Python code that would run after an exception."""
-        if self.catches:
-            raise Refusal(f"{name} may raise depending on data, and the function has an except or finally clause, or a context "
-                          "manager of yours", "let the exception out, and catch it around the call")  # fmt: skip
+        if self.caught(any_kind=False):
+            raise Refusal(f"{name} may raise depending on data, and an except or finally clause or a context manager of yours "
+                          "is around it", "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._before):
             raise Refusal(f"{name} may raise depending on data, while {place} is changed for a time",
                           "change it outside, around the call")  # fmt: skip
