@@ -42,7 +42,8 @@ class Break:
         self._outputs: list[torch.Tensor] = []
 
     def __str__(self) -> str:
-        return f"{self.form.operator.name()} at {self.where}"
+        place = f" at {self.where}" if self.where else ", where autograd calls it"  # on a thread of its own
+        return f"{self.form.operator.name()}{place}"
 
     def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Where the device has put what it reads and what it gives: tensors that do not own their memory."""

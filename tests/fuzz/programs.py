@@ -552,8 +552,8 @@ def check(program: Program, device: torch.device) -> Ran:
 
 def make_program(choose: Choose) -> Program:
     """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
-    split = choose((False, False, True))
-    functions = tuple(_function(choose, split) for _ in range(choose(range(2, 5))))
+    split, marked = choose(((False, False), (False, False), (False, True), (True, True)))
+    functions = tuple(_function(choose, marked) for _ in range(choose(range(2, 5))))
     palette = _Palette(choose)
     # A loop, as real programs have one: the same few calls again and again, so that they are replayed.
     block = [palette.call(choose, len(functions)) for _ in range(choose((1, 2, 3)))]
@@ -566,14 +566,14 @@ def make_program(choose: Choose) -> Program:
     return Program(functions, tuple(actions[:MAX_ACTIONS]), seed, warmup, most, choose((0, 0, 100, 65536)), split)
 
 
-def _function(choose: Choose, split: bool) -> Function:
-    instructions = tuple(_instruction(choose, split) for _ in range(choose(range(1, 7))))
+def _function(choose: Choose, marked: bool) -> Function:
+    instructions = tuple(_instruction(choose, marked) for _ in range(choose(range(1, 7))))
     returns = tuple(choose((-1, -2, 0, -3, 1, 2, 3, 4)) for _ in range(choose((1, 1, 2, 3))))
     return Function(instructions, returns, choose(tuple(FORMS)) if len(returns) > 1 else choose(("one", "one", "list")))
 
 
-def _instruction(choose: Choose, split: bool) -> Instruction:
-    op = choose(MARKED) if split and choose(range(5)) == 4 else choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
+def _instruction(choose: Choose, marked: bool) -> Instruction:
+    op = choose(MARKED) if marked and choose(range(5)) == 4 else choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
     # Mostly the value just computed: -1 is the last one.
     return Instruction(op, choose((-1, -1, 0, -2, 1, 2, 3, 4)), choose((0, 1, -2, 2, 3)), choose((1, 2, 3)))
 

@@ -818,8 +818,8 @@ def check(program: Training, device: torch.device) -> Ran:
 
 def make_program(choose: Choose) -> Training:
     """A random program; `choose` picks an element of a sequence (the simplest first, for shrinking)."""
-    split = choose((False, False, True))
-    models = _without_accidents([_model(choose, split) for _ in range(choose((1, 2, 2, 3)))])
+    split, marked = choose(((False, False), (False, False), (False, True), (True, True)))
+    models = _without_accidents([_model(choose, marked) for _ in range(choose((1, 2, 2, 3)))])
     palette = _Palette(choose, len(models))
     block = palette.block(choose)
     actions: list[Action] = []
@@ -840,9 +840,9 @@ def make_program(choose: Choose) -> Training:
     )
 
 
-def _model(choose: Choose, split: bool) -> Model:
+def _model(choose: Choose, marked: bool) -> Model:
     common = ("linear", "linear", "tanh", "dropout", "norm", "scale", "batch", "embedding", "shared", "relu", "slope")
-    common += (*common, "relu in place", *(LIVE if split else ()))
+    common += (*common, "relu in place", *(LIVE if marked else ()))
     layers = tuple(choose(common) for _ in range(choose((1, 2, 3, 4))))
     form = choose(("plain", "plain", "residual", "twice", "both", "view", "detached"))
     recompute = choose(("", "", "", "plain", "reentrant"))
