@@ -24,6 +24,7 @@ from .within import Within
 
 __all__ = ["HERE", "Break", "Done", "MarkedBreak", "Torn"]
 
+_SHAPE = "gives a result of another shape than before"
 HERE = object()  # stands for a tensor that lies in the recording's memory
 
 
@@ -56,9 +57,9 @@ class Break:
             Refusal: this cannot be done between segments.
         """
 
-    def run(self, done: list[Done], generators: Sequence[Any]) -> bool:
-        """Call it, and put what it gives where the next segment reads it. Returns whether it gives that still. What must not be
-        done a second time in this call is `done`.
+    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
+        """Call it, and put what it gives where the next segment reads it. Returns what is another than before, if that is so
+        and the replay cannot go on. What must not be done a second time in this call is `done`.
 
         Raises:
             Torn: it has done what neither the replay nor a live call from the beginning can go on after.
@@ -68,9 +69,9 @@ class Break:
         with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode):
             result = self.form.operator(*args, **kwargs)
             if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
-                return False
+                return _SHAPE
             self._put(result)
-        return True
+        return ""
 
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         leaves = [*self._leaves]
@@ -119,7 +120,7 @@ class MarkedBreak(Break):
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             raise Refusal(f"{runs}, which keeps a tensor that others may write later", "let it keep a clone", self.where)
 
-    def run(self, done: list[Done], generators: Sequence[Any]) -> bool:
+    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
         with torch.no_grad():
             copies = [alias(copy_of(t)) for t in self._inputs]  # no views, which autograd would look after
         with torch.enable_grad():
@@ -147,6 +148,8 @@ class MarkedBreak(Break):
         kept = given.kept(box)
         if any(i in kept and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             torn = "keeps a tensor that others may write later (let it keep a clone)"
+        if any(i not in self.form.writes and i not in self._undone and i not in self._places for i in written):
+            torn = "writes a tensor from outside, too large to be put back, that it had not written"
         if torn:
             raise Torn(torn)
         own = [(i, t) for i, t in given.tensors.items() if i not in self._places and (i in written or i in self._undone)]
@@ -154,12 +157,14 @@ class MarkedBreak(Break):
         values = after + tuple((i, t.detach().clone()) for i, t in own)
         states = tuple((g, g.get_state()) for g in generators)
         done.append(Done(self.form.operator, box[0], values, states, frozenset(identity(t) for _, t in own)))
-        if unlike or form._replace(writes=written) != self.form:
-            return False
+        if unlike or form._replace(writes=self.form.writes) != self.form:
+            return _SHAPE
+        if not {*written} <= {*self.form.writes}:
+            return "writes others of its arguments than before"
         self._put_back(copies, written)
         with torch.no_grad():
             self._put(box[0])
-        return True
+        return ""
 
     def _put_back(self, copies: Sequence[torch.Tensor], written: Container[int]) -> None:
         with torch.no_grad():

@@ -182,8 +182,10 @@ class Notes:
         written = [given.tensors[i] for i in given.written()]
         objections = [form.objection, *(given.unlike(box) if done is None else ()), changes]
         objections += [f"changes {name} besides giving its result" for name in (*changed(places), *moved)[:1]]
-        if asked or [*map(_gradient, tensors)] != grads:
+        if asked:
             objections.append("differentiates what it is given")
+        elif [*map(_gradient, tensors)] != grads:
+            objections.append("changes a gradient of what it is given")
         if any(t.requires_grad and torch.is_grad_enabled() for t in written):
             objections.append("writes an argument that has a history")
         if any(storage_id(t) in beside and identity(t) not in own for t in written):

@@ -11,8 +11,6 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from inspect import CO_GENERATOR
-from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -22,9 +20,8 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "catches", "catches_for_others", "comes_to_a_clause",
-           "contents", "functions_of", "functions_with", "globals_set_in", "has_attributes", "is_users_class", "looks_around",
-           "names_in", "slots_of"]  # fmt: skip
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "contents", "functions_of", "functions_with",
+           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of"]  # fmt: skip
 
 
 class _Missing:
@@ -91,62 +88,6 @@ def asks_identity(code: CodeType) -> bool:
     inner = any(asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
     names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
     return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
-
-
-_NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
-                                 "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
-
-_EXCEPT = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
-
-
-@functools.cache
-def catches(code: CodeType) -> bool:
-    """Whether code has an ``except`` clause that could catch what an operator raises, or a ``finally`` clause."""
-    if any(catches(const) for const in code.co_consts if isinstance(const, CodeType)):
-        return True
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    for n, (before, i) in enumerate(pairwise(instructions)):
-        if before.opname == "PUSH_EXC_INFO" and i.opname != "WITH_EXCEPT_START":
-            following = (x.opname for x in instructions[n + 1 :] if not x.opname.startswith(("LOAD_", "BUILD_TUPLE")))
-            if next(following) not in _EXCEPT:
-                return True  # `except:`, or what `finally:` runs
-        if before.opname == "SETUP_FINALLY" and not any(x.opname in _EXCEPT for x in instructions):
-            return True  # the same, before Python 3.11
-        if i.opname in _EXCEPT and not (before.opname in _LOADS and before.argval in _NEVER_AN_OPERATORS):
-            return True
-    return False
-
-
-@functools.cache
-def catches_for_others(code: CodeType) -> bool:
-    """Whether code has generators with ``except`` or ``finally`` clauses: those of a context manager run for the code in it."""
-    return any(c.co_flags & CO_GENERATOR and _clauses(c) for c in (code, *all_within(code)))
-
-
-@functools.cache
-def comes_to_a_clause(code: CodeType, at: int) -> bool:
-    """Whether an exception that is raised at this instruction (`frame.f_lasti`) comes to an ``except`` or ``finally`` clause of
-    this code. (Before Python 3.11: whether it has one.)"""
-    regions = getattr(dis.Bytecode(code), "exception_entries", None)
-    if regions is None:
-        return bool(_clauses(code))
-    left = [*regions]
-    while left:
-        region = next((r for r in left if r.start <= at < r.end), None)
-        if region is None or region.target in _clauses(code):
-            return region is not None
-        left.remove(region)
-        at = region.target  # of a `with` statement, or of the interpreter's own: the exception goes on from there
-    return False
-
-
-@functools.cache
-def _clauses(code: CodeType) -> frozenset[int]:
-    """Where such clauses begin in this code itself."""
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    begun = {i.offset for i, after in pairwise(instructions)
-             if i.opname == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START"}  # fmt: skip
-    return frozenset(begun | {i.offset for i in instructions if i.opname == "SETUP_FINALLY"})
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import all_within, asks_identity, catches_for_others, looks_around, names_in
+from .introspection import all_within, asks_identity, looks_around, names_in
+from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
 __all__ = ["CONSTRUCTORS", "CYCLED", "LIVE", "Mentions"]
@@ -23,7 +24,6 @@ _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defa
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream"})  # fmt: skip
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-_CATCHERS = frozenset({"suppress", "ExitStack"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
 _NO_FUNCTIONS = frozenset({"<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
@@ -43,7 +43,7 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.asks_identity = False  # whether code may ask which object it has
-        self.manages = False  # whether there are context managers that run code of the user's after an exception
+        self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] | None = (
             None  # what was added, and the functions in it; found when first asked for
@@ -55,7 +55,7 @@ class Mentions:
         self.names |= named
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
-        self.manages = self.manages or name == "__exit__" or not named.isdisjoint(_CATCHERS) or catches_for_others(code)
+        self.generators_catch = self.generators_catch or generators_catch(code)
         if name not in CONSTRUCTORS:
             self.add_reads(code)
         return named

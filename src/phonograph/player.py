@@ -75,7 +75,7 @@ class Player:
             recording.program.disturbing = recording.reliances.disturbing
             recording.program.dials = recording.reliances.dials
             recording.program.versions = recording.reliances.versions
-            recording.program.show_gradients = recording.reliances.grads.show
+            recording.program.grads = recording.reliances.grads
         self._mixed = recording.program.mixed
         self._copies = {identity(lease): i for i, lease in enumerate(recording.copied)}
         self._templates = [

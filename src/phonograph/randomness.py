@@ -26,7 +26,7 @@ import torch
 from .errors import Refusal
 from .identity import identity
 
-__all__ = ["READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "sets_for_torch", "share_state"]
+__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "sets_for_torch", "share_state"]
 
 
 def _code(function: Any) -> CodeType:
@@ -34,6 +34,7 @@ def _code(function: Any) -> CodeType:
     return code
 
 
+FORKS = _code(torch.random.fork_rng)
 READS = frozenset(map(_code, (torch.random.get_rng_state, torch.cuda.random.get_rng_state)))
 SETS = frozenset(map(_code, (torch.random.set_rng_state, torch.cuda.random.set_rng_state)))
 _FILES = frozenset(code.co_filename for code in SETS)

@@ -185,6 +185,7 @@ class Grads:
         self._are_such: Callable[[list[Any]], bool] = bool
         self._added_to: list[torch.Tensor] = []
         self._created: list[torch.Tensor] = []
+        self._owners: list[torch.Tensor] = []
         self._sealed = False
         self._lying: list[int] = []
 
@@ -288,6 +289,12 @@ class Grads:
             and (not self._readers or self._are_such([*map(_grad, self._readers)]))
             and [*map(address, self._created)] == self._lying
         )
+
+    def lose(self) -> None:
+        """A replay was given up after which no other call follows: it may have written over gradients of an earlier one."""
+        for p, g in zip(self._owners, self._created, strict=True):
+            if p.grad is g:
+                p.grad = None
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""

@@ -29,10 +29,10 @@ from .keys import NoSignature, plain_key
 from .marked import Marked
 from .reach import Reach
 from .recording import Tensors
-from .reliance import changed, state_of
+from .reliance import Grads, changed, state_of
 from .signature import HOOKS, modes
 from .spans import Spans
-from .torch_private import bump
+from .torch_private import bump, has_memory
 from .tracing import Tracing
 from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
@@ -85,7 +85,7 @@ class Segments:
         self.dials: Dials | None = None
         self._dials_fit = True
         self.versions: Callable[[], Mapping[int, int]] = dict
-        self.show_gradients: Callable[[], None] = lambda: None  # see `Grads`
+        self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
         with torch.inference_mode(False), torch.no_grad():
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
@@ -98,48 +98,50 @@ class Segments:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         self.stopped, self._dials_fit = False, True
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
-        if marked:
-            self.show_gradients()
+        grads = self.grads if marked else None
+        if grads is not None:
+            grads.show()
+        kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
         with torch.no_grad():
             before = [t.clone() for t in self._written]
         states = [g.get_state() for g in self._generators]
         versions = self.versions() if marked else {}
         disturbed = self.disturbing()
         done: list[Done] = []
-        grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # as they were
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         turned = False
         for live, program in zip(self.breaks, self.programs[1:], strict=True):
             if live.grads:
-                grads += [(p, p.grad) for p, _ in live.grads]
                 _give(live.grads)
                 disturbed = self.disturbing()
             torn = ""
             try:
-                same_form = live.run(done, self._generators)
+                other = live.run(done, self._generators)
                 turned = self._follow_dials() or turned
                 if not self._dials_fit:
                     torn = "sets hyper-parameters of an optimizer that it cannot follow"
-                elif turned and not same_form:
-                    torn = "gives a result of another form, after hyper-parameters were set"
+                elif turned and other:
+                    torn = f"{other}, after hyper-parameters were set"
                 elif isinstance(live, MarkedBreak) and disturbed():
                     torn = "changes something on which the recorded function relies (keep it in a tensor)"
-                elif done and not same_form and self._written_by_the_way(versions, done):
-                    torn = "gives a result of another form, after others have written tensors outside"
+                elif done and other and self._written_by_the_way(versions, done):
+                    torn = f"{other}, after others have written tensors outside"
             except Torn as e:
-                same_form, torn = False, str(e)
+                other, torn = "", str(e)
             except BaseException:
                 self.stopped = True
                 raise
-            if not same_form or torn or disturbed():
+            if other or torn or disturbed():
                 self._undo(before, states)
-                _give(reversed(grads))
-                did = "changes what the function relies on" if same_form else "gives a result of another shape than before"
-                remedy = "return tensors of one shape" if done else "use an operator whose output has a fixed shape"
+                _give(kept)
+                if torn and grads is not None:
+                    grads.lose()
+                did = other or "changes what the function relies on"
+                remedy = "do the same in each call" if done else "use an operator whose output has a fixed shape"
                 name = live.form.operator.name()
                 raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
             targets = program.run(())
-        _give(reversed(grads))  # those that the call leaves are given at its end (`Grads.leave`)
+        _give(kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
 
     def _follow_dials(self) -> bool:
@@ -226,6 +228,7 @@ class Cuts:
             given = [HERE if isinstance(x, torch.Tensor) and identity(x) not in self._own else x for x in leaves]
             written = [leaves[i] for i in form.writes]
             watch.drew = True
+            self._may_be_written([x for x in leaves if isinstance(x, torch.Tensor) and identity(x) in self._own])
         else:
             given = [HERE if isinstance(x, torch.Tensor) and x.device == watch.device else x for x in leaves]
             written = self._written_by(operator, args, kwargs, runs)
@@ -251,6 +254,14 @@ class Cuts:
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
+
+    def _may_be_written(self, tensors: list[torch.Tensor]) -> None:
+        """These from outside are given to a marked function as they are. Where a call begins again, they are put back, if they
+        are not too large to be noted before each replay."""
+        watch = self._watch
+        found = {storage_id(t): t.untyped_storage() for t in tensors if has_memory(t)} | watch.given_outside
+        if sum(s.nbytes() for s in {**found, **{s._cdata: s for s in watch.changed()}}.values()) <= _UNDONE:
+            watch.given_outside = found
 
     def _grads(self, runs: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The gradients that the call has changed so far. Nothing else that can be seen of a tensor may be another now."""

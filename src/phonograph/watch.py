@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,14 +27,14 @@ from . import operators
 from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
-from .introspection import catches, comes_to_a_clause
 from .listening import unheard
 from .pool import dense, extent
-from .randomness import States
+from .randomness import FORKS, States
 from .reach import Reach
 from .torch_private import has_memory
 from .trees import flatten
-from .where import STDLIB, is_torchs, origin, runs_through, users_line
+from .unwinding import comes_to_something
+from .where import called_by, runs_through, users_line
 
 if TYPE_CHECKING:
     from .breaks import Break
@@ -87,13 +87,15 @@ class OperatorWatch(TorchDispatchMode):
         self._shown: dict[int, list[list[bool]]] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
-        self._manages = reach.mentions.manages
+        self._generators_catch = reach.mentions.generators_catch
+        self._forked: list[weakref.ref[torch.Tensor]] = []  # states that are set again where `torch.random.fork_rng` ends
         self.outermost: CodeType | None = None  # that runs the call; what is called by it is the call's
         self.split: Set[Any] = frozenset()  # operators that run live between segments
         self.cutting: Callable[[Any, Any, Any], Any] | None = None  # ends a segment at one of them
         self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these
-        self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these
+        self.given_outside: dict[int, torch.UntypedStorage] = {}  # memory outside that marked functions may write
+        self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
@@ -237,16 +239,10 @@ class OperatorWatch(TorchDispatchMode):
                 self.meet(generator)
 
     def caught(self, *, any_kind: bool) -> bool:
-        """Whether code of the call would run after an exception that is raised here, of a kind that operators raise, or of any:
-        an ``except`` or ``finally`` clause around this, a context manager. A replay knows of none."""
-        frame: FrameType | None = sys._getframe(1)
-        while not self._manages and frame is not None and frame.f_code is not self.outermost:
-            code = frame.f_code
-            theirs = not is_torchs(code.co_filename) and origin(code.co_filename) is not STDLIB
-            if theirs and (any_kind or catches(code)) and comes_to_a_clause(code, frame.f_lasti):
-                return True
-            frame = frame.f_back
-        return self._manages
+        """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of
+        any: a replay knows of no code that would do it."""
+        forked = any(state() is not None for state in self._forked)
+        return forked or self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
 
     def dials_lost(self, values: Sequence[Any]) -> None:
         """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""
@@ -291,7 +287,7 @@ class OperatorWatch(TorchDispatchMode):
                 self.touched.add(key)
             elif key not in self.known:
                 self.stranger(_GIVEN._replace(name=name), t)
-        self.undone = self.changed()
+        self.undone = [*({s._cdata: s for s in self.changed()} | self.given_outside).values()]
         made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
         for t, value in zip(made, values, strict=True):
             if value is not None:  # no operator, and no part of the recording
@@ -324,6 +320,12 @@ class OperatorWatch(TorchDispatchMode):
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         """The state of that device's default generator was read."""
         self.states.read(state)
+        self.forks(state)
+
+    def forks(self, state: torch.Tensor) -> None:
+        """A state was read: perhaps by `torch.random.fork_rng`, which has it until it ends."""
+        if called_by(sys._getframe(1), FORKS):
+            self._forked.append(weakref.ref(state))
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         """The state of that device's default generator is going to be set.

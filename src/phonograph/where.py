@@ -7,13 +7,13 @@ import os
 import sys
 import sysconfig
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "is_compiled", "is_ours", "is_torchs", "is_users", "origin", "runs_through",
-           "users_line", "works_for", "written_out"]  # fmt: skip
+__all__ = ["LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
+           "runs_through", "users_line", "works_for", "written_out"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -93,6 +93,13 @@ def runs_through(frame: FrameType | None, place: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def called_by(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether a frame is called, directly or not, by this code."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def users_line(frame: FrameType | None = None) -> str:

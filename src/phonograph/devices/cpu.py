@@ -119,7 +119,7 @@ class Tape(OperatorWatch):
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)
-        if (m.name.startswith(_RAISING) and m.name != "aten::linalg_vector_norm") or kwargs.get("rounding_mode") is not None:
+        if _may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._nothing_to_clear_up(m.name)
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
@@ -264,6 +264,16 @@ _RAISING = tuple(f"aten::{name}" for name in (
     "_ctc_loss", "segment_reduce", "bincount", "masked_scatter", "_embedding_bag", "bernoulli", "normal", "max_unpool", "histc",
     "repeat_interleave",
 ))  # fmt: skip
+_BY_NUMBERS = frozenset({"aten::bernoulli_", "aten::normal_"})  # which are no data, but for tensors among them
+
+
+def _may_raise(name: str, args: Any) -> bool:
+    """Whether an operator may raise depending on data."""
+    if name in _BY_NUMBERS:
+        return any(isinstance(x, torch.Tensor) for x in args[1:])
+    return name.startswith(_RAISING) and name != "aten::linalg_vector_norm"
+
+
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
             aten.new_empty_strided.default}  # fmt: skip

@@ -129,6 +129,7 @@ class CudaWatch(OperatorWatch):
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         self.states.read(state, self._rewound)
+        self.forks(state)
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:

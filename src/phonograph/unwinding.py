@@ -1,0 +1,191 @@
+"""What of the user's code would run after an exception, on its way out.
+
+A replay knows of no Python code: an exception that comes out of it goes straight to the caller. So where something that may
+raise is called in a capture, no ``except`` or ``finally`` clause may be around it, and no context manager but torch's own,
+which put back what a replay never changes. That is asked for the code that runs at that moment, and the instruction where it
+is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import functools
+import inspect
+from itertools import pairwise
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from .introspection import all_within
+from .where import STDLIB, is_torchs, origin
+
+__all__ = ["comes_to_something", "generators_catch"]
+
+_NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
+                                 "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
+_EXCEPT = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+_SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
+_VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
+_ENTERS = ("BEFORE_WITH", "SETUP_WITH")
+
+
+def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, any_kind: bool) -> bool:
+    """Whether an exception that is raised in this frame comes to code of the user's before it leaves the frame of `outermost`:
+    one of a kind that operators raise, or of `any_kind`."""
+    while frame is not None and frame.f_code is not outermost:
+        code, at = frame.f_code, frame.f_lasti
+        if is_torchs(code.co_filename):
+            found = _has_hooks_that_always_run(frame)
+        elif origin(code.co_filename) is STDLIB:  # a context manager as a decorator
+            found = code.co_filename == contextlib.__file__ and code.co_name == "inner"
+        else:
+            clause = (any_kind or _catches(code)) and _comes_to_a_clause(code, at)
+            found = clause or not all(_is_torchs(frame, path) for path in _managers(code, at))
+        if found:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def generators_catch(code: CodeType) -> bool:
+    """Whether there are generators in it with such clauses: those run for the code that goes through what they give."""
+    return any(c.co_flags & inspect.CO_GENERATOR and _clauses(c) for c in (code, *all_within(code)))
+
+
+def _has_hooks_that_always_run(frame: FrameType) -> bool:
+    """Whether it is that of a call of a module with forward hooks that run also after an exception."""
+    if frame.f_code.co_name not in ("_call_impl", "inner") or "module" not in frame.f_code.co_filename:
+        return False
+    module = frame.f_locals.get("self")
+    return bool(getattr(module, "_forward_hooks_always_called", ())) or bool(_global_hooks_always_called)
+
+
+_global_hooks_always_called = getattr(torch.nn.modules.module, "_global_forward_hooks_always_called", {})
+
+
+@functools.cache
+def _catches(code: CodeType) -> bool:
+    """Whether code has an ``except`` clause that could catch what an operator raises, or a ``finally`` clause."""
+    if any(_catches(const) for const in code.co_consts if isinstance(const, CodeType)):
+        return True
+    instructions = _instructions(code)
+    for n, (before, i) in enumerate(pairwise(instructions)):
+        if before.opname == "PUSH_EXC_INFO" and i.opname != "WITH_EXCEPT_START":
+            following = (x.opname for x in instructions[n + 1 :] if not x.opname.startswith(("LOAD_", "BUILD_TUPLE")))
+            if next(following) not in _EXCEPT:
+                return True  # `except:`, or what `finally:` runs
+        if before.opname == "SETUP_FINALLY" and not any(x.opname in _EXCEPT for x in instructions):
+            return True  # the same, before Python 3.11
+        if i.opname in _EXCEPT and not (before.opname in _VARIABLES and before.argval in _NEVER_AN_OPERATORS):
+            return True
+    return False
+
+
+@functools.cache
+def _comes_to_a_clause(code: CodeType, at: int) -> bool:
+    """Whether an exception that is raised at this instruction comes to an ``except`` or ``finally`` clause of this code.
+    (Before Python 3.11: whether it has one.)"""
+    regions = _regions(code, at)
+    return bool(_clauses(code)) if regions is None else any(r.target in _clauses(code) for r in regions)
+
+
+@functools.cache
+def _clauses(code: CodeType) -> frozenset[int]:
+    """Where such clauses begin in this code itself."""
+    instructions = _instructions(code)
+    begun = {i.offset for i, after in pairwise(instructions)
+             if i.opname == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START"}  # fmt: skip
+    return frozenset(begun | {i.offset for i in instructions if i.opname == "SETUP_FINALLY"})
+
+
+@functools.cache
+def _managers(code: CodeType, at: int) -> tuple[tuple[str, ...], ...]:
+    """How the context managers that are around this instruction are found: the instruction that loads a name, that name, and
+    those of attributes; nothing where it cannot be told. (Before Python 3.11: all in this code.)"""
+    regions = _regions(code, at)
+    every = [*dis.get_instructions(code)]
+    entered = [n for n, i in enumerate(every) if i.opname in _ENTERS]
+    if regions is None:
+        return tuple(_named(every, n) for n in entered)
+    begins = {i.offset: next((m.offset for m in every[n + 1 :] if m.opname != "CACHE"), -1) for n, i in enumerate(every)}
+    places = {i.offset: n for n, i in enumerate(every)}
+    found = []
+    for target in {r.target for r in regions if r.target in _with_handlers(code)}:
+        start = min(r.start for r in _table(code) if r.target == target)
+        mine = [offset for offset, after in begins.items() if after == start and every[places[offset]].opname in _ENTERS]
+        found.append(_named(every, places[mine[0]]) if mine else ())
+    return tuple(found)
+
+
+def _named(instructions: list[dis.Instruction], entered: int) -> tuple[str, ...]:
+    """How the expression begins whose value is entered there, if it is a name, or a call of one."""
+    if instructions[entered].is_jump_target:
+        return ()  # one of two expressions
+    depth, n = 0, entered
+    while depth != 1 and n > 0:
+        n -= 1
+        i = instructions[n]
+        if i.opname == "CACHE":
+            continue
+        depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if i.is_jump_target and depth != 1:
+            return ()  # in the middle of it
+    words = [i for i in instructions[n:entered] if i.opname not in _SILENT]
+    if depth != 1 or not words or words[0].opname not in _VARIABLES:
+        return ()
+    path = [words[0].opname, str(words[0].argval)]
+    for i in words[1:]:
+        if i.opname not in _ATTRIBUTES:
+            break
+        path.append(str(i.argval))
+    return tuple(path) if len(path) == len(words) + 1 or words[-1].opname in _CALLS else ()
+
+
+def _is_torchs(frame: FrameType, path: tuple[str, ...]) -> bool:
+    """Whether what is found so in that frame is torch's, or an object of a class of torch's; or does nothing."""
+    if not path:
+        return False
+    missing, (how, first, *rest) = object(), path
+    own = {} if how == "LOAD_GLOBAL" else frame.f_locals
+    found = next((scope[first] for scope in (own, frame.f_globals, vars(builtins)) if first in scope), missing)
+    for name in rest:
+        found = getattr(found, name, missing) if isinstance(found, ModuleType) else inspect.getattr_static(found, name, missing)
+    if found is missing:
+        return False
+    kind = found if isinstance(found, type) or (callable(found) and hasattr(found, "__qualname__")) else type(found)
+    module = getattr(kind, "__module__", "") or ""
+    return module.split(".")[0] == "torch" or getattr(kind, "__qualname__", "") == "nullcontext"
+
+
+def _regions(code: CodeType, at: int) -> list[Any] | None:
+    """The parts of the table of exceptions by which one that is raised at this instruction goes, the innermost first; None
+    before Python 3.11."""
+    left = _table(code)
+    if left is None:
+        return None
+    left, found = [*left], []
+    while (region := next((r for r in left if r.start <= at < r.end), None)) is not None:
+        found.append(region)
+        left.remove(region)
+        at = region.target  # from the handler it goes on, unless that is a clause
+    return found
+
+
+@functools.cache
+def _table(code: CodeType) -> Any:
+    return getattr(dis.Bytecode(code), "exception_entries", None)
+
+
+@functools.cache
+def _with_handlers(code: CodeType) -> frozenset[int]:
+    return frozenset(i.offset for i, after in pairwise(_instructions(code))
+                     if i.opname == "PUSH_EXC_INFO" and after.opname == "WITH_EXCEPT_START")  # fmt: skip
+
+
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
