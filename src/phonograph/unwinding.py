@@ -20,14 +20,17 @@ from typing import Any
 import torch
 
 from .introspection import all_within
-from .where import STDLIB, is_torchs, origin
+from .where import LIBRARY, STDLIB, is_torchs, origin
 
 __all__ = ["comes_to_something", "generators_catch"]
 
 _NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
                                  "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
-_EXCEPT = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+_FINALLY, _EXCEPT, _EXCEPT_OTHERS = "finally", "except", "except for what no operator raises"  # kinds of clauses
+_MATCHES = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
+_NAMES_A_CLASS = ("LOAD_", "BUILD_TUPLE", "DUP_TOP")
+_FORGETS = ["LOAD_CONST", "STORE_FAST", "DELETE_FAST"]
 _VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
@@ -36,7 +39,8 @@ _ENTERS = ("BEFORE_WITH", "SETUP_WITH")
 
 def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, any_kind: bool) -> bool:
     """Whether an exception that is raised in this frame comes to code of the user's before it leaves the frame of `outermost`:
-    one of a kind that operators raise, or of `any_kind`."""
+    one of a kind that operators raise, or of `any_kind`. What an installed package runs in any case (``finally``) puts back
+    what it changed, as torch's context managers do; what it catches counts like the user's."""
     while frame is not None and frame.f_code is not outermost:
         code, at = frame.f_code, frame.f_lasti
         if is_torchs(code.co_filename):
@@ -44,8 +48,11 @@ def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, a
         elif origin(code.co_filename) is STDLIB:  # a context manager as a decorator
             found = code.co_filename == contextlib.__file__ and code.co_name == "inner"
         else:
-            clause = (any_kind or _catches(code)) and _comes_to_a_clause(code, at)
-            found = clause or not all(_is_torchs(frame, path) for path in _managers(code, at))
+            clauses = _clauses_around(code, at) - (set() if any_kind else {_EXCEPT_OTHERS})
+            if origin(code.co_filename) is LIBRARY:
+                found = bool(clauses - {_FINALLY})
+            else:
+                found = bool(clauses) or not all(_is_torchs(frame, path) for path in _managers(code, at))
         if found:
             return True
         frame = frame.f_back
@@ -69,38 +76,46 @@ _global_hooks_always_called = getattr(torch.nn.modules.module, "_global_forward_
 
 
 @functools.cache
-def _catches(code: CodeType) -> bool:
-    """Whether code has an ``except`` clause that could catch what an operator raises, or a ``finally`` clause."""
-    if any(_catches(const) for const in code.co_consts if isinstance(const, CodeType)):
-        return True
-    instructions = _instructions(code)
-    for n, (before, i) in enumerate(pairwise(instructions)):
-        if before.opname == "PUSH_EXC_INFO" and i.opname != "WITH_EXCEPT_START":
-            following = (x.opname for x in instructions[n + 1 :] if not x.opname.startswith(("LOAD_", "BUILD_TUPLE")))
-            if next(following) not in _EXCEPT:
-                return True  # `except:`, or what `finally:` runs
-        if before.opname == "SETUP_FINALLY" and not any(x.opname in _EXCEPT for x in instructions):
-            return True  # the same, before Python 3.11
-        if i.opname in _EXCEPT and not (before.opname in _VARIABLES and before.argval in _NEVER_AN_OPERATORS):
-            return True
-    return False
+def _clauses_around(code: CodeType, at: int) -> frozenset[str]:
+    """Of which kinds the clauses of this code are to which an exception comes that is raised at this instruction. (Before
+    Python 3.11: those of all that it has.)"""
+    regions, clauses = _regions(code, at), _clauses(code)
+    targets = clauses.keys() if regions is None else {r.target for r in regions} & clauses.keys()
+    return frozenset(clauses[target] for target in targets)
 
 
 @functools.cache
-def _comes_to_a_clause(code: CodeType, at: int) -> bool:
-    """Whether an exception that is raised at this instruction comes to an ``except`` or ``finally`` clause of this code.
-    (Before Python 3.11: whether it has one.)"""
-    regions = _regions(code, at)
-    return bool(_clauses(code)) if regions is None else any(r.target in _clauses(code) for r in regions)
-
-
-@functools.cache
-def _clauses(code: CodeType) -> frozenset[int]:
-    """Where such clauses begin in this code itself."""
+def _clauses(code: CodeType) -> dict[int, str]:
+    """Where the ``except`` and ``finally`` clauses of this code itself begin, and their kinds."""
     instructions = _instructions(code)
-    begun = {i.offset for i, after in pairwise(instructions)
-             if i.opname == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START"}  # fmt: skip
-    return frozenset(begun | {i.offset for i in instructions if i.opname == "SETUP_FINALLY"})
+    begun = {i.argval for i in instructions if i.opname == "SETUP_FINALLY"}  # before Python 3.11
+    begun |= {i.offset for i in instructions if i.opname == "PUSH_EXC_INFO"}
+    found = {i.offset: _kind(instructions[n:]) for n, i in enumerate(instructions) if i.offset in begun}
+    return {offset: kind for offset, kind in found.items() if kind is not None}
+
+
+def _kind(handler: list[dis.Instruction]) -> str | None:
+    """Of which kind the clause is that begins there; None where it only exits a context manager, or forgets the name of an
+    exception that was caught."""
+    places = {i.offset: n for n, i in enumerate(handler)}
+    at = 1 if handler[0].opname == "PUSH_EXC_INFO" else 0
+    if handler[at].opname == "WITH_EXCEPT_START" or [i.opname for i in handler[at:]][:3] == _FORGETS:
+        return None
+    kind = _FINALLY
+    while True:
+        if handler[at].opname == "POP_TOP":
+            return _EXCEPT  # `except:`
+        n = next((n for n in range(at, len(handler)) if not handler[n].opname.startswith(_NAMES_A_CLASS)), at)
+        if handler[n].opname not in _MATCHES:
+            return kind  # none of the classes, and it goes on; or it is not of that form: `finally:`
+        named = [i for i in handler[at:n] if i.opname != "DUP_TOP"]
+        if any(i.opname not in ("LOAD_GLOBAL", "BUILD_TUPLE") for i in named):
+            return _EXCEPT
+        if not {str(i.argval) for i in named if i.opname == "LOAD_GLOBAL"} <= _NEVER_AN_OPERATORS:
+            return _EXCEPT
+        kind = _EXCEPT_OTHERS
+        jump = next(i for i in handler[n:] if isinstance(i.argval, int) and "JUMP" in i.opname)
+        at = places[jump.argval]
 
 
 @functools.cache

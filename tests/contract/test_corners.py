@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 import types
@@ -1585,6 +1586,36 @@ def test_c13_an_exception_of_an_operator_that_rarely_raises(operator):
         expected = f(x)
         torch.manual_seed(n)
         assert_same(recorded(x), expected)
+
+
+@may_run_live
+@pytest.mark.parametrize("recorded", [True, False])
+def test_c13_a_clause_for_what_no_operator_raises(recorded):
+    def others(x, i):
+        try:
+            return x[i]
+        except (KeyError, OSError):
+            return x * 0
+
+    def its_own(x, i):
+        try:
+            return x[i]
+        except (KeyError, IndexError):
+            return x * 0
+
+    function = others if recorded else its_own
+    f = pg.record(function, warmup=1)
+    for n in (0, 1, 2, 9, 1):
+        x, i = torch.ones(3) + n, torch.tensor([n])
+        try:
+            expected = function(x, i)
+        except IndexError:
+            with pytest.raises(IndexError):
+                f(x, i)
+        else:
+            assert_same(f(x, i), expected)
+    if sys.version_info >= (3, 11):
+        assert (pg.stats(f).replayed > 0) == recorded, pg.explain(f)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -612,14 +612,28 @@ def _retried(f, x, log):
     return f(y)
 
 
+def _packages(clause):
+    """A function of an installed package, which calls `f` with that clause around it."""
+    lines = ["def around(f, x, log):", "    y = x", "    try:", "        y = f(x)", clause, "    return y"]
+    space = {}
+    exec(compile("\n".join(lines), "/usr/lib/site-packages/package.py", "exec"), space)
+    return space["around"]
+
+
+_a_packages_finally = _packages("    finally:\n        pass")
+_a_packages_except = _packages("    except ValueError:\n        y = x * 3")
+_a_packages_other_except = _packages("    except KeyError:\n        y = x * 3")
+
+
 @may_run_live
 @pytest.mark.parametrize("fails", [-1, 3])
 @pytest.mark.parametrize(
     ("around", "recorded"),
     [(_tried, False), (_tried_for_keys, False), (_finally, False), (_deep, False), (_suppressed, False), (_managed, False),
      (_tidied, False), (_closing, False), (_under_another_name, False), (_expected, False), (_forked, False),
-     (_decorated, False),
-     (_always_called, None), (_known_managers, None), (_in_a_handler, None), (_before_and_after, True), (_in_no_grad, True), (_retried, True)],
+     (_decorated, False), (_a_packages_except, False), (_a_packages_other_except, False), (_a_packages_finally, True),
+     (_always_called, None), (_known_managers, None), (_in_a_handler, None), (_before_and_after, True), (_in_no_grad, True),
+     (_retried, True)],
 )  # fmt: skip
 def test_c13_code_around_it_that_would_run_after_an_exception(device, around, recorded, fails):
     """There the whole runs live; code beside it does not matter. (Which code that is is known from Python 3.11 on.)"""

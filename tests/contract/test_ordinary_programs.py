@@ -262,7 +262,8 @@ def test_c14_two_threads_each_with_an_optimizer_of_its_own():
     results = []
     trains()  # alone
     assert not in_threads(trains, trains)
-    assert results == [results[0]] * 3
+    # A call that finds another thread at work runs live as in eager; Adam's capturable step rounds otherwise.
+    assert results == [pytest.approx(results[0], rel=1e-6)] * 3
     assert adam._get_capturable_supported_devices is listed
 
 
