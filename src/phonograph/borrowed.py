@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from operator import is_
 from typing import Any
 
@@ -38,7 +39,7 @@ class Loan:
         `detach` gives shares it with the tensor and may outlive that, and what `data` gives has one of its own."""
         if not t.is_inference() and not any(share_version(t, known) for known in self._versions):
             kept = t.detach()
-            kept.data = torch.empty(0, dtype=t.dtype, device=t.device)
+            kept.data = _nothing(t.dtype, t.device)
             self._versions.append(kept)
 
     def end(self) -> None:
@@ -52,6 +53,11 @@ class Loan:
                 f"this output of {self.name} was borrowed, and a later call has overwritten it; clone() what must outlive "
                 'the next call, or use outputs="keep"'
             )
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 # What gives access to the memory without a look at the loan each time gets a copy of it.
