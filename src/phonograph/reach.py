@@ -103,6 +103,7 @@ class Reach:
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.generators: list[torch.Generator] = []
+        self.streams: list[torch.Stream] = []
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
@@ -682,6 +683,7 @@ _WAYS: list[tuple[type, _Enter]] = [
     (torch.optim.Optimizer, Reach._optimizer),
     (torch.amp.GradScaler, Reach._scaler),
     (torch.Generator, lambda reach, path, g: reach.generators.append(g)),
+    (torch.Stream, lambda reach, path, s: reach.streams.append(s)),
     (random.SystemRandom, _nothing),  # it has no state
     (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
     (FunctionType, Reach._function),

@@ -443,8 +443,9 @@ class Recorded(Observed, Generic[P, R]):
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
-        # Other threads know nothing of a stream of ours: a function that has some is left on the caller's.
-        place = nullcontext() if reach.mentions.orders_streams else device.beside(fed(call, device))
+        # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
+        elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
+        place = nullcontext() if elsewhere else device.beside(fed(call, device))
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
         key = (*call.key[:-1], modes())

@@ -44,7 +44,8 @@ Handle = tuple[int, int]
 
 _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
            "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key")  # fmt: skip
-_NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_endAllocateToPool", "_cuda_releasePool",
+_NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateCurrentThreadToPool",
+           "_cuda_endAllocateToPool", "_cuda_releasePool",
            "_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_clearCublasWorkspaces",
            "_cuda_getCurrentRawStream", "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_getDevice",
            "_cuda_isHistoryEnabled")  # fmt: skip
@@ -591,15 +592,17 @@ class OnStream:
 
 
 class _Route(NamedTuple):
-    """Where allocations on a stream come from."""
+    """Where allocations on a stream come from, or those of a thread on all of them."""
 
     device: int
     pool: Handle
     stream: int
+    all_streams: bool
 
     def begin(self) -> None:
         """The stream is the current one."""
-        _c("_cuda_beginAllocateCurrentStreamToPool")(self.device, self.pool)
+        of = "Thread" if self.all_streams else "Stream"
+        _c(f"_cuda_beginAllocateCurrent{of}ToPool")(self.device, self.pool)
 
     def end(self) -> None:
         _c("_cuda_endAllocateToPool")(self.device, self.pool)
@@ -610,9 +613,10 @@ _routes: list[_Route] = []
 
 
 @contextmanager
-def route_to_pool(device: int, pool: Handle) -> Iterator[None]:
-    """Allocations on the current stream come from `pool`, also those that autograd's threads make on it."""
-    route = _Route(device, pool, raw_stream(device))
+def route_to_pool(device: int, pool: Handle, *, all_streams: bool = False) -> Iterator[None]:
+    """Allocations on the current stream come from `pool`, also those that autograd's threads make on it; or those of this
+    thread on `all_streams`."""
+    route = _Route(device, pool, raw_stream(device), all_streams)
     route.begin()
     _routes.append(route)
     try:

@@ -17,27 +17,27 @@ POOL = (0, 1)
 
 class Allocator:
     """CUDACachingAllocator.cpp: small blocks (up to 1 MiB) come from segments of 2 MiB, larger ones from segments of 20 MiB or
-    of their own; the smallest free block that suffices is taken, and split if enough is left."""
+    of their own; the smallest free block of the stream that suffices is taken, and split if enough is left."""
 
     def __init__(self) -> None:
-        self.segments: list[tuple[int, int, bool]] = []  # address, bytes, whether small
-        self.blocks: list[list[Any]] = []  # address, bytes, whether small, whether free
+        self.segments: list[tuple[int, int, bool, int]] = []  # address, bytes, whether small, stream
+        self.blocks: list[list[Any]] = []  # address, bytes, whether small, whether free, stream
         self._next = 1 << 30
 
     def alloc(self, nbytes: int, stream: int = 0) -> int:
         nbytes = -(-nbytes // 512) * 512
         small = nbytes <= MIB
-        fitting = [b for b in self.blocks if b[3] and b[2] == small and b[1] >= nbytes]
+        fitting = [b for b in self.blocks if b[3] and b[2] == small and b[4] == stream and b[1] >= nbytes]
         if not fitting:
             size = 2 * MIB if small else 20 * MIB if nbytes < 10 * MIB else -(-nbytes // (2 * MIB)) * 2 * MIB
-            self.segments.append((self._next, size, small))
-            fitting = [[self._next, size, small, True]]
+            self.segments.append((self._next, size, small, stream))
+            fitting = [[self._next, size, small, True, stream]]
             self.blocks += fitting
             self._next += size + (2 * MIB) * (len(self.segments) % 2)  # some segments lie side by side
         block = min(fitting, key=lambda b: (b[1], b[0]))
         rest = block[1] - nbytes
         if rest >= 512 if small else rest > MIB:
-            self.blocks.append([block[0] + nbytes, rest, small, True])
+            self.blocks.append([block[0] + nbytes, rest, small, True, stream])
             block[1] = nbytes
         block[3] = False
         return int(block[0])
@@ -45,7 +45,7 @@ class Allocator:
     def free(self, address: int) -> None:
         block = next(b for b in self.blocks if b[0] == address)
         block[3] = True
-        start, size, _ = next(s for s in self.segments if s[0] <= address < s[0] + s[1])
+        start, size, *_ = next(s for s in self.segments if s[0] <= address < s[0] + s[1])
         inside = sorted(b for b in self.blocks if start <= b[0] < start + size)
         merged: list[list[Any]] = []
         for b in inside:
@@ -58,10 +58,10 @@ class Allocator:
     def snapshot(self, pool: Any) -> list[dict[str, Any]]:
         kinds = {True: "small", False: "large"}
         return [
-            {"address": a, "total_size": n, "segment_type": kinds[small], "blocks": [
+            {"address": a, "total_size": n, "segment_type": kinds[small], "stream": stream, "blocks": [
                 {"address": b[0], "size": b[1], "state": "inactive" if b[3] else "active_allocated"}
                 for b in sorted(self.blocks) if a <= b[0] < a + n]}
-            for a, n, small in self.segments
+            for a, n, small, stream in self.segments
         ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def used(allocator: Allocator, draw: random.Random) -> dict[int, int]:
             del live[address]
             allocator.free(address)
         nbytes = draw.choice(SIZES[:-1])
-        live[allocator.alloc(nbytes)] = nbytes
+        live[allocator.alloc(nbytes, draw.choice((0, 0, 0, 7)))] = nbytes
     for address in live:
         allocator.free(address)
     return live
@@ -98,7 +98,7 @@ def test_what_is_held_is_out_of_reach_and_nothing_else(allocator: Allocator, see
     kept = used(allocator, draw)
     wanted = Spans(draw.sample(sorted(kept.items()), len(kept) // 2))
     segments = len(allocator.segments)
-    held = cuda_memory.hold(POOL, wanted, 0)
+    held = cuda_memory.hold(POOL, wanted)
     assert held is not None
     assert len(allocator.segments) == segments
     for _ in range(80):
@@ -112,7 +112,7 @@ def test_what_is_given_back_is_free_and_all_else_still_held(allocator: Allocator
     draw = random.Random(seed)
     wanted = draw.sample(sorted(used(allocator, draw).items()), 20)
     apart = draw.sample(wanted, 10)
-    held = cuda_memory.hold(POOL, Spans(wanted), 0, apart=apart)
+    held = cuda_memory.hold(POOL, Spans(wanted), apart=apart)
     assert held is not None
     for place in apart[:6]:
         held.give_back(*place)
@@ -132,6 +132,6 @@ def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeyp
     kept = used(allocator, draw)
     allocator.free(place[0])
     monkeypatch.setattr(torch_private, "take_cublas_workspace", lambda: taken.append(allocator.alloc(32 * MIB)))
-    held = cuda_memory.hold(POOL, Spans(draw.sample(sorted(kept.items()), len(kept) // 2)), 0, place)
+    held = cuda_memory.hold(POOL, Spans(draw.sample(sorted(kept.items()), len(kept) // 2)), place)
     assert held is not None
     assert taken == [place[0]]

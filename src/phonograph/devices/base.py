@@ -66,6 +66,9 @@ class Device(Protocol):
     first_uses: Sequence[str]
     """Parts of their message where the only fault is that something is used for the first time, which a live call mends."""
 
+    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
+        """Whether the current stream is one of these."""
+
     def beside(self, arguments: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
         places for these `arguments`."""

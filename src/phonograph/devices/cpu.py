@@ -471,6 +471,9 @@ class CpuDevice:
     def beside(self, arguments: Sequence[torch.Tensor]) -> Any:
         return nullcontext()
 
+    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
+        return False
+
     def slot(self, t: torch.Tensor) -> torch.Tensor:
         shift = t.data_ptr() % ALIGNMENT // t.element_size()
         nbytes = (shift + extent(t)) * t.element_size()

@@ -49,6 +49,7 @@ _REMEDIES: Mapping[str, str] = {
     "Cannot copy between CPU and CUDA tensors":
         "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the host",
     "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
+    "dependency created on uncaptured work": "an event or a stream from outside is waited for here: do that before the call",
     "legacy stream depend on a capturing":
         "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "
         "or run it on another stream",
@@ -142,6 +143,12 @@ class CudaDevice:
 
     # -- live calls
 
+    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
+        """Whether the current stream is one of these."""
+        current = raw_stream(self.index)
+        mine = (s for s in streams if isinstance(s, torch.cuda.Stream) and s.device == self.torch_device)
+        return any(s.cuda_stream == current for s in mine)
+
     @contextmanager
     def beside(self, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
@@ -167,11 +174,12 @@ class CudaDevice:
         anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
         torch_private.clear_cublas_workspaces()
         torch_private.measure_outside_of_pools()
-        with ExitStack() as place:
-            place.enter_context(torch_private.route_to_pool(self.index, anchor.handle))
-            held = cuda_memory.hold(anchor.handle, clear_of, self._stream.cuda_stream, anchor.workspace)
-            if held is not None:
+        with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
+            held = cuda_memory.hold(anchor.handle, clear_of, anchor.workspace)
+        if held is not None:
+            with ExitStack() as place:
                 place.callback(held.release)
+                place.enter_context(torch_private.route_to_pool(self.index, anchor.handle))
                 self._backwards = place.pop_all()
 
     def backward_ends(self) -> None:
@@ -224,8 +232,8 @@ class CudaDevice:
         if not len(protected) and anchor.workspace is None:
             yield None
             return
-        with torch_private.route_to_pool(self.index, anchor.handle):
-            held = cuda_memory.hold(anchor.handle, protected, self._stream.cuda_stream, anchor.workspace, apart)
+        with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
+            held = cuda_memory.hold(anchor.handle, protected, anchor.workspace, apart)
         if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
             torch_private.clear_cublas_workspaces()
             self._anchor = _Anchor(self.index, self._stream)
@@ -270,17 +278,21 @@ class CudaDevice:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
-                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind)
+                stream = self._stream.cuda_stream
+                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
                 watch.dials = dials
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                graphs = Graphs(self._stream.cuda_stream, handle, self._generators, dials)
-                watch.next_segment = graphs.next
+                graphs = Graphs(self._stream, handle, self._generators, dials)
+                watch.next_segment, watch.streams = graphs.next, graphs.others
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
                     with watch:
                         result = call(slots, watch)
+                    if raw_stream(self.index) != self._stream.cuda_stream:
+                        raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
+                    graphs.join()
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
@@ -302,7 +314,7 @@ class CudaDevice:
         drawn_from = [states.generators[0], *(g for g in watch.generators if g.device == states.generators[0].device)]
         programs = [
             GraphProgram(segment, footprint, watch, Known(drawn_from), self._anchor, self.index, rewind,
-                         surplus if segment is graphs.segments[-1] else 0)
+                         surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
         program: Program = programs[0]
@@ -321,7 +333,7 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            graphs = Graphs(self._stream.cuda_stream, torch.cuda.graph_pool_handle(), self._generators)
+            graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators)
             with self._capturing(graphs, Known([generator, *self._generators])):
                 result = call()
                 if rewind is not None:
@@ -351,8 +363,8 @@ class CudaDevice:
             if any(nbytes > cuda_memory.SMALL for nbytes in gone.values()):
                 anchor.workspace = self._taken_by_cublas()
                 if lone and anchor.workspace is not None and cuda_memory.is_part(anchor.handle, *anchor.workspace):
-                    with torch_private.route_to_pool(self.index, anchor.handle):
-                        others, _ = cuda_memory.hold_all(anchor.handle, self._stream.cuda_stream)
+                    with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
+                        others, _ = cuda_memory.hold_all(anchor.handle)
                     try:
                         anchor.workspace = self._taken_by_cublas()
                     finally:

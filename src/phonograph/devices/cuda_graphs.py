@@ -10,6 +10,10 @@ was captured; so that one is kept as well.
 A launch can go to the driver directly. But where a graph draws random numbers, its kernels read from memory where the generator
 stands, and only torch can write that: so such a launch goes through torch, and so does the first one, which shows it.
 
+Other streams that the call has let wait for its own belong to the capture, from there on; at the end of each graph its own
+waits for them. A replay goes to the caller's stream alone. But code outside may count on the order of what it has given to one
+of the others: so a launch waits for them, and they for the launch.
+
 `thread_local` capture mode leaves other threads alone: a data loader may pin memory meanwhile. There is no synchronize
 and no empty_cache. torch's own context manager does both each time, hides the real exception behind "operation failed
 due to a previous error during capture", and leaves the thread on the capture stream then.
@@ -20,7 +24,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ from ..pool import Fill, dense
 from ..randomness import Known, Rewind
 from ..recording import Tensors
 from ..spans import Spans
-from ..torch_private import address, current_device, maker, raw_stream
+from ..torch_private import OnStream, address, current_device, maker, raw_stream
 from . import driver
 from .cuda_watch import CudaWatch
 
@@ -102,10 +106,12 @@ class Graphs:
     """The graphs of one call, captured one after the other in one pool: there is one, and another after each live operator."""
 
     def __init__(
-        self, stream: int, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
+        self, stream: torch.cuda.Stream, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
     ) -> None:
         self.segments: list[_Segment] = []
-        self._stream = stream
+        self.others: dict[int, torch.cuda.Stream] = {}  # streams on which work was captured besides
+        self._on = stream
+        self._stream = stream.cuda_stream
         self._handle = handle
         self._generators = generators
         self._dials = dials
@@ -125,18 +131,26 @@ class Graphs:
         """To be called when the first has begun."""
         self.segments[0].edges = _Edges(self._stream, slots, arguments)
 
+    def join(self) -> None:
+        """Wait for what was captured on other streams. To be called before the end."""
+        for other in self.others.values():
+            self._on.wait_stream(other)
+
     def end(self) -> None:
-        driver.end_broken_capture(self._stream)
-        self._open = False
         quietly(self.segments[-1].graph.capture_end)
+        self._open = False
 
     def next(self) -> None:
-        with torch_private.without_modes():  # a generator's numbers are put into the graph by operators
+        with torch_private.without_modes(), OnStream(self._on):  # a generator's numbers are put into the graph by operators
+            self.join()
             self.end()
             self.begin()
+            for other in self.others.values():
+                other.wait_stream(self._on)
 
     def give_up(self) -> None:
         if self._open:
+            driver.capture_nothing(self._stream)
             self.end()
         for segment in self.segments:
             segment.graph.reset()
@@ -179,8 +193,9 @@ class GraphProgram:
     """An instantiated CUDA graph."""
 
     def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, states: Known, keep: Any, device: int,
-                 rewind: Rewind | None, surplus: int) -> None:  # fmt: skip
+                 rewind: Rewind | None, surplus: int, others: Collection[torch.cuda.Stream]) -> None:  # fmt: skip
         graph, edges = segment.graph, segment.edges
+        self._others = tuple(others)
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -216,6 +231,8 @@ class GraphProgram:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
+        for other in self._others:
+            torch.cuda.current_stream().wait_stream(other)
         targets, inside = [new() for new in self._new], self._pointers is not None  # of the graph: the copies
         if self._pointers is not None:
             self._pointers.set([*map(address, sources), *map(address, targets)])
@@ -226,6 +243,8 @@ class GraphProgram:
         if targets and not inside:
             with torch.no_grad():
                 torch._foreach_copy_(targets, self.outs)
+        for other in self._others:
+            other.wait_stream(torch.cuda.current_stream())
         return targets
 
     def _run_elsewhere(self, sources: Tensors) -> list[torch.Tensor]:

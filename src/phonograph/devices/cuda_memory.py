@@ -14,6 +14,8 @@ whoever takes memory gets what has just been dropped.
 
 Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
 told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
+A block belongs to the stream of its segment, for which alone it can be taken: most to that of the captures, and what was
+allocated on another stream of the user's within a capture to that one.
 Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kMinBlockSize` (512).
 """
 
@@ -40,6 +42,7 @@ class Block(NamedTuple):
     nbytes: int
     small: bool
     free: bool
+    stream: int
 
 
 def pool_bytes(pool: Handle) -> int:
@@ -52,7 +55,7 @@ def blocks(pool: Handle) -> list[Block]:
     found = []
     for s in segments(pool):
         for b in s["blocks"]:
-            found.append(Block(b["address"], b["size"], s["segment_type"] == "small", b["state"] == "inactive"))
+            found.append(Block(b["address"], b["size"], s["segment_type"] == "small", b["state"] == "inactive", s["stream"]))
     return sorted(found)
 
 
@@ -110,22 +113,22 @@ class Hold:
 
 
 def hold(
-    pool: Handle, wanted: Spans, stream: int, workspace: tuple[int, int] | None = None, apart: Sequence[tuple[int, int]] = ()
+    pool: Handle, wanted: Spans, workspace: tuple[int, int] | None = None, apart: Sequence[tuple[int, int]] = ()
 ) -> Hold | None:
     """Hold all `wanted` bytes of the pool that are free now, and have cuBLAS take this free place (address, bytes) as its
-    `workspace`. What is `apart` of what is wanted can be given back by itself. The current stream must be routed to the pool.
+    `workspace`. What is `apart` of what is wanted can be given back by itself. All streams must be routed to the pool.
 
     Returns None if that did not succeed; nothing is then held.
     """
     wanted = Spans(_rounded(a, n) for a, n in wanted)
     if workspace is not None:
         wanted -= Spans([workspace])
-    held, there = hold_all(pool, stream)
+    held, there = hold_all(pool)
     alone = [_rounded(a, n) for a, n in apart]
     places = sorted([*(wanted - Spans(alone)), *alone, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
     for b in [b for b in there if b.address in held and everything.meets(b.address, b.nbytes)]:
-        _carve(held, b, places, stream)
+        _carve(held, b, places)
     if workspace is not None and workspace[0] in held:
         held.drop(workspace[0])
         torch_private.take_cublas_workspace()
@@ -142,8 +145,8 @@ def _rounded(address: int, nbytes: int) -> tuple[int, int]:
     return address, -(-nbytes // _ROUND) * _ROUND
 
 
-def hold_all(pool: Handle, stream: int) -> tuple[Hold, list[Block]]:
-    """Hold all that is free in the pool, and look at all of it then. The current stream must be routed to it."""
+def hold_all(pool: Handle) -> tuple[Hold, list[Block]]:
+    """Hold all that is free in the pool, and look at all of it then. All streams must be routed to it."""
     held, there = Hold(), blocks(pool)
     for _ in range(4):
         free = sorted((b for b in there if b.free), key=lambda b: b.nbytes)
@@ -151,7 +154,7 @@ def hold_all(pool: Handle, stream: int) -> tuple[Hold, list[Block]]:
             break
         for b in free:
             for piece in _pieces(b.nbytes, b.small):
-                held.take(piece, stream)
+                held.take(piece, b.stream)
         there = blocks(pool)
     return held, there
 
@@ -169,7 +172,7 @@ def _pieces(nbytes: int, small: bool) -> list[int]:
     return [SMALL] * (nbytes // SMALL) + [nbytes % SMALL] * (nbytes % SMALL > 0)
 
 
-def _carve(held: Hold, block: Block, places: list[tuple[int, int]], stream: int) -> None:
+def _carve(held: Hold, block: Block, places: list[tuple[int, int]]) -> None:
     """Hold the block again in pieces, so that each of the places in it can be told from what lies between."""
     end, least = block.address + block.nbytes, 0 if block.small else SMALL
     ends = sorted({at for start, length in places for at in (start, start + length) if block.address < at < end} | {end})
@@ -186,6 +189,6 @@ def _carve(held: Hold, block: Block, places: list[tuple[int, int]], stream: int)
     held.drop(block.address)
     for start, stop in cuts:
         for piece in _pieces(stop - start, block.small):
-            if held.take(piece, stream) != start:
+            if held.take(piece, block.stream) != start:
                 return  # not split where expected: `hold` notices that bytes are missing
             start += piece

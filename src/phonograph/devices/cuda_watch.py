@@ -7,7 +7,9 @@ happens now, once, and would not happen again at a replay. So this watch refuses
   the call itself makes there are another matter: their values are built in;
 * random numbers that are drawn on the host;
 * a random generator that is met only when the capture has begun, because a graph has to know of it before. That refusal is
-  not final: now it is known, and the next capture begins with it.
+  not final: now it is known, and the next capture begins with it;
+* work on a stream that does not wait for the capture's, which is no part of it and would run now;
+* events of the user's own, on which work outside may wait, and whatever asks or waits for the device's progress.
 
 Not every kernel comes from an operator. Inductor's code and Triton launch theirs by themselves; so the watch hears of the
 Python functions that do (`frames`), and asks what they write. A tensor that they have made is new to it. Whether it is really
@@ -35,10 +37,16 @@ from ..reach import Reach
 from ..spans import Spans
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
+from . import driver
 
 __all__ = ["CudaWatch"]
 
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
+_RECORDS = Effect(
+    "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
+)
+_ASKS = Effect("asks how far the device is", by=ANYONE)
+_WAITS = Effect("waits for the device", by=ANYONE)
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 
@@ -48,7 +56,7 @@ class CudaWatch(OperatorWatch):
 
     def __init__(
         self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
-        free: Spans, rewind: Rewind | None,
+        free: Spans, rewind: Rewind | None, stream: int,
     ) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
         self._rewind = rewind
@@ -58,12 +66,17 @@ class CudaWatch(OperatorWatch):
         self._registered = generators
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
+        self._stream = stream
+        self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
+        self._events: list[Any] = []  # which the call has made
         self._lines: dict[CodeType, str] = {}  # of the user's, that call this code
         self.next_segment: Callable[[], None] = _nothing
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
     def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         super()._see(m, args, kwargs, tensors)
+        if not m.metadata_only:
+            self._look_at_stream()
         hosts = [t for t in tensors if t.is_cpu]
         copies = m.name in ("aten::_to_copy", "aten::copy_")
         if copies and len(hosts) < len(tensors):
@@ -84,15 +97,40 @@ class CudaWatch(OperatorWatch):
                 raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
                               "move it to the device; a replay could not see it change")  # fmt: skip
 
+    def _look_at_stream(self) -> None:
+        """What is launched now goes to the current stream, which may be another than that of the capture."""
+        stream = torch_private.raw_stream(self.device.index)
+        if stream == self._stream or stream in self.streams:
+            return
+        if not driver.is_capturing(stream):
+            raise self.located(Refusal("works on a stream that does not wait for that of the call",
+                                       "stream.wait_stream(torch.cuda.current_stream())"))  # fmt: skip
+        self.streams[stream] = torch.cuda.current_stream(self.device)
+
     def frames(self) -> Starts:
         path, called = torch_private.COMPILED_GRAPH
+        streams = os.path.join("torch", "cuda", "streams.py")
         return {
             called: [(path, self._compiled, _UNSAID)],
             "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
+            "record": [(streams, self._is_others, _RECORDS)],
+            "query": [(streams, _always, _ASKS)],
+            "synchronize": [(streams, _always, _WAITS)],
         }
+
+    def _is_others(self, frame: FrameType) -> bool:
+        """Whether an event is recorded that was there before the call."""
+        event = frame.f_locals.get("self")
+        if event is None or any(event is own for own in self._events):
+            return False
+        if event.cuda_event:  # it has been recorded before
+            return True
+        self._events.append(event)
+        return False
 
     def _compiled(self, frame: FrameType) -> bool:
         """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
+        self._look_at_stream()
         written = torch_private.written_by_graph(frame)
         for t in written or ():
             self.writes(t, version=-1)  # it has been counted on already
@@ -101,6 +139,7 @@ class CudaWatch(OperatorWatch):
     def _launched(self, frame: FrameType) -> bool:
         """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
         if not self._performing:
+            self._look_at_stream()
             given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
             for t in given:
                 if isinstance(t, torch.Tensor):
@@ -166,6 +205,10 @@ class CudaWatch(OperatorWatch):
         if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
             self._registered.append(generator)
             raise Refusal("uses a random generator that was not known before the capture", final=False)
+
+
+def _always(_: FrameType) -> bool:
+    return True
 
 
 def _nothing() -> None:

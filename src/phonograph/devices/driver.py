@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial
 from typing import Any
 
-__all__ = ["DriverError", "KernelNumbers", "Pointers", "captured_nodes", "context", "disable", "end_broken_capture",
-           "launcher", "set_context"]  # fmt: skip
+__all__ = ["DriverError", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context", "disable",
+           "is_capturing", "launcher", "set_context"]  # fmt: skip
 
-_INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -52,22 +52,28 @@ def launcher(graph_exec: int, stream: int) -> Callable[[], int]:
     return _bound("cuGraphLaunch", ctypes.c_void_p(graph_exec), ctypes.c_void_p(stream))
 
 
-def end_broken_capture(stream: int) -> None:
-    """Replace an invalidated capture by an empty one.
-
-    An unsafe call during a capture invalidates it: from then on `cudaStreamEndCapture` fails, torch's `capture_end`
-    throws before it has ended its own bookkeeping, and the allocator and the random generators stay in capture mode
-    (torch 2.11: the next `dropout` raises "Offset increment outside graph capture"). So the driver's capture is ended
-    here, and a new one begun in its place, which torch can then end in good order.
-    """
+def is_capturing(stream: int) -> bool:
+    """Whether what is launched on the stream is captured."""
     status = ctypes.c_int(0)
-    handle = ctypes.c_void_p(stream)
-    _function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(handle, ctypes.byref(status))
-    if status.value != _INVALIDATED:
-        return
+    code = _function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(status))
+    _checked(code, "cuStreamIsCapturing")
+    return status.value == _ACTIVE
+
+
+def capture_nothing(stream: int) -> None:
+    """Replace the capture on a stream by an empty one.
+
+    A capture that an unsafe call has invalidated, or that leaves work on another stream which nothing waits for, cannot be
+    ended: `cudaStreamEndCapture` fails, torch's `capture_end` throws before it has ended its own bookkeeping, and the allocator
+    and the random generators stay in capture mode (torch 2.11: the next `dropout` raises "Offset increment outside graph
+    capture", and nothing can be allocated in the pool again). So the driver's capture is ended here, whatever it says to that,
+    and a new one begun in its place, which torch can then end in good order.
+    """
     graph = ctypes.c_void_p()
-    _function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(handle, ctypes.byref(graph))
-    code = _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(handle, _THREAD_LOCAL)
+    _function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph))
+    if graph.value:
+        _function("cuGraphDestroy", ctypes.c_void_p)(graph)
+    code = _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, _THREAD_LOCAL)
     _checked(code, "cuStreamBeginCapture")
 
 
