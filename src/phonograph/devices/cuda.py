@@ -49,6 +49,8 @@ _REMEDIES: Mapping[str, str] = {
     "Cannot copy between CPU and CUDA tensors":
         "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the host",
     "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
+    "due to a previous error during capture":
+        "something has failed in the call, and was caught in it: perhaps because it waits for the device, so do that outside",
     "dependency created on uncaptured work": "an event or a stream from outside is waited for here: do that before the call",
     "legacy stream depend on a capturing":
         "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "

@@ -151,7 +151,8 @@ class Graphs:
     def give_up(self) -> None:
         if self._open:
             driver.capture_nothing(self._stream)
-            self.end()
+            with OnStream(self._on):  # the call may have left another one current
+                self.end()
         for segment in self.segments:
             segment.graph.reset()
         self.segments.clear()
