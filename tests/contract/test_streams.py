@@ -9,8 +9,9 @@ from torch import nn
 from torch.cuda import current_stream as current
 
 import phonograph as pg
+from phonograph.compile import backend
 from phonograph.testing import assert_same
-from tests.helpers import counts, may_run_live, side_by_side
+from tests.helpers import copy_of, counts, may_run_live, side_by_side
 
 N = 256
 
@@ -238,6 +239,7 @@ def asks_a_stream(x):
 
 
 def leaves_another_stream(x):
+    S.a.wait_stream(current())
     torch.cuda.set_stream(S.a)
     return x * 2
 
@@ -384,6 +386,17 @@ def test_c14_work_outside_on_the_functions_stream_comes_first(cuda):
     (live, _), (ours, f) = run(lambda f: f), run(lambda f: pg.record(f, warmup=1))
     assert_same(live, ours)
     assert pg.stats(f).replayed == 7
+
+
+@may_run_live
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_c14_compiled_code_on_two_streams(cuda, inner):
+    compiled = torch.compile(copy_of(both_ways), backend=backend, options={"inner": inner})
+    results = [compiled(x) for x in inputs(cuda)]
+    torch.cuda.synchronize()
+    expected = [both_ways(x) for x in inputs(cuda)]
+    torch.cuda.synchronize()
+    assert_same(results, expected, tolerance=1e-5)
 
 
 class Two(nn.Module):
