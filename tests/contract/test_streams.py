@@ -389,6 +389,7 @@ def test_c14_work_outside_on_the_functions_stream_comes_first(cuda):
 
 
 @may_run_live
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_c14_compiled_code_on_two_streams(cuda, inner):
     compiled = torch.compile(copy_of(both_ways), backend=backend, options={"inner": inner})

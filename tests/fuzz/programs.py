@@ -40,12 +40,14 @@ MAX_ACTIONS = 20
 
 
 class Instruction(NamedTuple):
-    """`op` on the values numbered a and b (modulo how many there are), with a small number k."""
+    """`op` on the values numbered a and b (modulo how many there are), with a small number k; on a GPU, on one of the streams
+    that the function has besides the caller's (0)."""
 
     op: str
     a: int
     b: int = 0
     k: int = 1
+    stream: int = 0
 
 
 class Function(NamedTuple):
@@ -346,11 +348,38 @@ COMMON = tuple(op for op in OPS if op not in RARE and op not in MARKED)
 def interpret(function: Function, state: State, inputs: tuple[torch.Tensor, ...], scalar: float) -> Any:
     """The function that is recorded, or not."""
     values = [*inputs, inputs[0] * scalar, state.vector, state.matrix, state.total]
-    for op, a, b, k in function.instructions:
-        result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
+    streams = _streams(inputs[0].device) if any(i.stream for i in function.instructions) else ()
+    before = 0
+    for op, a, b, k, stream in function.instructions:
+        if not streams:
+            result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
+        else:
+            _follow(streams[stream], streams[before])
+            before = stream
+            with torch.cuda.stream(streams[stream]):
+                result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
         values.append(result if result.numel() <= MAX_ELEMENTS else result.flatten()[:MAX_ELEMENTS])
+    if streams:
+        _follow(streams[0], streams[before])
     results = [values[i % len(values)] for i in function.returns]
     return FORMS[function.form](results)
+
+
+_OTHER_STREAMS: list[torch.cuda.Stream] = []
+
+
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The caller's and two others, on a GPU."""
+    if device.type != "cuda":
+        return []
+    while len(_OTHER_STREAMS) < 2:
+        _OTHER_STREAMS.append(torch.cuda.Stream(device))
+    return [torch.cuda.current_stream(device), *_OTHER_STREAMS]
+
+
+def _follow(stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+    if stream != before:
+        stream.wait_stream(before)
 
 
 FORMS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
@@ -567,15 +596,16 @@ def make_program(choose: Choose) -> Program:
 
 
 def _function(choose: Choose, marked: bool) -> Function:
-    instructions = tuple(_instruction(choose, marked) for _ in range(choose(range(1, 7))))
+    streams = choose(((0,), (0,), (0,), (0, 1), (0, 0, 1, 2)))
+    instructions = tuple(_instruction(choose, marked, streams) for _ in range(choose(range(1, 7))))
     returns = tuple(choose((-1, -2, 0, -3, 1, 2, 3, 4)) for _ in range(choose((1, 1, 2, 3))))
     return Function(instructions, returns, choose(tuple(FORMS)) if len(returns) > 1 else choose(("one", "one", "list")))
 
 
-def _instruction(choose: Choose, marked: bool) -> Instruction:
+def _instruction(choose: Choose, marked: bool, streams: Sequence[int]) -> Instruction:
     op = choose(MARKED) if marked and choose(range(5)) == 4 else choose(RARE) if choose(range(25)) == 24 else choose(COMMON)
     # Mostly the value just computed: -1 is the last one.
-    return Instruction(op, choose((-1, -1, 0, -2, 1, 2, 3, 4)), choose((0, 1, -2, 2, 3)), choose((1, 2, 3)))
+    return Instruction(op, choose((-1, -1, 0, -2, 1, 2, 3, 4)), choose((0, 1, -2, 2, 3)), choose((1, 2, 3)), choose(streams))
 
 
 class _Palette:
