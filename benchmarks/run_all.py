@@ -22,6 +22,7 @@ SCRIPTS = (
     "loss_curves",
     "activation_memory",
     "compile_overhead",
+    "data_dependent",
     "llama_decode",
     "pairs",
     "gpt2_step",
