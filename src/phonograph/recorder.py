@@ -109,61 +109,69 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names, and at these functions.
     """
+    while True:  # what one attempt has made is gone before the next
+        try:
+            return _attempt(name, function, call, reach, device, terms)
+        except _Unfollowed as e:
+            terms = replace(terms, follow=e.fewer)
+        except _ReadAgain:
+            terms = replace(terms, retain=True)
+
+
+def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
+    """As `record`, on these very terms.
+
+    Raises:
+        _Unfollowed, _ReadAgain: on others it may be possible.
+    """
     tracing = terms.tracing
     _check(reach, call, tracing is not None)
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
-    try:
-        with _transaction(reach, grads) as snapshot:
-            in_place = tracing is None and not isinstance(function, Backward)
-            arguments, fixed = _arguments(call, device, in_place)
-            # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
-            small = 0 if isinstance(function, Backward) else SMALL
-            most = 0 if terms.borrow else math.inf if copies_out else small
-            with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
-                captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms,
-                                    release)  # fmt: skip
-            if release is not None and (release.again or captured.watch.parts):
-                raise _ReadAgain
-            for t in captured.watch.written.values():
-                if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
-                    raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
-            changes = snapshot.changes()
-            if changes:
-                raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
-                              "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
-            snapshot.restore(unchanged=True)  # `self.seen = []`
-            captured.watch.handed_out(captured.result)
-            for part in captured.watch.parts:
-                part.settle(captured.watch.undone)
-            touched = captured.watch.touched
-            # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
-            named = captured.names_gradients and in_place
-            looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
-            grads.settle(touched, captured.watch.written.keys(), looks, reads)
-            leases: dict[int, Lease] = {}
-            leaves: list[Any] = []
-            shape = flatten(captured.result, leaves)
-            plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
-            backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
-            copied = tuple(leases.pop(key) for key in captured.copied)
-            captured.program.copies(outputs.moulds(plan, copied))
-            entangled = _entangling(captured.watch, reach)
-            _separate(call, entangled)
-            slots = tuple(
-                Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
-                for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
-            )
-            _no_overlap(call, slots)
-            if dials.lost or not captured.program.set_numbers(dials.numbers()):
-                raise _Unfollowed
-    except _Unfollowed:
-        # Some number could not be found in the program: then only the common ones are tried, and at last all are baked in.
-        fewer = LIVE if any(key in CYCLED for _, key in dials.sources) else ()
-        return record(name, function, call, reach, device, replace(terms, follow=fewer))
-    except _ReadAgain:
-        return record(name, function, call, reach, device, replace(terms, retain=True))
+    with _transaction(reach, grads) as snapshot:
+        in_place = tracing is None and not isinstance(function, Backward)
+        arguments, fixed = _arguments(call, device, in_place)
+        # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
+        small = 0 if isinstance(function, Backward) else SMALL
+        most = 0 if terms.borrow else math.inf if copies_out else small
+        with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
+            captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms,
+                                release)  # fmt: skip
+        if release is not None and (release.again or captured.watch.parts):
+            raise _ReadAgain
+        for t in captured.watch.written.values():
+            if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
+                raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
+        changes = snapshot.changes()
+        if changes:
+            raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
+                          "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
+        snapshot.restore(unchanged=True)  # `self.seen = []`
+        captured.watch.handed_out(captured.result)
+        for part in captured.watch.parts:
+            part.settle(captured.watch.undone)
+        touched = captured.watch.touched
+        # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
+        named = captured.names_gradients and in_place
+        looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
+        grads.settle(touched, captured.watch.written.keys(), looks, reads)
+        leases: dict[int, Lease] = {}
+        leaves: list[Any] = []
+        shape = flatten(captured.result, leaves)
+        plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+        backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
+        copied = tuple(leases.pop(key) for key in captured.copied)
+        captured.program.copies(outputs.moulds(plan, copied))
+        entangled = _entangling(captured.watch, reach)
+        _separate(call, entangled)
+        slots = tuple(
+            Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
+            for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
+        )
+        _no_overlap(call, slots)
+        if dials.lost or not captured.program.set_numbers(dials.numbers()):
+            raise _Unfollowed(LIVE if any(key in CYCLED for _, key in dials.sources) else ())
     return Recording(
         name=name,
         key=call.key,
@@ -304,7 +312,12 @@ def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads) -> str:
 
 
 class _Unfollowed(Exception):
-    """A capture is taken back and made again, with hyper-parameters baked in."""
+    """A capture is taken back and made again: some hyper-parameter could not be found in the program. Then only these are
+    followed, the common ones, and at last all are baked in."""
+
+    def __init__(self, fewer: tuple[str, ...]) -> None:
+        super().__init__()
+        self.fewer = fewer
 
 
 class _ReadAgain(Exception):

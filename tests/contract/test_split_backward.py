@@ -68,8 +68,9 @@ def test_c06_a_step_whose_backward_needs_the_host(device):
     assert len(live_parts(both.recorded)) == 3, pg.explain(both.recorded)  # one forth, two back
 
 
-def pairs(make, device, calls=9, rows=4, **options):
-    """A model trained live and recorded, with its backward outside. Returns the recorded one."""
+def pairs(make, device, calls=9, rows=4, leaf=True, **options):
+    """A model trained live and recorded, with its backward outside; with `leaf`, its argument gets a gradient as well. Returns
+    the recorded one."""
     torch.manual_seed(0)
     live = make().to(device)
     ours = pg.record(copy.deepcopy(live), warmup=1, **options)
@@ -79,11 +80,11 @@ def pairs(make, device, calls=9, rows=4, **options):
         for m, optimizer in zip((ours, live), optimizers, strict=True):
             torch.manual_seed(n)
             optimizer.zero_grad()
-            x = ramp(device, rows, 6, start=n).requires_grad_()
+            x = ramp(device, rows, 6, start=n).requires_grad_(leaf)
             y = m(x)
             (y.square().mean() + torch.rand((), device=device)).backward()
             optimizer.step()
-            tensors = [y, x.grad, *m.parameters(), *(p.grad for p in m.parameters())]
+            tensors = [y, *([x.grad] * leaf), *m.parameters(), *(p.grad for p in m.parameters())]
             seen.append([torch.rand(2, device=device), *(t.detach().clone() for t in tensors)])
             del y, tensors
         assert_same(*seen, f"call {n}: ")
@@ -315,3 +316,47 @@ def test_c06_several_forwards_in_flight(device, where, order):
         logs.append(log_of(run))
     assert_same(found[1], found[0])
     assert logs[1] == logs[0]
+
+
+@torch.library.custom_op("phonograph_tests::by_its_largest", mutates_args=())
+def by_its_largest(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.abs().max().item() > 0) * 0.5
+
+
+class Halved(torch.autograd.Function):
+    """Whose backward needs the host."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx, grad):
+        return by_its_largest(grad)
+
+
+class Branches(nn.Module):
+    """When the backward comes to what needs the host, it has the gradients of other branches in hand, in memory that had been
+    saved for what is behind it."""
+
+    def __init__(self, rows, shift):
+        super().__init__()
+        self.branches, self.last = nn.ModuleList(nn.Linear(6, 64 + 8 * n) for n in range(5)), nn.Linear(64, 64)
+        self.rows, self.shift = rows, shift
+
+    def forward(self, x):
+        found = [branch(x)[:, :64].sin() for branch in self.branches]
+        found.insert(self.shift, Halved.apply(found.pop(self.shift).tanh()))
+        y = found[0]
+        for other in found[1:]:
+            y = (y * other).cos() + y
+            y = y / y.square().mean(-1, keepdim=True).sqrt()
+        return self.last(y)
+
+
+@pytest.mark.parametrize("rows", [2, 64, 700])
+@pytest.mark.parametrize("shift", range(5))
+def test_c06_what_autograd_has_in_hand_where_a_capture_fails(device, rows, shift):
+    ours = pairs(lambda: Branches(rows, shift), device, rows=rows, leaf=False, fallback="split")
+    assert sum(pg.stats(b).replayed for b in backwards(ours)) >= 5, pg.explain(ours)
+    assert any("by_its_largest" in line for line in live_parts(ours)) is (device.type == "cuda"), pg.explain(ours)

@@ -136,6 +136,7 @@ class CudaDevice:
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
+        self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
         self._last = -1  # the stream of the last replay
         self._last_stream: torch.cuda.Stream | None = None
@@ -159,6 +160,10 @@ class CudaDevice:
         self._leave_backwards()
         torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
+        if self._left_behind(clear_of):
+            with self._on_stream():
+                yield
+            return
         with self._on_stream(), self._undisturbed(clear_of):
             with torch_private.route_to_pool(self.index, self._anchor.handle):
                 places = _places(arguments)
@@ -176,6 +181,8 @@ class CudaDevice:
         anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
         torch_private.clear_cublas_workspaces()
         torch_private.measure_outside_of_pools()
+        if self._left_behind(clear_of):
+            return
         with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
             held = cuda_memory.hold(anchor.handle, clear_of, anchor.workspace)
         if held is not None:
@@ -234,17 +241,28 @@ class CudaDevice:
         if not len(protected) and anchor.workspace is None:
             yield None
             return
-        with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
-            held = cuda_memory.hold(anchor.handle, protected, anchor.workspace, apart)
+        held = None
+        if not self._left_behind(protected):
+            with torch_private.route_to_pool(self.index, anchor.handle, all_streams=True):
+                held = cuda_memory.hold(anchor.handle, protected, anchor.workspace, apart)
         if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
             torch_private.clear_cublas_workspaces()
-            self._anchor = _Anchor(self.index, self._stream)
+            self._anchor, self._unsettled = _Anchor(self.index, self._stream), Spans()
             yield None
             return
         try:
             yield held
         finally:
             held.release()
+
+    def _left_behind(self, protected: Spans) -> bool:
+        """Whether a capture that has come to nothing has left something where others have memory now: it counts as taken, and
+        cannot be held, but would be free in the middle of whatever comes next. (Where a backward fails, autograd's thread keeps
+        what it had in hand until its next one.)"""
+        if len(self._unsettled):
+            taken = cuda_memory.taken(self._anchor.handle).items()
+            self._unsettled = Spans((a, n) for a, n in taken if self._unsettled.meets(a, n))
+        return any(protected.meets(a, n) for a, n in self._unsettled)
 
     # -- captures
 
@@ -276,7 +294,7 @@ class CudaDevice:
             handle = self._anchor.handle
             before = cuda_memory.blocks(handle)
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
-            with torch_private.allocations_since(self.index) as allocated:
+            with self._allocations() as allocated:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
                     slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
@@ -401,6 +419,16 @@ class CudaDevice:
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
+    def _allocations(self) -> Iterator[list[tuple[int, int]] | None]:
+        """Collects what is allocated inside the block (address, bytes); it is not settled yet."""
+        found = None
+        try:
+            with torch_private.allocations_since(self.index) as found:
+                yield found
+        finally:
+            self._unsettled |= Spans(cuda_memory.taken(self._anchor.handle).items() if found is None else found)
+
+    @contextmanager
     def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()
@@ -443,6 +471,7 @@ class CudaDevice:
     def settle(self, recording: Recording) -> None:
         """Recordings can leave tensors behind in the pool that live on outside (gradients). Where one lies in the
         footprint of another recording, that one must not be played again."""
+        self._unsettled -= recording.footprint
         active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
         recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
         for other in self.pool.recordings:
