@@ -36,8 +36,13 @@ CLOSE = 1e-4
 # ---- the programs --------------------------------------------------------------------------------
 
 
-def block(width: int, inside: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, inside), nn.Tanh(), nn.Linear(inside, width))
+class Block(nn.Module):
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inside), nn.Linear(inside, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
 
 
 class Experts(nn.Module):
@@ -46,7 +51,7 @@ class Experts(nn.Module):
     def __init__(self, experts: int = 4, width: int = 64) -> None:
         super().__init__()
         self.gate = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(block(width, 2 * width) for _ in range(experts))
+        self.experts = nn.ModuleList(Block(width, 2 * width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).softmax(-1)
@@ -89,7 +94,7 @@ class EarlyExit(nn.Module):
 
     def __init__(self, layers: int = 4, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(block(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, width) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -143,7 +148,7 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
 
 def inference(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
     with torch.no_grad():
-        return tensors(called(x))
+        return [t.clone() for t in tensors(called(x))]
 
 
 def training(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
@@ -155,7 +160,7 @@ def training(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
         for p in model.parameters():
             if p.grad is not None:
                 p -= 0.05 * p.grad
-    return [t.detach() for t in results]
+    return [t.detach().clone() for t in results]  # or it would hold the outputs of all calls
 
 
 def tensors(output: Any) -> list[Tensor]:
