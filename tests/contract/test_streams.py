@@ -283,6 +283,7 @@ def test_c14_what_cannot_be_recorded_of_streams(cuda, function):
 def test_c14_work_on_a_stream_that_does_not_wait_happens_once(cuda):
     def make():
         count = torch.zeros(1, device=cuda)
+        S.a.wait_stream(current())
 
         def function(x):
             with torch.cuda.stream(S.a):
