@@ -1,4 +1,5 @@
-"""Recognising the common call at once: tensors and the very same plain values, the same metadata as last time.
+"""Recognising the common call at once: tensors and the very same plain values, also in tuples, lists and dictionaries, with the
+same metadata as last time.
 
 `signature.describe` takes a call apart and compares everything in Python, about 5 us. Most functions get the same kind of
 call again and again; for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough
@@ -7,8 +8,10 @@ to know that the signature is that of the last call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +21,7 @@ from .player import Player
 from .recording import Entangled
 from .signature import ALIGNMENT, Call, has_gradient_or_hooks, modes
 from .torch_private import tensor_check, transformed
+from .trees import Node
 
 __all__ = ["FastPath"]
 
@@ -50,11 +54,9 @@ class FastPath:
     @staticmethod
     def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
-        args, kwargs = call.like
-        values = (*args, *kwargs.values())
-        given = [x for x in values if type(x) not in _VALUES]
-        if len(given) != len(call.tensors) or any(type(x) is not torch.Tensor for x in given):
-            return None  # a list of one tensor is another argument than the tensor
+        given = [x for x in call.leaves if type(x) not in _VALUES]
+        if call.lent or len(given) != len(call.tensors) or any(type(x) is not torch.Tensor for x in given):
+            return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
         if any(_looks_at_arguments(player, call) for player in players):
@@ -63,8 +65,8 @@ class FastPath:
         if check is None:
             return None
         leaves = [t.is_leaf for t in call.tensors] if any(t.requires_grad for t in call.tensors) else None
-        arguments = _positional if len(given) == len(args) == len(values) else _Pattern(values, tuple(kwargs))
-        return FastPath(check, arguments, len(given), leaves, players, state)
+        arguments = _arguments(call)
+        return None if arguments is None else FastPath(check, arguments, len(given), leaves, players, state)
 
     def find(self, tensors: tuple[Any, ...]) -> Player | None:
         """The recording to play for a call that is `given` these; None if that is for others to say."""
@@ -99,30 +101,64 @@ _VALUES = frozenset({*SCALARS, float, complex})  # they cannot change: where it 
 _TENSOR = object()
 
 
+class _Part(NamedTuple):
+    """What a tuple, a list or a dictionary has to have in it: `_TENSOR`s, plain values, and others such."""
+
+    kind: type
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+
+
+def _arguments(call: Call) -> _Given | None:
+    """What takes the tensors out of arguments that are otherwise the same as those of this call."""
+    assert call.shape is not None
+    try:
+        part = _part(call.shape, iter(call.leaves))
+    except _Other:
+        return None
+    (_, _, positional), (_, names, _) = part.children
+    return _positional if not names and all(x is _TENSOR for x in positional) else partial(_taken, part)
+
+
+def _part(node: Node | None, leaves: Iterator[Any]) -> Any:
+    if node is None:
+        leaf = next(leaves)
+        return leaf if type(leaf) in _VALUES else _TENSOR
+    if node.kind not in (tuple, list, dict) or any(type(name) is not str for name in node.names):
+        raise _Other
+    return _Part(node.kind, node.names, tuple([_part(child, leaves) for child in node.children]))
+
+
+class _Other(Exception):
+    """A container of another kind is among the arguments."""
+
+
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     return None if kwargs else args
 
 
-class _Pattern:
-    """Takes the tensors of a call that has the same values in the same places, and the same names in the same order."""
+def _taken(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    found: list[Any] = []
+    return tuple(found) if _takes(part, (args, kwargs), found) else None
 
-    def __init__(self, values: tuple[Any, ...], names: tuple[str, ...]) -> None:
-        self._values = [x if type(x) in _VALUES else _TENSOR for x in values]
-        self._names = names
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        if tuple(kwargs) != self._names:
-            return None
-        found = []
-        values = (*args, *kwargs.values()) if kwargs else args
-        if len(values) != len(self._values):
-            return None
-        for x, value in zip(values, self._values, strict=True):
-            if value is _TENSOR:
-                found.append(x)
-            elif x is not value:
-                return None
-        return tuple(found)
+def _takes(part: _Part, x: Any, found: list[Any]) -> bool:
+    """Whether this has in it what it has to, in the same order."""
+    kind, names, children = part
+    theirs: type = type(x)
+    if theirs is not kind or len(x) != len(children):
+        return False
+    if not all(map(is_, x, names)):  # of a dictionary: the very names, as those that stand in code are
+        return False
+    for value, child in zip(x.values() if names else x, children, strict=True):
+        if child is _TENSOR:
+            found.append(value)
+        elif type(child) is _Part:
+            if not _takes(child, value, found):
+                return False
+        elif value is not child:
+            return False
+    return True
 
 
 def _looks_at_arguments(player: Player, call: Call) -> bool:

@@ -1,5 +1,9 @@
 """The fast path: which calls take it, and what is noticed there."""
 
+import enum
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -163,6 +167,82 @@ CALLS = [
     lambda f, x, y: f(x),
     lambda f, x, y: f(x=x),
 ]
+
+
+class Name(str, enum.Enum):
+    X = "x"
+
+
+def _total(tree, depth=1.0):
+    """Of all that is in it, so that it matters where each stands, under which name and in what."""
+    if isinstance(tree, torch.Tensor):
+        return tree * depth
+    if isinstance(tree, dict):
+        return sum(_total(v, depth * (1.5 + i + len(repr(k)))) for i, (k, v) in enumerate(tree.items()))
+    if isinstance(tree, (tuple, list)):
+        return sum(_total(v, depth * (2.5 + i + (type(tree) is list))) for i, v in enumerate(tree))
+    return len(repr(tree)) * depth
+
+
+def _in_containers(*args, **kwargs):
+    return _total((args, kwargs)) + torch.zeros(3)
+
+
+CONTAINERS = [
+    lambda f, x, y: f({"x": x, "y": y}),
+    lambda f, x, y: f({"y": y, "x": x}),
+    lambda f, x, y: f({"x": y, "y": x, "z": 1}),
+    lambda f, x, y: f({"x": x, "y": y, "z": True}),
+    lambda f, x, y: f((x, y)),
+    lambda f, x, y: f([x, y]),
+    lambda f, x, y: f(x, [y]),
+    lambda f, x, y: f([[x], (y, {"a": [None]})], more={"b": (1.0,)}),
+    lambda f, x, y: f([[x], (y, {"a": [None]})], more={"b": [1.0]}),
+    lambda f, x, y: f([[x, (y, {"a": [None]})]], more={"b": [1.0]}),
+    lambda f, x, y: f([x, y, [], {}, ()]),
+    lambda f, x, y: f([x, y, {}, [], ()]),
+]
+OTHERS = [
+    lambda f, x, y: f({Name.X: x, "y": y}),
+    lambda f, x, y: f({1: x, 2: y}),
+    lambda f, x, y: f({True: x, 2: y}),
+    lambda f, x, y: f([x, x]),
+    lambda f, x, y: f(OrderedDict(x=x, y=y)),
+    lambda f, x, y: f(Counted(x, y)),
+]
+
+
+class Counted(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_containers_are_recognised(described):
+    f = pg.record(_in_containers, warmup=1, max_recordings=32)
+    for call in CONTAINERS:
+        for _ in range(3):
+            call(f, torch.rand(3), torch.rand(3))
+        seen, replayed = len(described), pg.stats(f).replayed
+        for _ in range(2):
+            x, y = torch.rand(3), torch.rand(3)
+            assert_same(call(f, x, y), call(_in_containers, x, y))
+        assert (len(described), pg.stats(f).replayed) == (seen, replayed + 2)
+
+
+def test_containers_that_change_from_call_to_call():
+    f = pg.record(_in_containers, warmup=1, max_recordings=64)
+    calls = CONTAINERS + OTHERS
+    for n in range(6):
+        for call in calls if n % 2 else reversed(calls):
+            for _ in range(2):
+                x, y = torch.rand(3), torch.rand(3)
+                assert_same(call(f, x, y), call(_in_containers, x, y))
+    assert pg.stats(f).recorded <= len(calls)
+    for call in CONTAINERS:  # each after each other, of which only the first was played
+        for other in calls:
+            for one in (call, call, other):
+                x, y = torch.rand(3), torch.rand(3)
+                assert_same(one(f, x, y), one(_in_containers, x, y))
 
 
 def test_names_and_plain_values_are_recognised(described):
