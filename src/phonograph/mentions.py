@@ -22,7 +22,8 @@ LIVE, CYCLED = ("lr", "weight_decay"), ("momentum", "betas")
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
-                      "default_stream", "set_stream"})  # fmt: skip
+                      "default_stream", "set_stream",
+                      "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
 _NO_FUNCTIONS = frozenset({"<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})

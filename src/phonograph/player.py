@@ -209,6 +209,8 @@ class Player:
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
+        if self.played == 1 and self.recording.live_parts:
+            self.recording.reliances.grads.keep()
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         except Diverged:  # nothing has happened

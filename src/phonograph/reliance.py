@@ -205,6 +205,10 @@ class Grads:
             elif kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
+    def keep(self) -> None:
+        """Before a replay that may have to be given up half-way: what the call found stays there until then."""
+        self._before = [None if kept is None else _Kept(kept.again()) for kept in self._before]
+
     def leave_alone(self) -> None:
         """What becomes of gradients during the capture, other threads do."""
         self.parameters, self._before = [], []

@@ -73,8 +73,11 @@ class Device(Protocol):
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
         places for these `arguments`."""
 
-    def backward_begins(self) -> None:
-        """The backward of such a call begins, or goes on in what another has made."""
+    def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
+        """The backward of such a call begins, or goes on in what another has made. It reads these, which others have made."""
+
+    def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
+        """It may have made these, which others are about to read."""
 
     def backward_ends(self) -> None:
         """It has ended: release what it needed besides."""
@@ -89,8 +92,8 @@ class Device(Protocol):
         """For a tensor whose contents outlive it during a capture: what can bring it back. Otherwise None."""
 
     def enter(self) -> None:
-        """A replay begins on the current stream: it waits for the last one, if that was on another, and within a backward for
-        whatever still reads the gradients of replays before."""
+        """A replay begins on the current stream: it waits for whatever still reads what was given out on others, or within a
+        backward the gradients of replays before."""
 
     def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
         """Where a node of autograd is made whose backward replays a recording. It gives gradients to `many` parameters. If

@@ -36,7 +36,7 @@ from ..spans import Spans
 from ..torch_private import OnStream, backward_id, current_device, raw_stream
 from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
-from . import cuda_memory
+from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_graphs import GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
@@ -105,6 +105,7 @@ class _Ghost:
         self.ref = weakref.ref(t)
         self.storage = storage_id(t)
         self._spot = Spot.of(t)
+        self._lazy = [f for f, is_so in ((torch.conj, t.is_conj()), (torch._neg_view, t.is_neg())) if is_so]
 
     def __call__(self) -> torch.Tensor | None:
         return self.ref()
@@ -114,7 +115,16 @@ class _Ghost:
         if alive is not None:
             return alive
         with torch.no_grad():
-            return self._spot.tensor().clone()
+            found = self._spot.tensor().clone()
+            for made in self._lazy:
+                found = made(found)
+            return found
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the context current where the thread has not used CUDA yet
+        return torch.cuda.ExternalStream(driver.new_stream(), device)
 
 
 class CudaDevice:
@@ -131,7 +141,7 @@ class CudaDevice:
         self.torch_device = torch_device
         self.index: int = torch_device.index
         self.pool = Pool(torch_device)
-        self._stream = torch.cuda.Stream(torch_device)
+        self._stream = _new_stream(torch_device)
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
@@ -139,8 +149,10 @@ class CudaDevice:
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
         self._last = -1  # the stream of the last replay
-        self._last_stream: torch.cuda.Stream | None = None
+        self._last_stream = self._stream
+        self._served: list[torch.cuda.Stream] = []  # those that results were given to, the user's mostly
         self._joined: list[torch.cuda.Stream] = []  # the user's, where nodes of autograd were made
+        self._reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
 
@@ -172,11 +184,17 @@ class CudaDevice:
             self._end_workspace(lone=True)
             self._pool_is()
 
-    def backward_begins(self) -> None:
-        """It works on the capture stream and in the pool as well, where the memory of its forward becomes free as it goes."""
-        if self._backwards is not None or raw_stream(self.index) != self._stream.cuda_stream:
+    def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
+        """It works on the capture stream and in the pool as well, where the memory of its forward becomes free as it goes.
+
+        Memory of another stream's would be free for that as soon as what reads it here is launched, while other parts of the
+        same backward go on there: so it is kept until the end, when autograd lets the streams wait for each other."""
+        if raw_stream(self.index) != self._stream.cuda_stream:
             return
         if torch.cuda.is_current_stream_capturing():  # it is part of another call
+            return
+        self._reads += reads
+        if self._backwards is not None:
             return
         anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
         torch_private.clear_cublas_workspaces()
@@ -191,7 +209,12 @@ class CudaDevice:
                 place.enter_context(torch_private.route_to_pool(self.index, anchor.handle))
                 self._backwards = place.pop_all()
 
+    def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
+        if self._backwards is not None:
+            self._reads += grads
+
     def backward_ends(self) -> None:
+        self._reads.clear()
         if torch.cuda.is_current_stream_capturing():
             return
         self._leave_backwards()
@@ -202,6 +225,8 @@ class CudaDevice:
         """The backward that has begun works elsewhere from now on: it has ended, or has failed, or something else needs the
         pool."""
         place, self._backwards = self._backwards, None
+        if backward_id() < 0:
+            self._reads.clear()
         if place is not None:
             place.close()
             self._pool_is()
@@ -220,11 +245,8 @@ class CudaDevice:
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.device(self.index):
-            outer = torch.cuda.current_stream()
-            self._stream.wait_stream(outer)
-            if self._last_stream is not None:
-                self._stream.wait_stream(self._last_stream)
-            for stream in self._joined:
+            outer = self._serve()
+            for stream in (*self._served, *self._joined):
                 self._stream.wait_stream(stream)
             try:
                 with torch.cuda.stream(self._stream):
@@ -471,9 +493,14 @@ class CudaDevice:
     def settle(self, recording: Recording) -> None:
         """Recordings can leave tensors behind in the pool that live on outside (gradients). Where one lies in the
         footprint of another recording, that one must not be played again."""
-        self._unsettled -= recording.footprint
-        active = [(b.address, b.nbytes) for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
-        recording.program.owned = Spans((a, n) for a, n in active if recording.footprint.meets(a, n))
+        there = [b for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
+        mine = [b for b in there if recording.footprint.meets(b.address, b.nbytes)]
+        given = Spans((x.address, x.nbytes) for x in recording.leases)
+        # What waits for another stream, or is garbage that lies where a result does, is nobody's: it will be free any time.
+        left = [b for b in mine if b.pending or given.meets(b.address, b.nbytes)]
+        self._unsettled = (self._unsettled - recording.footprint) | Spans((b.address, b.nbytes) for b in left)
+        active = [(b.address, b.nbytes) for b in there]
+        recording.program.owned = Spans((b.address, b.nbytes) for b in mine if not b.pending)
         for other in self.pool.recordings:
             reached = other.footprint | other.lent
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
@@ -486,18 +513,25 @@ class CudaDevice:
         address, nbytes = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
         return _Ghost(t) if self._pool_spans.covers(address, nbytes) else None
 
-    def enter(self) -> None:
+    def _serve(self) -> torch.cuda.Stream:
+        """The current stream, on which something is going to be given out."""
         stream = raw_stream(self.index)
         if stream != self._last:
-            current = self._current(stream)
-            if self._last_stream is not None:
-                self._wait(current, self._last_stream)
-            self._last, self._last_stream = stream, current
-        if self._joined and backward_id() >= 0:
-            # A gradient in a recording's memory is dropped as soon as what reads it is launched, maybe on another stream of the
-            # backward; autograd waits for all of them only where it ends.
-            current = self._current(stream)
-            for other in self._joined:
+            self._last, self._last_stream = stream, self._current(stream)
+            if self._last_stream not in self._served:
+                self._served.append(self._last_stream)
+        return self._last_stream
+
+    def enter(self) -> None:
+        current = self._serve()
+        if len(self._served) > 1:
+            # A result is dropped as soon as what reads it is launched, and its memory may be what is written now.
+            for other in self._served:
+                if other is not current:
+                    self._wait(current, other)
+        if (self._joined or self._reads) and backward_id() >= 0:
+            # Likewise a gradient, on another stream of the backward; autograd waits for all of them only where it ends.
+            for other in (*self._joined, self._stream) if self._reads else self._joined:
                 if other is not current:
                     self._wait(current, other)
 

@@ -43,6 +43,8 @@ class Block(NamedTuple):
     small: bool
     free: bool
     stream: int
+    pending: bool = False
+    """Whether it was given back, and waits for another stream that uses it (`record_stream`)."""
 
 
 def pool_bytes(pool: Handle) -> int:
@@ -55,7 +57,10 @@ def blocks(pool: Handle) -> list[Block]:
     found = []
     for s in segments(pool):
         for b in s["blocks"]:
-            found.append(Block(b["address"], b["size"], s["segment_type"] == "small", b["state"] == "inactive", s["stream"]))
+            small, state = s["segment_type"] == "small", b["state"]
+            found.append(
+                Block(b["address"], b["size"], small, state == "inactive", s["stream"], state == "active_pending_free")
+            )
     return sorted(found)
 
 

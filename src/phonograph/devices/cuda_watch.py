@@ -45,6 +45,7 @@ _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
 )
+_BESIDE = Effect("lets a stream wait for work that is not the call's", "let it wait before the call", ANYONE)
 _ASKS = Effect("asks how far the device is", by=ANYONE)
 _WAITS = Effect("waits for the device", by=ANYONE)
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
@@ -113,10 +114,25 @@ class CudaWatch(OperatorWatch):
         return {
             called: [(path, self._compiled, _UNSAID)],
             "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
-            "record": [(streams, self._is_others, _RECORDS)],
+            "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
+            "wait": [(streams, self._waits_for_others, _BESIDE)],
             "query": [(streams, _always, _ASKS)],
             "synchronize": [(streams, _always, _WAITS)],
         }
+
+    def _is_beside(self, frame: FrameType) -> bool:
+        """Whether an event is recorded on a stream that does not wait for the call's."""
+        stream = frame.f_locals.get("stream") or torch.cuda.current_stream(self.device)
+        return not driver.is_capturing(stream.cuda_stream)
+
+    def _waits_for_others(self, frame: FrameType) -> bool:
+        """Whether a stream waits for an event that is not the call's. One that waits for such belongs to the capture."""
+        stream = frame.f_locals.get("stream") or torch.cuda.current_stream(self.device)
+        if not any(frame.f_locals.get("self") is own for own in self._events):
+            return True
+        if stream.cuda_stream != self._stream:
+            self.streams[stream.cuda_stream] = stream
+        return False
 
     def _is_others(self, frame: FrameType) -> bool:
         """Whether an event is recorded that was there before the call."""

@@ -16,10 +16,11 @@ from functools import cache, partial
 from typing import Any
 
 __all__ = ["DriverError", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context", "disable",
-           "is_capturing", "launcher", "set_context"]  # fmt: skip
+           "is_capturing", "launcher", "new_stream", "set_context"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -50,6 +51,15 @@ def _bound(name: str, *arguments: Any) -> Callable[[], int]:
 def launcher(graph_exec: int, stream: int) -> Callable[[], int]:
     """A function that launches an instantiated graph on a stream; returns the CUresult (0: success)."""
     return _bound("cuGraphLaunch", ctypes.c_void_p(graph_exec), ctypes.c_void_p(stream))
+
+
+def new_stream() -> int:
+    """A stream of the current context that nobody else has (torch gives out 32 of its own, in turn), and that does not wait for
+    the legacy default stream. It is there for as long as the process."""
+    stream = ctypes.c_void_p()
+    _checked(_function("cuStreamCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
+    assert stream.value is not None
+    return stream.value
 
 
 def is_capturing(stream: int) -> bool:
