@@ -148,6 +148,8 @@ class Backward:
     """Whether its gradients are gone when forwards run. Then they may lie where its forward works..."""
     room: Spans = field(default_factory=Spans)
     """...which is here; it has handed out nothing there."""
+    wanted: Sequence[bool] = ()
+    """Which of the `arguments` and `parameters` gradients are asked for, if not all."""
     apart: bool = False
     """Its forward shares no memory, because others were in its way: then it shares none either."""
 
@@ -283,7 +285,10 @@ class Backward:
         if self.nested:
             return self._accumulating(ends, grads)
         with _hooks_set_aside(self.parameters):
-            return list(torch.autograd.grad(ends, self._starts, grads, retain_graph=True, allow_unused=True)), []
+            wanted = self.wanted or [True] * len(self._starts)
+            starts = [start for start, asked in zip(self._starts, wanted, strict=True) if asked]
+            found = iter(torch.autograd.grad(ends, starts, grads, retain_graph=True, allow_unused=True) if starts else ())
+            return [next(found) if asked else None for asked in wanted], []
 
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .casting import Casts
 from .errors import Refusal
 from .forms import SHARES, Form, Meta, form_of, sizes_of
 from .given import HISTORY, Given, differ
@@ -33,10 +34,10 @@ class Break:
 
     grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
 
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str) -> None:
+    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, casts: tuple[Any, ...] = ()) -> None:
         self.form = form
         self.where = where
-        self._grad_mode = torch.is_grad_enabled()
+        self._grad_mode, self._casts = torch.is_grad_enabled(), casts
         self._shape, self._leaves = shape, leaves  # its arguments
         self._places = [i for i, x in enumerate(leaves) if x is HERE]
         self._inputs: list[torch.Tensor] = []
@@ -66,7 +67,7 @@ class Break:
         """
         args, kwargs = self._arguments(self._inputs)
         sizes = sizes_of(args, kwargs)
-        with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode):
+        with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode), Casts.restored(self._casts):
             result = self.form.operator(*args, **kwargs)
             if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
                 return _SHAPE

@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .casting import Casts
 from .given import Given, plain
 from .identity import identity
 from .marked import Marked
@@ -250,15 +251,26 @@ class _Noting(TorchDispatchMode):
     def __init__(self, notes: Notes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes = notes
+        self._casts = Casts()
+
+    @classmethod
+    @contextmanager
+    def within(cls, notes: Notes) -> Iterator[None]:
+        mode = cls(notes)
+        with mode._casts.following(), mode:
+            yield
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._notes.operators and not self._notes.within:
-            return self._notes.call(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        kwargs, m = kwargs or {}, meaning(func)
+        casts = self._casts.within(m, next((t.device.type for t in operands(args, kwargs)), "cpu")) if m.others else ()
+        with Casts.restored(casts) if casts else nullcontext():
+            if func in self._notes.operators and not self._notes.within:
+                return self._notes.call(func, args, kwargs)
+            return func(*args, **kwargs)
 
 
 _thread = threading.local()
@@ -284,7 +296,7 @@ def noting(notes: Notes | None) -> Iterator[None]:
     try:
         with (
             one_thread() if cuts else nullcontext(),
-            _Noting(notes) if notes is not None and notes.operators else nullcontext(),
+            _Noting.within(notes) if notes is not None and notes.operators else nullcontext(),
         ):
             yield
     finally:

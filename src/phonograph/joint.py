@@ -115,24 +115,26 @@ class Joint:
         for i, t in zip(traced.attached, joined, strict=True):
             results[i] = t
 
-    def run(self, flight: _Flight, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-        """The backward of one call."""
+    def run(self, flight: _Flight, grads: tuple[torch.Tensor | None, ...], node: Any) -> list[torch.Tensor | None]:
+        """The backward of one call, which is this node in the graph of autograd."""
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         self._begin(flight, known)
         cut, retains = self._cut(flight), keeps_graph()
         last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
-        backward = self._backwards.get(last) or self._backward(last)
+        partly = self._partly(node)
+        backward = partly or self._backwards.get(last) or self._backward(last)
         with self.traced.noting(flight.spent) as asked:
             try:
-                found, added = self.traced.beyond(cut, (*grads, *flight.given)) if cut else backward(*grads, *flight.given)
+                given = (*grads, *flight.given)
+                found, added = (partly or self.traced).beyond(cut, given) if cut else backward(*given)
             finally:
                 if last:
                     flight.spent |= asked.numbers
         if known is None or known.numbers is not asked.numbers:
             known = self._noted(asked)
             flight.check(known)
-        if not cut:
+        if not (cut or partly):
             self._read[pattern] = known
         if not retains:
             flight.landed(pattern, known)
@@ -146,6 +148,18 @@ class Joint:
             if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
                 _keep_quiet(p)
         return found
+
+    def _partly(self, node: Any) -> Backward | None:
+        """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
+        would notice, were it run as a whole, runs live, and only as far."""
+        if may_run_backward() or self.traced.repeatable:
+            return None
+        wanted = [other is not None and will_run(other) for other, _ in node.next_functions]
+        if all(wanted):
+            return None
+        traced = copy.copy(self.traced)
+        traced.wanted = wanted
+        return traced
 
     def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)
@@ -352,7 +366,7 @@ class _Joined(torch.autograd.Function):
         flight: _Flight = ctx.flight
         if torch.is_grad_enabled():
             raise _no_more_than_once(flight)
-        return (None, None, *flight.joint.run(flight, grads))
+        return (None, None, *flight.joint.run(flight, grads, ctx))
 
 
 class _Apart(torch.autograd.Function):

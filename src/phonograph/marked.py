@@ -7,9 +7,15 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
+from torch.autograd import graph
+
+from .torch_private import saved_tensors_hooks
+
 __all__ = ["MARK", "Marked", "is_marked"]
 
 MARK = "_phonograph_live"
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Marked:
@@ -26,7 +32,17 @@ class Marked:
         return str(getattr(f, "__qualname__", type(f).__qualname__))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        """Its own run. `checkpoint` knows what a part saves by counting; what this saves does not count, for it may be that the
+        part is recorded, or that this has run already, and then it saves nothing there."""
+        pack, _ = saved_tensors_hooks() or (None, None)
+        if getattr(pack, "__module__", "") != _CHECKPOINT:
+            return self.function(*args, **kwargs)
+        with graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return self.function(*args, **kwargs)
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def is_marked(f: FunctionType) -> bool:

@@ -451,10 +451,10 @@ class Recorded(Observed, Generic[P, R]):
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
             self._history(key, history)
-        self._follow(result, device, history)
+        self._follow(call, result, device, history)
         return result
 
-    def _follow(self, result: Any, device: Any, history: History) -> None:
+    def _follow(self, call: Call, result: Any, device: Any, history: History) -> None:
         """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to
         run live; it cannot be foreseen."""
         leaves: list[Any] = []
@@ -467,18 +467,24 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
+        reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
-        def notice(node: int, _: Any) -> None:
+        def notice(node: int, grads: Sequence[torch.Tensor | None]) -> None:
             if torch_private.may_run_backward():  # else only some gradients are asked for
                 left.discard(node)
                 history.ran_backward = history.ran_backward or not left
             if torch.is_grad_enabled() and (me := recorded()) is not None:
                 me._stop(TWICE)
             torch_private.when_backward_ends(device.backward_ends)
-            device.backward_begins()
+            device.backward_begins([*reads, *_there(grads)])
+            if not torch_private.keeps_graph():
+                reads.clear()
 
         for node in nodes:
             node.register_prehook(functools.partial(notice, identity(node)))
+        for passed in {t.grad_fn for t in call.tensors if nodes}:
+            if passed is not None:
+                passed.register_prehook(lambda grads: device.backward_passes(_there(grads)))
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
@@ -708,6 +714,11 @@ def together(recorded: Sequence[Recorded[Any, Any]], before: Counters) -> Stats:
     return counters.stats(sum(d.pool_bytes for d in devices))
 
 
+def _there(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Those of these gradients that are there, as tensors of their own."""
+    return [grad if torch_private.is_batched(grad) else grad.detach() for grad in grads if grad is not None]
+
+
 def _never(function: Any) -> Refusal | None:
     """Why a function can never be recorded, whatever its arguments."""
     inner = inspect.unwrap(function) if callable(function) else function
@@ -765,7 +776,7 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
         notes = noted_here()
         if notes is not None:
             return notes.call_marked(marked, args, kwargs)  # type: ignore[no-any-return]
-        return function(*args, **kwargs)
+        return marked(*args, **kwargs)  # type: ignore[no-any-return]
 
     marked.run = torch_private.never_compiled(called, "marked @pg.live")
     setattr(marked.run, MARK, marked)

@@ -236,7 +236,7 @@ def _backward(
         outside[storage_id(t)].append(t)
     if any(t.grad_fn is not None and key in captured.watch.touched for key, tensors in outside.items() for t in tensors):
         raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
-    return tracing.backward(
+    backward = tracing.backward(
         function,
         results,
         attached,
@@ -245,6 +245,10 @@ def _backward(
         lambda key: outputs.lease(key, captured, leases, device),
         captured.sets_hooks,
     )
+    if backward.function is not None and reach.mentions.reads_gradients:
+        raise Refusal("has code that runs in its backward, and may look at gradients, of which eager has added some by then",
+                      "record the whole step")  # fmt: skip
+    return backward
 
 
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
@@ -393,7 +397,13 @@ def _capture(
         heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
-        with saving, cuts, releasing, watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener:
+        with (
+            watch.casts.following(),
+            saving,
+            cuts,
+            releasing,
+            watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener,
+        ):
             ran.append(listener.ran)
             called: Any = function
             state = _state_of(function) if tracing is not None else ()

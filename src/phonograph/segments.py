@@ -249,7 +249,7 @@ class Cuts:
             historied = [t.requires_grad for t in mine]
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
         else:
-            part = Break(form, shape, given, users_line())
+            part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator), watch.device.type))
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
@@ -292,7 +292,8 @@ class Cuts:
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
-        if _modes() != self._modes:
+        (autocast, *now), (before, *then) = _modes(), self._modes
+        if now != then or (isinstance(operator, Marked) and autocast != before):  # an operator runs with what it is then
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
         if sum(s.nbytes() for s in watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
@@ -334,12 +335,12 @@ class Cuts:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Those for which code between segments may ask: but for the grad mode, which it finds as it was, and the hooks by which a
-    capture or `checkpoint` keeps what autograd saves."""
-    settings, *rest = modes()
+    """Those for which code between segments may ask, autocast first: but for the grad mode, which it finds as it was, and the
+    hooks by which a capture or `checkpoint` keeps what autograd saves."""
+    settings, autocast, *rest = modes()
     pack, _ = settings[HOOKS] or (None, None)
     hooks = None if getattr(pack, "__module__", "") in (checkpoint.__module__, Tracing.__module__) else pack
-    return *settings[1:HOOKS], *settings[HOOKS + 1 :], *rest, hooks
+    return autocast, *settings[1:HOOKS], *settings[HOOKS + 1 :], *rest, hooks
 
 
 def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:

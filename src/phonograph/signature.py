@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
+from .casting import autocast, set_autocast
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .pool import copy_of
@@ -202,17 +203,6 @@ _FUNCTION_MODES = _GETTERS.index(function_modes)
 HOOKS = _GETTERS.index(saved_tensors_hooks)
 """The place of these among the settings."""
 _DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
-_autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
-_AUTOCAST = ("cpu", "cuda")
-
-
-def _autocast() -> tuple[Any, ...]:
-    """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
-    up in that type."""
-    kinds = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST)
-    return kinds, torch.is_autocast_cache_enabled()
 
 
 def modes() -> tuple[Any, ...]:
@@ -224,7 +214,7 @@ def modes() -> tuple[Any, ...]:
     rare: tuple[Any, ...] = ()
     if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
         rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    return settings, _autocast() if _autocast_on() else (), forward_ad._current_level, rare
+    return settings, autocast(), forward_ad._current_level, rare
 
 
 def put_back(before: tuple[Any, ...]) -> None:
@@ -238,12 +228,7 @@ def put_back(before: tuple[Any, ...]) -> None:
             set_to(then[get])
     only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
     torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)
-    kinds, cached = before[1] or ([(False, None)] * len(_AUTOCAST), torch.is_autocast_cache_enabled())
-    torch.set_autocast_cache_enabled(cached)
-    for kind, (on, dtype) in zip(_AUTOCAST, kinds, strict=True):
-        torch.set_autocast_enabled(kind, on)
-        if dtype is not None:
-            torch.set_autocast_dtype(kind, dtype)
+    set_autocast(before[1])
 
 
 def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:

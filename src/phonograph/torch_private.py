@@ -29,15 +29,14 @@ from torch.utils.hooks import BackwardHook
 __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
            "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device",
            "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_composite",
-           "is_traced", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
-           "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
-           "never_compiled", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views",
-           "other_calling",
-           "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch",
-           "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone",
-           "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
+           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_cast",
+           "is_composite", "is_traced", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when",
+           "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
+           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
+           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
+           "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "transformed",
+           "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
            "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -74,6 +73,18 @@ bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 
 not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """What `torch.compiler.disable` is, and imports Dynamo only when what it is given is called."""
+
+
+def is_cast(name: str, device: str) -> bool:
+    """Whether autocast casts the arguments of this operator, and is off in it."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}"))
+
+
+def not_compiled_by_itself(code: CodeType) -> None:
+    """Let Dynamo run this code as it is where it is not part of what is compiled."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy") and hasattr(frames, "_FrameExecStrategy"):
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
 
 
 def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]:
@@ -337,8 +348,13 @@ _will_run: Any = _c("_will_engine_execute_node")
 
 
 def will_run(node: Any) -> bool:
-    """Within a backward: whether it runs this node."""
-    return bool(_will_run(node)) if _will_run is not None else True
+    """Within a backward: whether it runs this node, or is asked for what arrives there."""
+    try:
+        return bool(_will_run(node)) if _will_run is not None else True
+    except RuntimeError as e:  # of a leaf that `autograd.grad` is asked for, torch will not say that it runs
+        if "leaf node" not in str(e):
+            raise
+        return True
 
 
 # -- modes

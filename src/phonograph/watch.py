@@ -16,6 +16,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
+from .casting import Casts
 from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
@@ -58,6 +60,8 @@ _REMEDIES = {
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -94,6 +98,7 @@ class OperatorWatch(TorchDispatchMode):
         self.cutting: Callable[[Any, Any, Any], Any] | None = None  # ends a segment at one of them
         self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these
+        self.casts = Casts()
         self.given_outside: dict[int, torch.UntypedStorage] = {}  # memory outside that marked functions may write
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
@@ -164,7 +169,8 @@ class OperatorWatch(TorchDispatchMode):
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
-        out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
+        with Casts.restored(casts) if (casts := self.casts.within(m, self.device.type)) else _AS_IT_IS:
+            out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)
         else:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .identity import identity
-from .torch_private import forget_accumulation
+from .torch_private import forget_accumulation, not_compiled_by_itself
 
 __all__ = ["epoch", "watch"]
 
@@ -62,6 +62,9 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     noted.__code__ = noted.__code__.replace()  # type: ignore[attr-defined]  # Dynamo tells methods apart by that
+    # Code that was compiled before calls this as any other function. Compiled by itself, it would set a hook by its name, and
+    # so call itself.
+    not_compiled_by_itself(noted.__code__)  # type: ignore[attr-defined]
     return noted
 
 

@@ -700,3 +700,42 @@ def test_c12_a_capture_that_fails_within_a_transform_of_functorchs(device, trans
     x = torch.ones(3, device=device, requires_grad=True)
     assert checkpoint(lambda x: (x * w).sum(), x, use_reentrant=False).item() == 3.0
     assert torch.func.jvp(torch.sin, (x.detach(),), (x.detach(),))[1].shape == (3,)
+
+
+HOOK_IN_COMPILED = """
+import sys, torch, phonograph as pg
+sys.setrecursionlimit(400)
+backend, when = sys.argv[1:]
+seen = []
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda g: seen.append(g.shape))
+        return self.c(h.tanh())
+
+def other():
+    f = pg.record(torch.nn.Linear(4, 4))
+    for _ in range(3):
+        f(torch.randn(2, 4)).sum().backward()
+
+options = {"options": {"inner": "aot_eager"}} if backend == "phonograph" else {}
+net = torch.compile(Net(), backend=backend, **options)
+for n in range(4):
+    if n == int(when):
+        other()
+    net(torch.randn(3, 4)).square().mean().backward()
+assert len(seen) == 4, seen
+"""
+
+
+@pytest.mark.parametrize("backend", ["phonograph", "eager", "aot_eager"])
+@pytest.mark.parametrize("when", [0, 2, 9])
+def test_hooks_that_compiled_code_sets_before_and_after_the_first_recording(backend, when):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HOOK_IN_COMPILED, backend, str(when)],
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert not done.returncode, done.stderr[-2000:]

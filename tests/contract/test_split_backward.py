@@ -360,3 +360,151 @@ def test_c06_what_autograd_has_in_hand_where_a_capture_fails(device, rows, shift
     ours = pairs(lambda: Branches(rows, shift), device, rows=rows, leaf=False, fallback="split")
     assert sum(pg.stats(b).replayed for b in backwards(ours)) >= 5, pg.explain(ours)
     assert any("by_its_largest" in line for line in live_parts(ours)) is (device.type == "cuda"), pg.explain(ours)
+
+
+@pg.live
+def keeps_count_of(t):
+    """Saves tensors for a backward that nobody asks for: `checkpoint` counts what a part saves."""
+    NOTES.append((t.exp().square() * t.norm()).sum().item())
+
+
+class Noted(nn.Module):
+    def __init__(self, divergent=False, late=False):
+        super().__init__()
+        self.a, self.divergent, self.late = nn.Linear(6, 6), divergent, late
+
+    def part(self, h):
+        h = self.a(h)
+        keeps_count_of(h)
+        y = h * h.cos() * (h + 1)
+        return y.tanh() if self.late else y
+
+    def forward(self, x):
+        y = checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=False)
+        return y + y.detach()[x[:, 0].sin() > 0].sum() if self.divergent else y
+
+
+@may_run_live
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("divergent", [False, True])
+@pytest.mark.parametrize("fallback", ["live", "split"])
+def test_c06_a_marked_function_in_a_part_that_is_recomputed(device, divergent, late, fallback):
+    pairs(lambda: Noted(divergent, late), device, calls=12, fallback=fallback)
+
+
+@may_run_live
+@pytest.mark.parametrize("late", [False, True])
+def test_c06_a_marked_function_in_such_a_part_where_a_step_begins_again(device, late):
+    def make():
+        torch.manual_seed(0)
+        return make_step(Noted(True, late).to(device), device)
+
+    both = side_by_side(make, fallback="split")
+    for n in range(12):
+        both(ramp(device, 4, 6, start=n * 3.0))
+        both.check()
+
+
+class Hooked(nn.Module):
+    """What runs in its backward would be noticed: it draws, writes buffers, or is marked."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.norm, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.how = how
+
+    def part(self, h):
+        return self.norm(self.b(h))
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.how == "draws":
+            h.register_hook(lambda g: g + torch.randn_like(g))
+        if self.how == "marked":
+            h.register_hook(note)
+        h = checkpoint(self.part, h, use_reentrant=False) if self.how == "recomputes" else self.part(h)
+        return self.c(h.relu())
+
+
+CHOSEN = {
+    "grad": lambda loss, m: torch.autograd.grad(loss, [*m.c.parameters()]),
+    "inputs": lambda loss, m: loss.backward(inputs=[*m.c.parameters()]),
+    "grad of a": lambda loss, m: torch.autograd.grad(loss, [m.a.weight]),
+    "inputs, and all": lambda loss, m: (loss.backward(inputs=[m.c.bias], retain_graph=True), loss.backward()),
+    "grad, and all": lambda loss, m: (torch.autograd.grad(loss, m.c.bias, retain_graph=True), loss.backward()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("how", ["draws", "marked", "recomputes", "nothing"])
+@pytest.mark.parametrize("way", CHOSEN)
+def test_c06_gradients_of_chosen_inputs_run_no_more_than_leads_there(device, way, how):
+    torch.manual_seed(0)
+    live = Hooked(how).to(device)
+    ours = pg.record(copy.deepcopy(live), warmup=1)
+    for n in range(6):
+        seen = []
+        for m in (ours, live):
+            torch.manual_seed(n)
+            NOTES.clear()
+            m.zero_grad()
+            loss = m(ramp(device, 5, 6, start=n).sin()).square().mean()
+            found = CHOSEN[way](loss, m)
+            grads = [None if p.grad is None else p.grad.clone() for p in m.parameters()]
+            seen.append([found, grads, [b.clone() for b in m.buffers()], torch.rand(2, device=device), [*NOTES]])
+            del found, loss
+        assert_same(*seen, f"call {n}: ")
+
+
+class Balanced(nn.Module):
+    """A hook looks at a gradient that the same backward has added."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        h.register_hook(lambda g: g / g.norm() * (self.c.weight.grad.norm() if self.c.weight.grad is not None else 1.0))
+        return self.c(h.tanh())
+
+
+@may_run_live
+def test_c06_a_hook_that_looks_at_gradients(device):
+    ours = pairs(Balanced, device)
+    assert "may look at gradients" in pg.explain(ours)
+
+
+@torch.library.custom_op("phonograph_tests::cast_within", mutates_args=())
+def cast_within(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() @ x.float().T).float() * (x.abs().max().item() > 0)
+
+
+class Cast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h + h[x[:, 0] > -1e9].sum(0) + cast_within(h.detach()).sum()
+        with torch.autocast(x.device.type, enabled=False):
+            h = h.float() + cast_within(x.detach()).sum() + h[x[:, 0] > -1e9].float().mean()
+        return self.b(h)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_c06_a_model_that_needs_the_host_under_autocast(device, dtype):
+    torch.manual_seed(0)
+    live = Cast().to(device)
+    ours = pg.record(copy.deepcopy(live), warmup=1, fallback="split")
+    for n in range(9):
+        seen = []
+        for m in (ours, live):
+            m.zero_grad()
+            with torch.autocast(device.type, dtype=dtype):
+                y = m(ramp(device, 4, 6, start=n))
+            y.float().square().mean().backward()
+            seen.append([y.detach().clone(), *(p.grad.clone() for p in m.parameters())])
+        assert_same(*seen, f"call {n}: ")
+    assert pg.stats(ours).replayed >= 6, pg.explain(ours)

@@ -23,6 +23,7 @@ import torch
 from .. import operators
 from ..arena import Arena
 from ..breaks import Break
+from ..casting import Casts
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
@@ -81,13 +82,14 @@ class _Operand:
 class _Step:
     """One operator of the tape: what to call, with what, and which new tensors its results go to."""
 
-    __slots__ = ("args", "func", "grad_mode", "kwargs", "results", "variant")
+    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
-        self, func: Any, args: Any, kwargs: Any, results: list[_Operand | None], variant: Variant | None = None
-    ) -> None:
+        self, func: Any, args: Any, kwargs: Any, results: list[_Operand | None], variant: Variant | None = None,
+        casts: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
-        self.grad_mode = torch.is_grad_enabled()
+        self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
 
 
 class Tape(OperatorWatch):
@@ -129,7 +131,9 @@ class Tape(OperatorWatch):
             for place in changed(self._before):
                 raise Refusal(f"{m.name}, which may be code that asks for it, is called while {place} is changed for a time",
                               "change it outside, around the call")  # fmt: skip
-        out = func(*args, **kwargs)
+        casts = self.casts.within(m, "cpu")
+        with Casts.restored(casts) if casts else nullcontext():
+            out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
         if results and all(t.is_meta for t in results):
             return out  # a shape without values
@@ -142,7 +146,7 @@ class Tape(OperatorWatch):
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
-            self._steps.append(_Step(func, *noted, operands, variant))
+            self._steps.append(_Step(func, *noted, operands, variant, casts))
         return out
 
     def _nothing_to_clear_up(self, name: str) -> None:
@@ -279,14 +283,14 @@ _NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_stride
             aten.new_empty_strided.default}  # fmt: skip
 
 
-def _asks_for_grad_mode(func: Any) -> bool:
-    """Whether an operator may do something else where gradients are wanted: this one returns what its backward needs; what
-    others than torch have made may do what it likes."""
+def _asks_for_modes(func: Any) -> bool:
+    """Whether an operator may do something else where gradients are wanted, or under autocast: this one returns what its
+    backward needs; what others than torch have made may do what it likes."""
     return func is aten.mkldnn_rnn_layer.default or (isinstance(func, torch._ops.OpOverload) and operators.meaning(func).others)
 
 
-def _in_grad_mode(enabled: bool, op: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.set_grad_enabled(enabled):
+def _in_modes(enabled: bool, casts: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.set_grad_enabled(enabled), Casts.restored(casts):
         return op(*args, **kwargs)
 
 
@@ -355,8 +359,9 @@ class TapeProgram:
             return None
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
-        if _asks_for_grad_mode(step.func):
-            return partial(_run_and_copy, partial(_in_grad_mode, step.grad_mode, step.func._op), args, kwargs, outs)
+        if _asks_for_modes(step.func):
+            op = partial(_in_modes, step.grad_mode, step.autocast, step.func._op)
+            return partial(_run_and_copy, op, args, kwargs, outs)
         if not any(o is not None for o in outs):
             return partial(step.func, *args, **kwargs)
         if step.func is _read_state:
@@ -533,8 +538,11 @@ class CpuDevice:
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
         """Nothing: what a live call lies in is not the arena's."""
+
+    def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
+        """Nothing."""
 
     def backward_ends(self) -> None:
         """Nothing."""
