@@ -37,11 +37,12 @@ class Marked:
         pack, _ = saved_tensors_hooks() or (None, None)
         if getattr(pack, "__module__", "") != _CHECKPOINT:
             return self.function(*args, **kwargs)
-        with graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             return self.function(*args, **kwargs)
 
 
 def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    """(Not so what is saved: a result would hold the node that it comes from, and that the result.)"""
     return t
 
 

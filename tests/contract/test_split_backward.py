@@ -1,7 +1,9 @@
 """What runs live in a backward, or before one: operators that need the host, and functions that are marked `@pg.live`."""
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -389,7 +391,11 @@ class Noted(nn.Module):
 @pytest.mark.parametrize("divergent", [False, True])
 @pytest.mark.parametrize("fallback", ["live", "split"])
 def test_c06_a_marked_function_in_a_part_that_is_recomputed(device, divergent, late, fallback):
-    pairs(lambda: Noted(divergent, late), device, calls=12, fallback=fallback)
+    ours = pairs(lambda: Noted(divergent, late), device, calls=12, fallback=fallback)
+    left = [weakref.ref(t) for p in ours.parameters() for t in (p, p.grad)]
+    del ours
+    gc.collect()
+    assert all(ref() is None for ref in left)  # what it saves is no result that holds its own node
 
 
 @may_run_live
