@@ -16,18 +16,17 @@ from typing import Any
 import torch
 
 from .operators import Meaning
-from .torch_private import is_cast
+from .torch_private import autocast_is_on, is_cast
 
 __all__ = ["Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
-_is_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast() -> tuple[Any, ...]:
     """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
     up in that type. Empty where it is off."""
-    if not _is_on():
+    if not autocast_is_on():
         return ()
     kinds = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _KINDS)
     return kinds, torch.is_autocast_cache_enabled()

@@ -6,7 +6,8 @@ so that a call with one input and one output is little more than a launch.
 The order matters in three places. Arguments are copied *before* the launch and written ones back *after* it, on the
 same stream, so that a function which writes its argument is seen to do so. The version counters of tensors that the
 recording writes behind autograd's back are moved on, so that autograd still notices a saved tensor that changed.
-And a replay on another stream than the last one waits for it, because recordings share memory.
+And a replay waits for all other streams that results were given to: recordings share memory, and what reads a result there
+may be at work when nobody holds it any more.
 """
 
 from __future__ import annotations

@@ -26,18 +26,18 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "backward_id", "below_autograd", "bindings",
-           "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device",
-           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
-           "forget_recomputed", "function_modes", "goes_through", "has_memory", "in_inference", "is_batched", "is_cast",
-           "is_composite", "is_traced", "keeps_graph", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when",
-           "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
-           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
-           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream",
-           "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
-           "silence_stream_mismatch", "step_hooks", "storage_at", "take_cublas_workspace", "tensor_check", "transformed",
-           "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends", "will_run", "without_modes",
-           "written_by_graph"]  # fmt: skip
+__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
+           "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
+           "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
+           "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
+           "in_inference", "is_batched", "is_cast", "is_composite", "is_traced", "keeps_graph", "lend_code", "lend_module",
+           "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing",
+           "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
+           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
+           "parametrizations_are_cached", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
+           "saved_tensors_hooks", "segments", "selected_anew", "share_version", "silence_stream_mismatch", "step_hooks",
+           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked", "use_count",
+           "view_like", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -73,6 +73,10 @@ bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 
 not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """What `torch.compiler.disable` is, and imports Dynamo only when what it is given is called."""
+
+
+autocast_is_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether it may be, on any kind of device."""
 
 
 def is_cast(name: str, device: str) -> bool:

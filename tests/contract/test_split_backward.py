@@ -514,3 +514,41 @@ def test_c06_a_model_that_needs_the_host_under_autocast(device, dtype):
             seen.append([y.detach().clone(), *(p.grad.clone() for p in m.parameters())])
         assert_same(*seen, f"call {n}: ")
     assert pg.stats(ours).replayed >= 6, pg.explain(ours)
+
+
+@torch.library.custom_op("phonograph_tests::cast_before", mutates_args=())
+def cast_before(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() @ x.float().T).float()
+
+
+for kind in ("cpu", "cuda"):
+    cast_before.register_autocast(kind, torch.bfloat16)
+
+
+@torch.library.custom_op("phonograph_tests::cast_inside", mutates_args=())
+def cast_inside(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() @ x.float().T).float()
+
+
+def in_regions(x):
+    """Code of others', which calls what is cast, where autocast is as outside, on, off, and as before."""
+    found = [cast_inside(x), cast_before(x)]
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        found += [cast_inside(x), cast_before(x)]
+        with torch.autocast(x.device.type, enabled=False):
+            found += [cast_inside(x), cast_before(x)]
+        found.append(cast_inside(x + 1))
+    return [*found, cast_inside(x + 2)]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_c09_autocast_in_code_of_others(device, outside):
+    """The region is as it was afterwards, and the class of regions itself."""
+    begin = torch.autocast.__enter__
+    both = side_by_side(lambda: in_regions)
+    for n in range(5):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=outside):
+            both((ramp(device, 6, 6, start=n) * 1.7).sin())
+            assert torch.is_autocast_enabled(device.type) is outside
+    assert pg.stats(both.recorded).replayed == 4, pg.explain(both.recorded)
+    assert torch.autocast.__enter__ is begin

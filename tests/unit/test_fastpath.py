@@ -217,18 +217,6 @@ class Counted(NamedTuple):
     y: torch.Tensor
 
 
-def test_containers_are_recognised(described):
-    f = pg.record(_in_containers, warmup=1, max_recordings=32)
-    for call in CONTAINERS:
-        for _ in range(3):
-            call(f, torch.rand(3), torch.rand(3))
-        seen, replayed = len(described), pg.stats(f).replayed
-        for _ in range(2):
-            x, y = torch.rand(3), torch.rand(3)
-            assert_same(call(f, x, y), call(_in_containers, x, y))
-        assert (len(described), pg.stats(f).replayed) == (seen, replayed + 2)
-
-
 def test_containers_that_change_from_call_to_call():
     f = pg.record(_in_containers, warmup=1, max_recordings=64)
     calls = CONTAINERS + OTHERS
@@ -245,15 +233,16 @@ def test_containers_that_change_from_call_to_call():
                 assert_same(one(f, x, y), one(_in_containers, x, y))
 
 
-def test_names_and_plain_values_are_recognised(described):
-    f = pg.record(_by_name, warmup=1)
-    for call in CALLS:
+@pytest.mark.parametrize(("function", "calls"), [(_by_name, CALLS), (_in_containers, CONTAINERS)])
+def test_names_plain_values_and_containers_are_recognised(described, function, calls):
+    f = pg.record(function, warmup=1, max_recordings=32)
+    for call in calls:
         for _ in range(3):
             call(f, torch.rand(3), torch.rand(3))
         seen, replayed = len(described), pg.stats(f).replayed
         for _ in range(2):
             x, y = torch.rand(3), torch.rand(3)
-            assert_same(call(f, x, y), call(_by_name, x, y))
+            assert_same(call(f, x, y), call(function, x, y))
         assert (len(described), pg.stats(f).replayed) == (seen, replayed + 2)
 
 
