@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .operators import Meaning
-from .torch_private import autocast_is_on, is_cast
+from .torch_private import autocast_is_on
 
 __all__ = ["Casts", "autocast", "set_autocast"]
 
@@ -51,13 +51,12 @@ class Casts:
         self._thread = threading.get_ident()
         self._regions: dict[int, list[tuple[Any, ...]]] = {self._thread: []}  # by threads: autograd has its own
 
-    def within(self, m: Meaning, device: str) -> tuple[Any, ...]:
-        """As `autocast` says it, of an operator on that kind of device."""
+    def within(self, m: Meaning) -> tuple[Any, ...]:
+        """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
         if not m.others:
             return ()
         regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
-        now = regions[-1] if regions else self._outside
-        return now if now and not is_cast(m.name, device) else ()
+        return regions[-1] if regions else self._outside
 
     @contextmanager
     def following(self) -> Iterator[None]:

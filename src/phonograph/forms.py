@@ -265,8 +265,7 @@ class _Noting(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, m = kwargs or {}, meaning(func)
-        casts = self._casts.within(m, next((t.device.type for t in operands(args, kwargs)), "cpu")) if m.others else ()
+        kwargs, casts = kwargs or {}, self._casts.within(meaning(func))
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:
                 return self._notes.call(func, args, kwargs)

@@ -249,7 +249,7 @@ class Cuts:
             historied = [t.requires_grad for t in mine]
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
         else:
-            part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator), watch.device.type))
+            part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]

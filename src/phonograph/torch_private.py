@@ -30,7 +30,7 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
            "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
            "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
-           "in_inference", "is_batched", "is_cast", "is_composite", "is_traced", "keeps_graph", "lend_code", "lend_module",
+           "in_inference", "is_batched", "is_composite", "is_traced", "keeps_graph", "lend_code", "lend_module",
            "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing",
            "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
            "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
@@ -77,11 +77,6 @@ not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_d
 
 autocast_is_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Whether it may be, on any kind of device."""
-
-
-def is_cast(name: str, device: str) -> bool:
-    """Whether autocast casts the arguments of this operator, and is off in it."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}"))
 
 
 def not_compiled_by_itself(code: CodeType) -> None:

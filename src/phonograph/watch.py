@@ -169,7 +169,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
-        with Casts.restored(casts) if (casts := self.casts.within(m, self.device.type)) else _AS_IT_IS:
+        with Casts.restored(casts) if (casts := self.casts.within(m)) else _AS_IT_IS:
             out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)

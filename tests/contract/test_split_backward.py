@@ -541,14 +541,18 @@ def in_regions(x):
     return [*found, cast_inside(x + 2)]
 
 
+@pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
-def test_c09_autocast_in_code_of_others(device, outside):
-    """The region is as it was afterwards, and the class of regions itself."""
+def test_c09_autocast_in_code_of_others(device, outside, live):
+    """Recorded, and where it runs live between segments. The class of regions is afterwards as it was."""
     begin = torch.autocast.__enter__
-    both = side_by_side(lambda: in_regions)
+    names = torch.ops.phonograph_tests
+    cut = {"fallback": "split", "split_at": [names.cast_inside.default, names.cast_before.default]} if live else {}
+    both = side_by_side(lambda: in_regions, **cut)
     for n in range(5):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=outside):
             both((ramp(device, 6, 6, start=n) * 1.7).sin())
             assert torch.is_autocast_enabled(device.type) is outside
     assert pg.stats(both.recorded).replayed == 4, pg.explain(both.recorded)
+    assert len(live_parts(both.recorded)) == 8 * live
     assert torch.autocast.__enter__ is begin

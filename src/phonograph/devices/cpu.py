@@ -131,7 +131,7 @@ class Tape(OperatorWatch):
             for place in changed(self._before):
                 raise Refusal(f"{m.name}, which may be code that asks for it, is called while {place} is changed for a time",
                               "change it outside, around the call")  # fmt: skip
-        casts = self.casts.within(m, "cpu")
+        casts = self.casts.within(m)
         with Casts.restored(casts) if casts else nullcontext():
             out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
