@@ -19,8 +19,8 @@ from .identity import identity
 from .keys import SCALARS
 from .player import Player
 from .recording import Entangled
-from .signature import ALIGNMENT, Call, has_gradient_or_hooks, modes
-from .torch_private import tensor_check, transformed
+from .signature import ALIGNMENT, Call, has_gradient_or_hooks, unchanged
+from .torch_private import address, tensor_check, transformed
 from .trees import Node
 
 __all__ = ["FastPath"]
@@ -35,27 +35,28 @@ class FastPath:
     list and `state` the function's own record of the memory that its recordings write, so that both stay current.
     """
 
-    __slots__ = ("_check", "_count", "_leaves", "_modes", "_state", "given", "players")
+    __slots__ = ("_check", "_count", "_given", "_leaves", "_state", "_unchanged", "players")
 
     def __init__(
-        self, check: Callable[..., bool], given: _Given, count: int, leaves: list[bool] | None, players: list[Player],
+        self, check: Callable[..., bool], given: _Given | None, count: int, leaves: list[bool] | None, players: list[Player],
         state: Entangled,
     ) -> None:  # fmt: skip
         self._check = check
         self._leaves = leaves
         """Which of the tensors are leaves, if some require gradients."""
         self._count = count
-        self.given = given
-        """The tensors among the arguments; None where the others are not what they were."""
-        self._modes = modes()
+        self._given = given
+        """Gives the tensors among the arguments; None where the others are not what they were. Where there are none but
+        tensors, there is nothing to be taken out."""
+        self._unchanged = unchanged()
         self._state = state
         self.players = players
 
     @staticmethod
     def of(call: Call, players: list[Player], state: Entangled) -> FastPath | None:
         """For this call's signature, or None where it takes more to recognise one."""
-        given = [x for x in call.leaves if type(x) not in _VALUES]
-        if call.lent or len(given) != len(call.tensors) or any(type(x) is not torch.Tensor for x in given):
+        tensors = [x for x in call.leaves if type(x) not in _VALUES]
+        if call.lent or len(tensors) != len(call.tensors) or any(type(x) is not torch.Tensor for x in tensors):
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
@@ -65,30 +66,45 @@ class FastPath:
         if check is None:
             return None
         leaves = [t.is_leaf for t in call.tensors] if any(t.requires_grad for t in call.tensors) else None
-        arguments = _arguments(call)
-        return None if arguments is None else FastPath(check, arguments, len(given), leaves, players, state)
+        try:
+            given = _arguments(call)
+        except _Other:
+            return None
+        return FastPath(check, given, len(call.tensors), leaves, players, state)
 
-    def find(self, tensors: tuple[Any, ...]) -> Player | None:
-        """The recording to play for a call that is `given` these; None if that is for others to say."""
+    def play(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int] | None:
+        """The result of this call, and how many bytes of input were copied; None if another way has to be taken."""
+        if self._given is not None:
+            found = self._given(args, kwargs)
+            if found is None:
+                return None
+            args = found
+        elif kwargs:
+            return None
         n = self._count
-        if len(tensors) != n or not self._check(*tensors) or modes() != self._modes:
+        if len(args) != n or not self._check(*args):
+            return None
+        try:
+            if not self._unchanged():
+                return None
+        except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
             return None
         # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
         if self._leaves is None:
-            for t in tensors:
-                if t.data_ptr() % ALIGNMENT or t.__dict__ or t.grad is not None:
+            for t in args:
+                if address(t) % ALIGNMENT or t.__dict__ or t.grad is not None:
                     return None
         else:
-            for t, leaf in zip(tensors, self._leaves, strict=True):
-                if t.data_ptr() % ALIGNMENT or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
+            for t, leaf in zip(args, self._leaves, strict=True):
+                if address(t) % ALIGNMENT or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
                     return None
-        if n > 1 and len({*map(identity, tensors)}) < n:
+        if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
-        if self._state and any(map(self._state.meets, tensors)):
+        if self._state and any(map(self._state.meets, args)):
             return None  # an argument shares memory with what the function writes
         for player in self.players:
-            if player.ready() and player.in_place(tensors):
-                return player
+            if player.ready(args):
+                return player.play_flat(args)
         return None
 
 
@@ -110,14 +126,16 @@ class _Part(NamedTuple):
 
 
 def _arguments(call: Call) -> _Given | None:
-    """What takes the tensors out of arguments that are otherwise the same as those of this call."""
+    """What takes the tensors out of arguments that are otherwise the same as those of this call; None where they all are
+    tensors, and positional.
+
+    Raises:
+        _Other: they are in containers of another kind.
+    """
     assert call.shape is not None
-    try:
-        part = _part(call.shape, iter(call.leaves))
-    except _Other:
-        return None
+    part = _part(call.shape, iter(call.leaves))
     (_, _, positional), (_, names, _) = part.children
-    return _positional if not names and all(x is _TENSOR for x in positional) else partial(_taken, part)
+    return None if not names and all(x is _TENSOR for x in positional) else partial(_taken, part)
 
 
 def _part(node: Node | None, leaves: Iterator[Any]) -> Any:
@@ -131,10 +149,6 @@ def _part(node: Node | None, leaves: Iterator[Any]) -> Any:
 
 class _Other(Exception):
     """A container of another kind is among the arguments."""
-
-
-def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    return None if kwargs else args
 
 
 def _taken(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -84,7 +84,7 @@ class Player:
         ]
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
-        self._rebuild = rebuilding(recording.shape)
+        self._rebuild = rebuilding(recording.shape, len(recording.outputs))
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
@@ -92,7 +92,8 @@ class Player:
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
-        self._one = recording.shape is None and self._plain is not None and not self._attached
+        indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
+        self._all_copied = indices is not None and indices == [*range(len(recording.program.outs))]
         self.played = 0
 
     def _plain_outputs(self) -> list[tuple[int, torch.Tensor]] | None:
@@ -136,12 +137,13 @@ class Player:
         self.recording.spoiled.append(True)
         return True
 
-    def ready(self) -> bool:
-        """Whether it may be played, as far as that does not depend on the arguments."""
+    def ready(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it may be played for a call that the fast path recognised."""
         return (
             not (self.recording.rivals and self.held())
             and self.broken() is None
             and not (self._grads is not None and self._grads.held())
+            and (not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent))
         )
 
     def grads_held(self) -> bool:
@@ -181,10 +183,6 @@ class Player:
         if self.held():
             return True
         return any(self._in_use(slot, call.tensors[i]) for i, slot in self._lent)
-
-    def in_place(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether those arguments that other recordings have left somewhere lie there."""
-        return not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent)
 
     def half_attached(self, call: Call) -> bool:
         """Whether some results depend on an argument with a history, and others do not: one node of autograd cannot say so."""
@@ -235,14 +233,15 @@ class Player:
             self.recording.reliances.grads.seal()
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
-        """The same for a call that the fast path recognised: the tensors are all its arguments, and `in_place` where they have
-        to be."""
+        """The same for a call that the fast path recognised, and for which this is `ready`: the tensors are all its arguments,
+        and lie where they have to, and none is written."""
         self._enter()
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
-            self._after()
-        return self._hand_out(None, tensors, targets), self._nbytes
+            if self._bump or self._grads is not None:
+                self._after()
+        return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:
         if self._reads is not None:
@@ -252,8 +251,9 @@ class Player:
         if self._turned and self._dials is not None:
             self._turned = False
             self.recording.program.set_numbers(self._dials.numbers())
-        if self.pool.loans:
-            self.pool.take_back(self.recording.footprint)
+        pool = self._device.pool
+        if pool.loans:
+            pool.take_back(self.recording.footprint)
 
     def _after(self, gradients: bool = True) -> None:
         if self._bump:
@@ -282,12 +282,10 @@ class Player:
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
         plain = self._plain
-        if self._one and plain is not None:
-            return targets[0] if targets else alias(plain[0][1])
-        made: list[Any] = []
         if plain is not None:
-            made += [targets[i] if i >= 0 else alias(template) for i, template in plain]
+            made: list[Any] = [targets[i] if i >= 0 else alias(template) for i, template in plain]
         else:
+            made = []
             for o in self.recording.outputs:
                 t = self._make(o, tensors, call.lent if call is not None else {}, targets)
                 t = _alike(t, _with_history) if o.consumed else t

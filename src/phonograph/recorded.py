@@ -218,7 +218,7 @@ class Recorded(Observed, Generic[P, R]):
         if torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
         other = None if self._owner is None else torch_private.other_calling(sys._getframe(1), self._owner())
-        if inside() or switched_off() or owned():
+        if (Within.running and inside()) or switched_off() or owned():
             return (other or self._function)(*args, **kwargs)
         if other is not None:
             return self._of_another(other, args, kwargs)
@@ -228,15 +228,13 @@ class Recorded(Observed, Generic[P, R]):
             return self._function(*args, **kwargs)
         try:
             fast = self._fast
-            if fast is not None and (given := fast.given(args, kwargs)) is not None:
-                player = fast.find(given)
-                if player is not None:
-                    counters = self._counters
-                    result, copied = player.play_flat(given)
-                    counters.calls += 1
-                    counters.replayed += 1
-                    counters.bytes_copied += copied
-                    return result  # type: ignore[no-any-return]
+            if fast is not None and (played := fast.play(args, kwargs)) is not None:
+                counters = self._counters
+                result, copied = played
+                counters.calls += 1
+                counters.replayed += 1
+                counters.bytes_copied += copied
+                return result  # type: ignore[no-any-return]
             answered, value = self._answer(args, kwargs)
         finally:
             lock.release()

@@ -352,7 +352,7 @@ class Reliances:
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
-        self._epoch = witness.epoch()
+        self._epoch = witness.epoch
 
     def __len__(self) -> int:
         return len(self._hot) + len(self._watched) + len(self._tensors)
@@ -364,24 +364,25 @@ class Reliances:
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
         place and 0.06 us for each tensor."""
-        now, last = self._read_hot(), self._last_hot
-        if len(now) != len(last) or not all(map(is_, now, last)):
-            for entry in self._hot:
-                if not _unchanged(entry):
-                    return _which(entry)
-            self._last_hot = now
+        if self._hot:
+            now, last = self._read_hot(), self._last_hot
+            if len(now) != len(last) or not all(map(is_, now, last)):
+                for entry in self._hot:
+                    if not _unchanged(entry):
+                        return _which(entry)
+                self._last_hot = now
         if self._pointed and not self._alike(self._pointed):
             return self._moved(self._tensors) or self._names[identity(self._pointed[0])]
         if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
             return self._moved(self._tensors)
-        if witness.epoch() != self._epoch:
+        if witness.epoch != self._epoch:
             return self._all_watched()
         return self._rotate() if self._rotates else None
 
     def disturbing(self) -> Callable[[], bool]:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
         rotation is found before a later one.)"""
-        before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch(), modes()
+        before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch, modes()
 
         def disturbed() -> bool:
             if modes() != settings or not all(map(is_, self._grads.read(), grads)):
@@ -390,7 +391,7 @@ class Reliances:
             same_objects = len(now) == len(before) and all(map(is_, now, before))
             if not (same_objects or all(map(_unchanged, self._hot))) or not self._alike(self._pointed):
                 return True
-            return witness.epoch() != epoch and self._all_watched() is not None
+            return witness.epoch != epoch and self._all_watched() is not None
 
         return disturbed
 
@@ -401,7 +402,7 @@ class Reliances:
         return {identity(t): t._version for t in tensors if not t.is_inference()}
 
     def _all_watched(self) -> str | None:
-        epoch = witness.epoch()
+        epoch = witness.epoch
         for entry in self._watched:
             if not _unchanged(entry):
                 return _which(entry)

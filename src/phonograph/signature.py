@@ -23,7 +23,16 @@ from .identity import identity
 from .keys import NoSignature, plain_key
 from .pool import copy_of
 from .spans import Spans
-from .torch_private import default_device, dispatch_modes, function_modes, is_batched, is_traced, saved_tensors_hooks
+from .torch_private import (
+    default_device,
+    dispatch_modes,
+    function_modes,
+    is_batched,
+    is_traced,
+    kept_settings,
+    saved_tensors_hooks,
+    state_guard,
+)
 from .trees import Node, flatten
 from .where import written_out
 
@@ -37,6 +46,7 @@ __all__ = [
     "modes",
     "put_back",
     "tensor_key",
+    "unchanged",
     "unseen",
 ]
 
@@ -217,6 +227,23 @@ def modes() -> tuple[Any, ...]:
     return settings, autocast(), forward_ad._current_level, rare
 
 
+def unchanged() -> Callable[[], bool]:
+    """A function that says whether the settings are what they are now: perhaps no where they are, and never yes where they are
+    not. What `modes` asks one by one, this sees at one glance where it can."""
+    settings, cast, level, rare = modes()
+    if rare or len(settings) != len(_GETTERS):
+        return bool
+    same, guarded = state_guard()
+    names: dict[str, Any] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
+    asked = ["same()"] * bool(guarded) + ["kept.raw == was"] * bool(_in_memory) + ["forward_ad._current_level == level"]
+    for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast)]):
+        if getattr(get, "__name__", "") not in guarded | _in_memory:
+            names |= {f"g{i}": get, f"v{i}": value}
+            asked.append(f"g{i}() is v{i}" if value is None or isinstance(value, bool) else f"g{i}() == v{i}")
+    found: Callable[[], bool] = written_out(f"lambda: {' and '.join(asked)}", names)
+    return found
+
+
 def put_back(before: tuple[Any, ...]) -> None:
     """Make settings again what they were, those that are no more than a value."""
     now = modes()
@@ -256,6 +283,7 @@ def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ..
 
 _settings = _written_out(_GETTERS)
 _SETTERS = _setters()
+_kept, _in_memory = kept_settings()
 
 
 def _asked(get: Callable[[], Any]) -> Any:

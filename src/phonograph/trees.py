@@ -11,6 +11,7 @@ import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,13 @@ def unflatten(node: Node | None, leaves: Iterator[Any]) -> Any:
     return next(leaves) if node is None else _build(node, [unflatten(child, leaves) for child in node.children])
 
 
-def rebuilding(node: Node | None) -> Callable[[list[Any]], Any]:
-    """`unflatten` of one shape, for a list of leaves, written out: ``lambda m: (m[0], [m[1], m[2]])``. It is called in each
-    replay, and is some five times as fast."""
+def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
+    """`unflatten` of one shape, for a list of its leaves, `given` as many, which may be more than it has. It is called in each
+    replay, and so it is written out, ``lambda m: (m[0], [m[1], m[2]])``, or where it can be left to Python altogether."""
+    if node is None:
+        return itemgetter(0)
+    if node.kind in (tuple, list) and len(node.children) == given and not any(node.children):
+        return node.kind
     names: dict[str, Any] = {}
     expression, _ = _written(node, 0, names, 0)
     rebuild: Callable[[list[Any]], Any] = written_out(f"lambda m: {expression}", names)

@@ -2,7 +2,7 @@
 
 A model has hundreds of modules and parameters; looking at all of them before each replay would cost more than the
 replay. Nearly every way to change one goes through a Python method, so those methods are made to leave a note:
-`epoch()` moves on whenever something *watched* may have changed, and only then everything is compared in full.
+`epoch` moves on whenever something *watched* may have changed, and only then everything is compared in full.
 (Ways around the methods, such as writing into `module._parameters` by hand, are found by a rotating part of the full
 comparison: see `reliance.py`.)
 
@@ -25,7 +25,8 @@ from .torch_private import forget_accumulation, not_compiled_by_itself
 __all__ = ["epoch", "watch"]
 
 _watched: set[int] = set()
-_epoch = 0
+epoch = 0
+"""A number that changes whenever something watched may have changed."""
 _installed = False
 
 _MODULE_METHODS = ("__setattr__", "__delattr__", "_apply", "register_parameter", "register_buffer", "add_module",
@@ -34,11 +35,6 @@ _MODULE_METHODS = ("__setattr__", "__delattr__", "_apply", "register_parameter",
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 _CONTAINER_METHODS = {"insert", "append", "extend", "pop", "clear", "update", "__setitem__", "__delitem__", "__iadd__"}
-
-
-def epoch() -> int:
-    """A number that changes whenever something watched may have changed."""
-    return _epoch
 
 
 def watch(things: Iterable[object]) -> None:
@@ -50,9 +46,9 @@ def watch(things: Iterable[object]) -> None:
 
 def _note(thing: object) -> None:
     """Not while `torch.compile` traces: nothing is changed then, and what is traced must not depend on what is watched."""
-    global _epoch
+    global epoch
     if not torch.compiler.is_compiling() and identity(thing) in _watched:
-        _epoch += 1
+        epoch += 1
 
 
 def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,9 +98,9 @@ def _install() -> None:
 
     @functools.wraps(removed)
     def remove(self: Any) -> None:
-        global _epoch
+        global epoch
         if not torch.compiler.is_compiling():
-            _epoch += 1  # a handle does not know its module
+            epoch += 1  # a handle does not know its module
         removed(self)
 
     RemovableHandle.remove = remove  # type: ignore[method-assign]

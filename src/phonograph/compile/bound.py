@@ -88,6 +88,8 @@ class Bound:
         self._call = graph.call_inner
         self._reached = graph.reached()
         self.split = split
+        self.count = len(split.order)
+        """How many arguments the graph takes."""
         self.state = state
         self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
         self.recorded.remarks = graph.remarks
@@ -97,9 +99,8 @@ class Bound:
         return *self._reached, *self.state
 
     def fits(self, args: tuple[Any, ...]) -> bool:
-        """Whether these arguments of the graph have its parameters."""
-        split, state = self.split, self.state
-        return len(args) == len(split.order) and (not state or all(map(is_, split.state(args), state)))
+        """Whether these arguments of the graph, as many as it takes, have its parameters."""
+        return not self.state or all(map(is_, self.split.state(args), self.state))
 
     def __call__(self, *others: Any) -> Any:
         return self._given((*self.state, *others))
@@ -155,7 +156,7 @@ class Graph(Observed):
 
     def _answer(self, args: tuple[Any, ...]) -> Any:
         bound = self._last()
-        if bound is None or not bound.fits(args):
+        if bound is None or len(args) != bound.count or (bound.state and not bound.fits(args)):
             if self._split is None and looked_at_first():
                 self._past += Counters(calls=1, live=1)
                 return self.call_inner([*args])
@@ -302,7 +303,4 @@ def _is_state(t: Any) -> bool:
 def _taking(places: list[int]) -> _Take:
     if len(places) > 1:
         return itemgetter(*places)
-    if not places:
-        return lambda args: ()
-    (only,) = places
-    return lambda args: (args[only],)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))  # a tuple of one, or of none

@@ -523,17 +523,21 @@ class CudaDevice:
         return self._last_stream
 
     def enter(self) -> None:
+        if raw_stream(self.index) != self._last or len(self._served) > 1 or self._joined or self._reads:
+            self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
         current = self._serve()
+        others = list[torch.cuda.Stream]()
         if len(self._served) > 1:
             # A result is dropped as soon as what reads it is launched, and its memory may be what is written now.
-            for other in self._served:
-                if other is not current:
-                    self._wait(current, other)
+            others += self._served
         if (self._joined or self._reads) and backward_id() >= 0:
             # Likewise a gradient, on another stream of the backward; autograd waits for all of them only where it ends.
-            for other in (*self._joined, self._stream) if self._reads else self._joined:
-                if other is not current:
-                    self._wait(current, other)
+            others += (*self._joined, self._stream) if self._reads else self._joined
+        for other in others:
+            if other is not current:
+                self._wait(current, other)
 
     def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
         """Where a capture's own nodes add up gradients, they do so on its stream. Where those are many, the backward is played

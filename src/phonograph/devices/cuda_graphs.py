@@ -240,7 +240,10 @@ class GraphProgram:
         elif sources:
             with torch.no_grad():
                 self._fill(sources)
-        self._go() if self._random is False else self._go_random()
+        if self._random is not False:
+            self._go_random()
+        elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
+            raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
         if targets and not inside:
             with torch.no_grad():
                 torch._foreach_copy_(targets, self.outs)
@@ -256,14 +259,12 @@ class GraphProgram:
         with torch.cuda.device(self._device):
             return self.run(sources)
 
-    def _go(self) -> None:
-        stream = raw_stream(self._device)
-        if stream != self._stream:
-            assert self._graph is not None
-            self._stream, self._launch = stream, driver.launcher(self._graph.raw_cuda_graph_exec(), stream)
-        code = self._launch()
-        if code:
-            raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+    def _launch_elsewhere(self) -> int:
+        """On another stream than last time, and from now on."""
+        assert self._graph is not None
+        self._stream = raw_stream(self._device)
+        self._launch = driver.launcher(self._graph.raw_cuda_graph_exec(), self._stream)
+        return self._launch()
 
     def _go_random(self) -> None:
         """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
