@@ -54,6 +54,9 @@ _WRITTEN = ("one of the variables needed for gradient computation has been modif
             "forward of a recorded function and its backward")  # fmt: skip
 
 
+_RESHAPED = ("an argument that the backward of a recorded function reads was made another kind of tensor since its forward, {} of {}: "
+             "phonograph cannot run that")  # fmt: skip
+
 _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter "
               "to .backward(). Set use_reentrant=False, or call .backward() without `inputs`.")  # fmt: skip
 
@@ -84,6 +87,7 @@ class Joint:
         self.elsewhere = traced.lasting and len(traced.parameters) > MANY
         """Whether the backward is played on the stream where gradients are added up."""
         self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
+        self.kinds: list[tuple[Any, ...]] = []  # of the arguments of which something is saved, the same in each call
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
@@ -96,13 +100,14 @@ class Joint:
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]
         # Detached, so that they do not hold themselves; they share their version with the result.
-        kept = [copy_of(arguments[i].detach()) if i in borrowed else arguments[i].detach() for i in traced.places.arguments]
+        kept = [copy_of(arguments[i].detach()) if i in borrowed else arguments[i] for i in traced.places.arguments]
         saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
+        self.kinds = self.kinds or [*map(_kind, kept)]
         flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
-        flight.arguments = [(slot, arguments[i].detach()) for i, slot in traced.slots.items() if i not in borrowed]
+        flight.arguments = [(slot, arguments[i]) for i, slot in traced.slots.items() if i not in borrowed]
         with self._joining(traced.lasting, self.elsewhere):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
@@ -120,13 +125,13 @@ class Joint:
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
         self._begin(flight, known)
-        cut, retains = self._cut(flight), keeps_graph()
+        cut, retains, arguments = self._cut(flight), keeps_graph(), flight.read()
         last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
         partly = self._partly(node)
         backward = partly or self._backwards.get(last) or self._backward(last)
         with self.traced.noting(flight.spent) as asked:
             try:
-                given = (*grads, *flight.given)
+                given = (*grads, *arguments)
                 found, added = (partly or self.traced).beyond(cut, given) if cut else backward(*given)
             finally:
                 if last:
@@ -179,7 +184,7 @@ class Joint:
             raise self._unseen()
         self._begin(flight, None)
         with self.traced.noting(flight.spent) as asked:
-            found = dict(zip(seen, self.traced.between(i, grad, seen, flight.given), strict=True))
+            found = dict(zip(seen, self.traced.between(i, grad, seen, flight.read()), strict=True))
         flight.check(self._noted(asked))
         look.cut.update(seen)
         return [found.get(k) for k in others]
@@ -278,10 +283,26 @@ class _Flight:
                 raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(self._saved[i].shape)}"))
 
     def refresh(self) -> None:
-        """What code keeps of the arguments by itself, it sees as they are at the backward."""
+        """What code keeps of the arguments by itself, it sees as they are at the backward.
+
+        Raises:
+            RuntimeError: one has been made another tensor, with which code was not recorded.
+        """
         for slot, t in self.arguments:
+            _check_kind(t, _kind(slot))
             if t.data_ptr() != slot.data_ptr():
-                slot.copy_(t)
+                slot.copy_(t.detach())
+
+    def read(self) -> list[torch.Tensor]:
+        """The arguments of which something was saved, as they are now: autograd reads those as well. (Whoever gives one other
+        memory, `x.data = ...`, leaves its version alone.)
+
+        Raises:
+            RuntimeError: one has been made another tensor.
+        """
+        for t, kind in zip(self.given, self.joint.kinds, strict=False):  # there are none any more when it has landed
+            _check_kind(t, kind)
+        return [t.detach() for t in self.given]
 
     def begin(self, read: _Read | None) -> None:
         """A backward begins, which reads this if that is known."""
@@ -336,6 +357,15 @@ def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
 
 def _version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
+
+
+def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def _check_kind(t: torch.Tensor, was: tuple[Any, ...]) -> None:
+    if _kind(t) != was:
+        raise RuntimeError(_RESHAPED.format(_kind(t), was))
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

@@ -100,8 +100,8 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "notes", "ran_backward", "refusal", "replays", "split", "torn", "untold",
-                 "warm", "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "left", "notes", "ran_backward", "refusal", "replays", "split", "torn",
+                 "untold", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -111,6 +111,7 @@ class History:
         self.split = split  # operators that run live between segments
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
         self.torn = False  # a marked function has done what a replay could not go on after
+        self.left = 0  # bytes that the last live call has left on the device: its results, and what its backward will read
         self.attempts = 0
         self.untold = 0  # calls that did not show whether they may be padded
         self.changes = 0
@@ -444,8 +445,10 @@ class Recorded(Observed, Generic[P, R]):
         # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
         elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
         place = nullcontext() if elsewhere else device.beside(fed(call, device))
+        before = device.allocated
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)
+        history.left = max(0, device.allocated - before)
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
             self._history(key, history)
@@ -620,9 +623,12 @@ class Recorded(Observed, Generic[P, R]):
 
     def _capture(self, call: Call, reach: Reach, device: Any, blocked: int, apart: bool, turns: bool) -> Recording:
         borrow, history = self.options.outputs == "borrow", self._history(call.key)
+        siblings = [player.recording for player in self._shelf.of(call.key)]
+        sizes = [recording.footprint.nbytes for recording in siblings] or [history.left]
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
-            terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes)
+            terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
+                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
             try:
                 with Within():
                     recording = record(self.name, self._function, call, reach, device, terms)

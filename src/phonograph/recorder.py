@@ -89,6 +89,7 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
+    So many bytes are `expected` to be needed. `sibling` is another recording of this signature.
     """
 
     blocked: int = 0
@@ -99,6 +100,8 @@ class Terms:
     tracing: Tracing | None = None
     notes: Notes | None = None
     retain: bool = False
+    expected: int = 0
+    sibling: Recording | None = None
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -132,11 +135,13 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     with _transaction(reach, grads) as snapshot:
         in_place = tracing is None and not isinstance(function, Backward)
         arguments, fixed = _arguments(call, device, in_place)
+        shared = _shared(terms, device, fixed)
+        protected |= Spans(memory_of(s) for s in shared if s is not None)
         # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
         small = 0 if isinstance(function, Backward) else SMALL
         most = 0 if terms.borrow else math.inf if copies_out else small
         with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
-            captured = _capture(function, call, reach, device, grads, arguments, fixed, protected, dials, most, terms,
+            captured = _capture(function, call, reach, device, grads, arguments, fixed, shared, protected, dials, most, terms,
                                 release)  # fmt: skip
         if release is not None and (release.again or captured.watch.parts):
             raise _ReadAgain
@@ -300,6 +305,19 @@ def _arguments(call: Call, device: Any, in_place: bool) -> tuple[list[torch.Tens
     return arguments, fixed
 
 
+def _shared(terms: Terms, device: Any, fixed: list[bool]) -> list[torch.Tensor | None]:
+    """Slots that are another recording's as well: a slot is read in the very replay for which it was filled, so that forwards
+    that wait for their backwards at the same time need only one. (What is kept of an argument is the argument.)"""
+    sibling = terms.sibling
+    if sibling is None or not terms.turns or terms.apart or sibling.spoiled:
+        return [None] * len(fixed)
+    leased = device.pool.leased()
+    return [
+        slot.tensor if not (f or slot.borrowed or leased.meets(*memory_of(slot.tensor))) else None
+        for slot, f in zip(sibling.slots, fixed, strict=True)
+    ]
+
+
 def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
     return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
@@ -363,7 +381,8 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
 
 def _capture(
     function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads, arguments: list[torch.Tensor],
-    fixed: list[bool], protected: Spans, dials: Dials, most: float, terms: Terms, release: Release | None,
+    fixed: list[bool], shared: list[torch.Tensor | None], protected: Spans, dials: Dials, most: float, terms: Terms,
+    release: Release | None,
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
     outer = {identity(x) for x in reach._keep}
@@ -442,8 +461,10 @@ def _capture(
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         with transforms_undone(lambda: chain(*ran)):
-            captured = device.capture(arguments, fixed, reach, run, leaving, kept, protected, dials, most, rewind,
-                                      () if release is None else release.places)  # fmt: skip
+            captured = device.capture(
+                arguments, fixed, shared, terms.expected, reach, run, leaving, kept, protected, dials, most, rewind,
+                () if release is None else release.places,
+            )  # fmt: skip
         backward = any(code.co_name == _BACKWARD for code in chain(*ran))
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)

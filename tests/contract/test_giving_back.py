@@ -698,3 +698,134 @@ def test_c05_a_backward_that_fails_and_may_have_handed_on_what_is_kept(device, m
             assert_same(x.grad, torch.full((3,), 2.0, device=device))
     assert_same(found, [torch.full((3,), 3.0, device=device).exp()] * hands)
     assert any("hands on" in reason for reason in pg.stats(f).refusals) == hands, pg.explain(f)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps what it is given by itself, where autograd knows nothing of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.weight = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight.mT, ctx.x.mT @ grad
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return Keeping.apply(x, self.weight).tanh()
+
+
+class Written(nn.Linear):
+    """Writes the memory of its own copy, and reads what it was given after that."""
+
+    def forward(self, x):
+        y = x.clone()
+        y.mul_(2)
+        return super().forward(y) + x
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Kept, Written])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+@may_run_live
+def test_c06_c15_forwards_in_flight_have_one_place_for_arguments(device, kind, order):
+    """A slot is read by the replay for which it was filled, and by nobody after. But where code keeps it by itself, each has
+    its own.
+    """
+    torch.manual_seed(0)
+    theirs = nn.Sequential(kind(64, 64), nn.Tanh()).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(6):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            given = [batch(device, 10 * n + i).requires_grad_(i % 2 == 1) for i in range(4)]
+            made = [module(x) for x in given]
+            for i in order:
+                made[i].square().sum().backward()
+            found.append((made, [x.grad for x in given], grads(module)))
+            del made
+        assert_same(*found)
+        del found
+    forwards, *_ = recordings(ours)
+    assert pg.stats(ours).replayed > pg.stats(ours).live, pg.explain(ours)
+    by_signature = {}
+    for r in forwards:
+        by_signature.setdefault(r.key, []).append(r.slots[0].tensor.data_ptr())
+    assert sorted(map(len, by_signature.values())) == [2, 2]
+    assert all(len(set(places)) == (2 if kind is Kept else 1) for places in by_signature.values())
+    for r in forwards if kind is not Kept else ():  # and it is memory that playing any of them writes, and none hands out
+        assert r.footprint.covers(r.slots[0].tensor.data_ptr(), r.slots[0].tensor.nbytes)
+        assert not any(Spans([(x.address, x.nbytes)]).meets(r.slots[0].tensor.data_ptr(), 1) for x in r.leases)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Kept, Written])
+@pytest.mark.parametrize("history", ["leaf", "leaf with gradient", "no leaf"])
+@may_run_live
+def test_c06_an_argument_that_is_given_other_memory_before_the_backward(device, kind, history):
+    """`x.data = ...` moves no version; the backward of eager reads what is there by then."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(kind(64, 64), nn.Tanh()).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    for n in range(8):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            leaf = batch(device, n).requires_grad_(history != "leaf")
+            x = leaf * 1 if history == "no leaf" else leaf
+            out = module(x)
+            if n % 2:
+                x.data = batch(device, 50 + n)
+            if n == 7:
+                x.data = x.data[:128].double()  # of which neither can make a gradient
+            try:
+                out.square().sum().backward()
+                found.append((out, leaf.grad, grads(module)))
+            except RuntimeError:
+                found.append("raised")
+            del out
+        assert_same(*found)
+        del found
+    assert pg.stats(ours).replayed > 3, pg.explain(ours)
+
+
+@may_run_live
+def test_c15_a_place_for_arguments_that_is_another_forwards_outlives_it(device):
+    """The first recording goes, and those that have its slot stay."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1, max_recordings=3)
+    for n in range(8):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            rows = 256 if n % 3 else 128  # another signature now and then: with three recordings, old ones have to go
+            made = [module(batch(device, 10 * n + i, rows)) for i in range(2)]
+            sum(out.square().sum() for out in made).backward()
+            found.append(([out.detach().clone() for out in made], grads(module)))
+        assert_same(*found)
+        del found, made
+        pg.stats(ours)
+
+
+def test_c15_what_another_forward_in_flight_needs_is_taken_in_one_piece(cuda):
+    """Of segments of the allocator's own size (20 MiB), each would have an end in which nothing fits."""
+    torch.manual_seed(0)
+    theirs = deep(cuda, 8, 512)  # 7 MiB of each of its layers are saved
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    before = {s["address"] for s in torch.cuda.memory_snapshot()}
+    for n in range(3):
+        found = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            made = [module(batch(cuda, 10 * n + i, 3584, 512)) for i in range(3)]
+            sum(out.square().sum() for out in made).backward()
+            found.append(([out.detach().clone() for out in made], grads(module)))
+        assert_same(*found)
+        del found, made
+    forwards, *_ = recordings(ours)
+    assert len(forwards) == 3, pg.explain(ours)
+    segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["address"] not in before]
+    assert max(segments) > 40 << 20, sorted(segments)

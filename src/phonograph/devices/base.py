@@ -106,6 +106,8 @@ class Device(Protocol):
         self,
         arguments: list[torch.Tensor],
         borrowed: list[bool],
+        shared: list[torch.Tensor | None],
+        expected: int,
         reach: Reach,
         call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
@@ -118,7 +120,9 @@ class Device(Protocol):
     ) -> Captured:
         """Dry-run ``call(slots, watch)`` and keep what it did as a program.
 
-        `arguments` whose `borrowed` is True are used as slots themselves. No memory is taken at `protected` addresses.
+        `arguments` whose `borrowed` is True are used as slots themselves. Others have a slot in common with another recording
+        where there is a `shared` one. No memory is taken at `protected` addresses, shared slots among them. So many bytes are
+        `expected` to be needed: they are taken in one piece, if they are not there.
         Results of at most `copied` bytes in all are copied out by each run, but for those that share memory with what is
         kept for a backward (`kept_of`). The call is the backward of one that has read random states, and may set
         them again (`rewind`). Places that are protected, and `apart` from what is around them, `watch.give_back` may free.
@@ -132,3 +136,7 @@ class Device(Protocol):
     @property
     def pool_bytes(self) -> int:
         """Bytes of device memory that the pool holds."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of device memory that tensors have, as far as that is counted."""

@@ -28,10 +28,10 @@ from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..operators import Meaning
-from ..pool import Fill, Pool, extent, once
+from ..pool import Fill, Pool, extent, once, unowned
 from ..randomness import Rewind
 from ..reach import Reach
-from ..recording import Program, Recording, Tensors
+from ..recording import Program, Recording, Tensors, memory_of
 from ..reliance import changed
 from ..segments import Segments
 from ..signature import ALIGNMENT
@@ -461,6 +461,12 @@ def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
                 setattr(place, name, before)
 
 
+def _filled(slot: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        once(slot).copy_(once(t.detach()))
+    return slot
+
+
 class CpuDevice:
     """The one CPU device of the process."""
 
@@ -484,14 +490,14 @@ class CpuDevice:
         nbytes = (shift + extent(t)) * t.element_size()
         place = _Place(self._arena.take(nbytes), nbytes, planned=True)
         with torch.inference_mode(False):
-            slot = torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride())
-            once(slot).copy_(once(t.detach()))
-        return slot
+            return _filled(torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride()), t)
 
     def capture(
         self,
         arguments: list[torch.Tensor],
         borrowed: list[bool],
+        shared: list[torch.Tensor | None],
+        expected: int,
         reach: Reach,
         call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
@@ -503,7 +509,8 @@ class CpuDevice:
         apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
         self._arena.open(protected)
-        slots = [t if b else self.slot(t) for t, b in zip(arguments, borrowed, strict=True)]
+        slots = [t if b else _filled(unowned(s), t) if s is not None else self.slot(t)
+                 for t, b, s in zip(arguments, borrowed, shared, strict=True)]  # fmt: skip
         tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
         tape.dials = dials
         tape.give_back = self._arena.give_back
@@ -516,7 +523,7 @@ class CpuDevice:
             leaving = {storage_id(t) for t in outputs_of(result)} | kept
             others = tape.others(leaving)
             made = tape.close(leaving)
-            footprint = Spans(self._arena.used)
+            footprint = Spans([*self._arena.used, *(memory_of(s) for s in shared if s is not None)])
             filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
             program = tape.program(footprint, filled, (self._arena.under(footprint), slots))
         finally:
@@ -561,6 +568,10 @@ class CpuDevice:
     @property
     def pool_bytes(self) -> int:
         return self._arena.nbytes
+
+    @property
+    def allocated(self) -> int:
+        return 0
 
 
 # Compiled code calls its own kernels: a tape of operators would not see them.

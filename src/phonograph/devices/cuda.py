@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..errors import Refusal
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
-from ..recording import Program, Recording
+from ..recording import Program, Recording, memory_of
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
@@ -292,6 +292,8 @@ class CudaDevice:
         self,
         arguments: list[torch.Tensor],
         borrowed: list[bool],
+        shared: list[torch.Tensor | None],
+        expected: int,
         reach: Reach,
         call: Callable[[list[torch.Tensor], OperatorWatch], Any],
         outputs_of: Callable[[Any], list[torch.Tensor]],
@@ -314,11 +316,14 @@ class CudaDevice:
         self._release_cached()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
+            self._make_room(expected)
             before = cuda_memory.blocks(handle)
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with self._allocations() as allocated:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
-                    slots = [t if b else _slot(t) for t, b in zip(arguments, borrowed, strict=True)]
+                    common = [s is not None and owned.covers(*memory_of(s)) for s in shared]  # the pool may be another by now
+                    slots = [t if b else unowned(s) if c and s is not None else _slot(t)
+                             for t, b, s, c in zip(arguments, borrowed, shared, common, strict=True)]  # fmt: skip
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
@@ -344,6 +349,7 @@ class CudaDevice:
             if held is not None:
                 owned -= held.given
             footprint = self._footprint(handle, allocated, owned)
+            footprint |= Spans(memory_of(s) for s, c in zip(slots, common, strict=True) if c)
         self._no_strangers(watch, footprint)
         made = {}
         leaving = [*outputs_of(result), *kept_of()]
@@ -367,6 +373,14 @@ class CudaDevice:
             program = Segments(programs, parts, watch.undone, drawn_from, watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
+
+    def _make_room(self, expected: int) -> None:
+        """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
+        which nothing fits."""
+        missing = expected - cuda_memory.free_bytes(self._anchor.handle) if expected > cuda_memory.SEGMENT else 0
+        if missing > cuda_memory.SEGMENT:
+            with suppress(torch.OutOfMemoryError), torch_private.route_to_pool(self.index, self._anchor.handle):
+                torch_private.raw_free(torch_private.raw_alloc(missing, self._stream.cuda_stream))
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in
@@ -579,3 +593,7 @@ class CudaDevice:
     @property
     def pool_bytes(self) -> int:
         return cuda_memory.pool_bytes(self._anchor.handle)
+
+    @property
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.index)

@@ -30,10 +30,13 @@ from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["SMALL", "Hold", "blocks", "hold", "hold_all", "is_cached", "is_part", "pool_bytes", "taken"]
+__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "is_cached", "is_part", "pool_bytes",
+           "taken"]  # fmt: skip
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
+SEGMENT = 20 << 20
+"""Bytes: what the allocator takes from the system at a time, for something larger than that and smaller than half of it."""
 _ROUND = 512
 
 
@@ -67,6 +70,11 @@ def blocks(pool: Handle) -> list[Block]:
 def taken(pool: Handle) -> dict[int, int]:
     """The blocks that are not free: bytes by address."""
     return {b.address: b.nbytes for b in blocks(pool) if not b.free}
+
+
+def free_bytes(pool: Handle) -> int:
+    """Bytes of the pool that are free, in its large segments."""
+    return sum(b.nbytes for b in blocks(pool) if b.free and not b.small)
 
 
 def is_cached(device: int, stream: int) -> bool:
