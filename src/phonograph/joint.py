@@ -54,8 +54,8 @@ _WRITTEN = ("one of the variables needed for gradient computation has been modif
             "forward of a recorded function and its backward")  # fmt: skip
 
 
-_RESHAPED = ("since the forward of a recorded function, an argument that its backward reads was made another kind of tensor, {} "
-             "of {}: phonograph cannot run that")  # fmt: skip
+_RESHAPED = ("since the forward of a recorded function, an argument that its backward reads was made another kind of tensor, "
+             "{} of {}: phonograph cannot run that")  # fmt: skip
 
 _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter "
               "to .backward(). Set use_reentrant=False, or call .backward() without `inputs`.")  # fmt: skip

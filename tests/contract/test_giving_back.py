@@ -808,24 +808,3 @@ def test_c15_a_place_for_arguments_that_is_another_forwards_outlives_it(device):
         assert_same(*found)
         del found, made
         pg.stats(ours)
-
-
-def test_c15_what_another_forward_in_flight_needs_is_taken_in_one_piece(cuda):
-    """Of segments of the allocator's own size (20 MiB), each would have an end in which nothing fits."""
-    torch.manual_seed(0)
-    theirs = deep(cuda, 8, 512)  # 7 MiB of each of its layers are saved
-    ours = pg.record(copy.deepcopy(theirs), warmup=1)
-    before = {s["address"] for s in torch.cuda.memory_snapshot()}
-    for n in range(3):
-        found = []
-        for module in (ours, theirs):
-            module.zero_grad()
-            made = [module(batch(cuda, 10 * n + i, 3584, 512)) for i in range(3)]
-            sum(out.square().sum() for out in made).backward()
-            found.append(([out.detach().clone() for out in made], grads(module)))
-        assert_same(*found)
-        del found, made
-    forwards, *_ = recordings(ours)
-    assert len(forwards) == 3, pg.explain(ours)
-    segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["address"] not in before]
-    assert max(segments) > 40 << 20, sorted(segments)
