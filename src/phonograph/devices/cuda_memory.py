@@ -4,7 +4,7 @@ An output that a *replay* handed out lies in a block that the allocator has long
 (or warmed up) in the same pool, that block must count as taken. There is no function to take a given address; but the
 allocator is deterministic, so one can get there by taking everything:
 
-1. hold every free block of the pool, whole (the largest first: then no other that is free has so many bytes);
+1. hold every free block of the pool, whole (ascending sizes: best fit then hands out exactly that block);
 2. open up only the blocks in which protected bytes lie, and take them again piece by piece, which splits them from the
    front: gap, protected, gap, ...; a gap left open would be the best fit for a piece of the next block;
 3. free all but the protected pieces.
@@ -14,8 +14,9 @@ whoever takes memory gets what has just been dropped.
 
 Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
 told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
-With expandable segments, a free block at the end of one counts as large as all that it can grow to, and so fits least; and
-what is left of a large block may be less than the smallest request for one: nobody can have that, and it need not be held.
+With expandable segments, a free block at the end of one counts as large as all that it can grow to, so that it fits least: it
+comes last. And what is left of a large block may be less than the smallest request for one: nobody can have that, nor need it be
+held.
 A block belongs to the stream of its segment, for which alone it can be taken: most to that of the captures, and what was
 allocated on another stream of the user's within a capture to that one.
 Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kMinBlockSize` (512).
@@ -24,6 +25,7 @@ Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kM
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -50,6 +52,13 @@ class Block(NamedTuple):
     stream: int
     pending: bool = False
     """Whether it was given back, and waits for another stream that uses it (`record_stream`)."""
+    grows: bool = False
+    """Whether it is at the end of what a segment has so far that can be expanded."""
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Where it comes when all are taken: each when no other that is free fits as well."""
+        return self.grows, -self.nbytes if self.grows else self.nbytes
 
 
 def pool_bytes(pool: Handle) -> int:
@@ -62,10 +71,9 @@ def blocks(pool: Handle) -> list[Block]:
     found = []
     for s in segments(pool):
         for b in s["blocks"]:
-            small, state = s["segment_type"] == "small", b["state"]
-            found.append(
-                Block(b["address"], b["size"], small, state == "inactive", s["stream"], state == "active_pending_free")
-            )
+            small, free, pending = s["segment_type"] == "small", b["state"] == "inactive", b["state"] == "active_pending_free"
+            grows = bool(s.get("is_expandable")) and b is s["blocks"][-1]
+            found.append(Block(b["address"], b["size"], small, free, s["stream"], pending, grows))
     return sorted(found)
 
 
@@ -164,8 +172,7 @@ def hold_all(pool: Handle) -> tuple[Hold, list[Block]]:
     """Hold all that is free in the pool, and look at all of it then. All streams must be routed to it."""
     held, there = Hold(), blocks(pool)
     for _ in range(4):
-        wanted = (b for b in there if b.free and (b.small or b.nbytes > SMALL))
-        free = sorted(wanted, key=lambda b: b.nbytes, reverse=True)
+        free = sorted((b for b in there if b.free and (b.small or b.nbytes > SMALL)), key=attrgetter("order"))
         if not free:
             break
         for b in free:
