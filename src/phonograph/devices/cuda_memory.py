@@ -14,9 +14,8 @@ whoever takes memory gets what has just been dropped.
 
 Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
 told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
-With expandable segments, a free block at the end of one counts as large as all that it can grow to, so that it fits least:
-it comes last. And what is left of a large block may be less than the smallest request for one: nobody can have that, nor need it be
-held.
+With expandable segments, a free block at the end of one counts as large as all that it can grow to: it fits least, and comes
+last. What is left of a large block may be less than the smallest request for one: nobody can have that, nor need it be held.
 A block belongs to the stream of its segment, for which alone it can be taken: most to that of the captures, and what was
 allocated on another stream of the user's within a capture to that one.
 Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kMinBlockSize` (512).
