@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import Refusal
 from .cpu import CpuDevice
+from .cuda import CudaDevice  # now, and not in the middle of somebody's first call
 
 __all__ = ["all_devices", "device_for", "lock", "owned"]
 
@@ -43,9 +45,5 @@ def _make(device: torch.device) -> Any:
     if device.type == "cpu":
         return CpuDevice()
     if device.type == "cuda":
-        from .cuda import CudaDevice
-
         return CudaDevice(device)
-    from ..errors import Refusal
-
     raise Refusal(f"there is no recording on {device.type} devices", "use CPU or CUDA tensors")
