@@ -148,9 +148,9 @@ class Freeze(NamedTuple):
 
 
 class WriteInput(NamedTuple):
-    """The caller writes its last input; autograd is told, or not."""
+    """The caller writes its last input: autograd is told, or not, or the input is given other memory."""
 
-    unseen: bool = False
+    how: str = "in place"
 
 
 class WriteOutput(NamedTuple):
@@ -674,8 +674,11 @@ class Machine:
         if self.inputs:
             written = self.inputs[-1].tensor
             with torch.no_grad():
-                (written.data if action.unseen else written).mul_(0.5)
-            if not action.unseen:
+                if action.how == "other memory":
+                    written.data = written.data * 0.5
+                else:
+                    (written.data if action.how == "unseen" else written).mul_(0.5)
+            if action.how == "in place":
                 self._wrote()
 
     def _wrote(self) -> None:
@@ -929,7 +932,7 @@ class _Palette:
         elif kind == "freeze":
             yield Freeze(parameter)
         elif kind == "input":
-            yield WriteInput(choose((False, True)))
+            yield WriteInput(choose(("in place", "unseen", "other memory")))
         elif kind == "output":
             yield WriteOutput(back, choose((False, True)))
         elif kind == "change":
