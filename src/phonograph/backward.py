@@ -121,7 +121,9 @@ class Backward:
     keepsakes: list[torch.Tensor]
     """...these, which its code has..."""
     slots: dict[int, torch.Tensor]
-    """...and those slots, by the arguments' numbers."""
+    """...and those slots, by the arguments' numbers..."""
+    themselves: frozenset[int]
+    """...and of which of these arguments it is the argument itself, and no view."""
     recompute: Recompute
     only_captured: bool
     """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside, its

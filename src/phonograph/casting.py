@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,23 +18,28 @@ import torch
 from .operators import Meaning
 from .torch_private import autocast_is_on
 
-__all__ = ["Casts", "autocast", "set_autocast"]
+__all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
+_USUAL = torch.bfloat16, torch.float16, True
+USED_WHEN_ON: tuple[Callable[[], Any], ...] = (
+    *(functools.partial(torch.get_autocast_dtype, kind) for kind in _KINDS), torch.is_autocast_cache_enabled
+)  # fmt: skip
+"""What code in the function that turns it on goes by: to be asked where it is off as well."""
 
 
 def autocast() -> tuple[Any, ...]:
     """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
-    up in that type. Empty where it is off."""
-    if not autocast_is_on():
+    up in that type. Empty where it is off, and these are as usual."""
+    of_cpu, of_cuda, cached = used = tuple([get() for get in USED_WHEN_ON])
+    if used == _USUAL and not autocast_is_on():
         return ()
-    kinds = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _KINDS)
-    return kinds, torch.is_autocast_cache_enabled()
+    return tuple(zip(map(torch.is_autocast_enabled, _KINDS), (of_cpu, of_cuda), strict=True)), cached
 
 
 def set_autocast(to: tuple[Any, ...]) -> None:
     """Make it what `autocast` gave."""
-    kinds, cached = to or ([(False, None)] * len(_KINDS), torch.is_autocast_cache_enabled())
+    kinds, cached = to or (((False, _USUAL[0]), (False, _USUAL[1])), _USUAL[2])
     torch.set_autocast_cache_enabled(cached)
     for kind, (on, dtype) in zip(_KINDS, kinds, strict=True):
         torch.set_autocast_enabled(kind, on)

@@ -54,7 +54,7 @@ _WRITTEN = ("one of the variables needed for gradient computation has been modif
             "forward of a recorded function and its backward")  # fmt: skip
 
 
-_RESHAPED = ("since the forward of a recorded function, an argument that its backward reads was made another kind of tensor, "
+_RESHAPED = ("since the forward of a recorded function, an argument that its code keeps was made another kind of tensor, "
              "{} of {}: phonograph cannot run that")  # fmt: skip
 
 _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter "
@@ -87,7 +87,6 @@ class Joint:
         self.elsewhere = traced.lasting and len(traced.parameters) > MANY
         """Whether the backward is played on the stream where gradients are added up."""
         self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
-        self.kinds: list[tuple[Any, ...]] = []  # of the arguments of which something is saved, the same in each call
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
@@ -100,14 +99,20 @@ class Joint:
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in self._apart else t for i, t in enumerate(made)]
         # Detached, so that they do not hold themselves; they share their version with the result.
-        kept = [copy_of(arguments[i].detach()) if i in borrowed else arguments[i] for i in traced.places.arguments]
+        kept = [
+            copy_of(arguments[i].detach()) if i in borrowed else arguments[i] if itself else arguments[i].detach()
+            for i, itself in traced.places.arguments
+        ]
         saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        self.kinds = self.kinds or [*map(_kind, kept)]
         flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
-        flight.arguments = [(slot, arguments[i]) for i, slot in traced.slots.items() if i not in borrowed]
+        flight.arguments = [
+            (slot, arguments[i] if i in traced.themselves else arguments[i].detach())
+            for i, slot in traced.slots.items()
+            if i not in borrowed
+        ]
         with self._joining(traced.lasting, self.elsewhere):
             joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
             if self._apart:
@@ -289,19 +294,14 @@ class _Flight:
             RuntimeError: one has been made another tensor, with which code was not recorded.
         """
         for slot, t in self.arguments:
-            _check_kind(t, _kind(slot))
+            if _kind(t) != _kind(slot):
+                raise RuntimeError(_RESHAPED.format(_kind(t), _kind(slot)))
             if t.data_ptr() != slot.data_ptr():
                 slot.copy_(t.detach())
 
     def read(self) -> list[torch.Tensor]:
-        """The arguments of which something was saved, as they are now: autograd reads those as well. (Whoever gives one other
-        memory, `x.data = ...`, leaves its version alone.)
-
-        Raises:
-            RuntimeError: one has been made another tensor.
-        """
-        for t, kind in zip(self.given, self.joint.kinds, strict=False):  # there are none any more when it has landed
-            _check_kind(t, kind)
+        """The arguments of which something was saved. One that was saved itself, autograd reads as it is by now. (Whoever gives
+        it other memory, `x.data = ...`, leaves its version alone.)"""
         return [t.detach() for t in self.given]
 
     def begin(self, read: _Read | None) -> None:
@@ -361,11 +361,6 @@ def _version(t: torch.Tensor) -> int:
 
 def _kind(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.device
-
-
-def _check_kind(t: torch.Tensor, was: tuple[Any, ...]) -> None:
-    if _kind(t) != was:
-        raise RuntimeError(_RESHAPED.format(_kind(t), was))
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

@@ -48,16 +48,18 @@ class Asked:
 
 
 class PartOf(NamedTuple):
-    """What was saved of an argument: how it lies there, and how many elements after its beginning."""
+    """What was saved of an argument: `itself`, which the backward reads as it is by then, or a view of the memory that it had:
+    how that lies there, and how many elements after its beginning."""
 
     argument: int
     size: torch.Size
     stride: tuple[int, ...]
     after: int
+    itself: bool
 
     def of(self, argument: torch.Tensor) -> torch.Tensor:
         t = alias(argument)
-        if t.size() == self.size and t.stride() == self.stride and not self.after:
+        if self.itself or (t.size() == self.size and t.stride() == self.stride and not self.after):
             return t
         with without_modes():  # a capture that looks on knows the memory
             return t.as_strided(self.size, self.stride, int(t.storage_offset()) + self.after)
@@ -73,9 +75,9 @@ class Places:
         self.leaves = leaves
         """Weights that were saved themselves: if one is given other memory before the backward, eager reads that."""
         self._parts = parts
-        self.arguments = sorted({part.argument for part in parts.values()})
-        """Of which of the call's arguments there are parts..."""
-        self.whose = {number: self.arguments.index(part.argument) for number, part in parts.items()}
+        self.arguments = sorted({(part.argument, part.itself) for part in parts.values()})
+        """Of which of the call's arguments there are parts, or which were saved themselves..."""
+        self.whose = {number: self.arguments.index((part.argument, part.itself)) for number, part in parts.items()}
         """...by number: which of those..."""
         self.given: Sequence[torch.Tensor] = ()
         """...and those themselves, while a backward runs."""

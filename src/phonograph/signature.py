@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .borrowed import Borrowed, plain
-from .casting import autocast, set_autocast
+from .casting import USED_WHEN_ON, autocast, set_autocast
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .pool import copy_of
@@ -236,7 +236,8 @@ def unchanged() -> Callable[[], bool]:
     same, guarded = state_guard()
     names: dict[str, Any] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
     asked = ["same()"] * bool(guarded) + ["kept.raw == was"] * bool(_in_memory) + ["forward_ad._current_level == level"]
-    for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast)]):
+    casting = [(get, get()) for get in USED_WHEN_ON]  # of which the guard knows only where it is on
+    for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast), *casting]):
         if getattr(get, "__name__", "") not in guarded | _in_memory:
             names |= {f"g{i}": get, f"v{i}": value}
             asked.append(f"g{i}() is v{i}" if value is None or isinstance(value, bool) else f"g{i}() == v{i}")

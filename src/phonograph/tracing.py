@@ -108,6 +108,8 @@ class Tracing:
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for _, t in slots]
         self._made: list[weakref.ref[Any]] = []
         self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
+        self._stand_in: dict[int, weakref.ref[torch.Tensor]] = {}  # by storage: what the function has got as an argument
+        self._views_held: set[int] = set()  # storages of arguments of which code keeps something else than what it has got
         self._sources: list[Start] = []
         self._given: list[torch.Tensor] = []
         self._stands: dict[Any, tuple[torch.Tensor, Start]] = {}  # by their nodes
@@ -123,6 +125,7 @@ class Tracing:
         """A slot as the function sees it."""
         t = alias(slot)
         self._seen.append((storage_id(slot), weakref.ref(t)))
+        self._stand_in[storage_id(slot)] = weakref.ref(t)
         return t
 
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
@@ -131,7 +134,14 @@ class Tracing:
         t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
         self._sources.append(Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
+        self._stand_in[storage_id(slot)] = weakref.ref(t)
         return t
+
+    def _is_argument(self, t: torch.Tensor) -> bool:
+        """Whether this is an argument itself, as the function has got it, and no view of one. (torch gives to hooks on what is
+        saved the very tensor that was.)"""
+        stand_in = self._stand_in.get(storage_id(t))
+        return stand_in is not None and stand_in() is t
 
     def parameter(self, p: torch.Tensor) -> torch.Tensor:
         """A parameter as a graph sees it that gets it as an argument."""
@@ -192,6 +202,8 @@ class Tracing:
                 if x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
                     self.held[storage_id(x)] = alias(x)
                     self._keepsakes.append(x)
+                    if not self._is_argument(x):
+                        self._views_held.add(storage_id(x))
             elif type(x).__module__ == checkpoint.__module__ and hasattr(x, "storage"):
                 self._selections.append(x.storage)
             elif recomputed_part(x):
@@ -206,6 +218,7 @@ class Tracing:
         return [t for t in self.saved if storage_id(t) not in self.held]
 
     def _pack(self, t: torch.Tensor) -> int:
+        itself = self._is_argument(t)
         if t.grad_fn in self._stands:
             t = self._stands[t.grad_fn][0]  # the parameter itself: backward reads what is there then
         storage = storage_id(t)
@@ -222,7 +235,7 @@ class Tracing:
         self.saved.append(self._known[key])
         if slot is not None and whose:
             after = int(t.storage_offset()) - int(slot.storage_offset())
-            self._parts_of_arguments[number] = PartOf(self._inputs[storage], t.size(), t.stride(), after)
+            self._parts_of_arguments[number] = PartOf(self._inputs[storage], t.size(), t.stride(), after, itself)
         if leaf:
             self._leaves.add(number)
         return number
@@ -294,7 +307,8 @@ class Tracing:
         memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *self.held)) if key in own]
         unread = {n for n, key in numbers.items() if key in own} | given.keys() | ({_HELD} if self.held else set())
         held = list(self.held.values())
-        slots = {self._inputs[key]: unowned(t) for key, t in self.held.items() if key in self._inputs}
+        slots = {self._inputs[key]: unowned(self._slot_of[self._inputs[key]]) for key in self.held if key in self._inputs}
+        themselves = frozenset(i for key, i in self._inputs.items() if key not in self._views_held)
         self._inputs_held = self.held.keys() & self._inputs.keys()
         states = self._states.held()
         code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
@@ -322,6 +336,7 @@ class Tracing:
             held=held,
             keepsakes=self._keepsakes,
             slots=slots,
+            themselves=themselves,
             recompute=Recompute(self._parts, code, self._selections, rewind),
             only_captured=seeded and results[attached[0]].is_cuda,
             releasable={n: lease(key) for n, key in numbers.items() if key in made and key not in on},

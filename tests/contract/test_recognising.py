@@ -1693,3 +1693,28 @@ def test_c08_the_type_of_a_parameters_gradient(device, how, first, then):
         return found
 
     assert_same(run(lambda f: pg.record(f, warmup=1)), run(lambda f: f))
+
+
+@pytest.mark.parametrize("setting", ["dtype", "cache"])
+def test_c07_what_autocast_will_go_by_where_it_is_off(device, setting):
+    """A function that turns it on goes by what was set outside."""
+    usual = torch.get_autocast_dtype(device.type)
+    other = torch.float16 if usual is torch.bfloat16 else torch.bfloat16
+    weight = torch.ones(4, 4, device=device)
+
+    def f(x):
+        with torch.autocast(device.type):
+            return x @ weight, torch.is_autocast_cache_enabled()
+
+    g, x = pg.record(f, warmup=1), torch.ones(4, 4, device=device)
+    try:
+        for n in range(9):
+            if setting == "dtype":
+                torch.set_autocast_dtype(device.type, other if n // 3 == 1 else usual)
+            else:
+                torch.set_autocast_cache_enabled(n // 3 != 1)
+            assert_same(g(x), f(x))
+    finally:
+        torch.set_autocast_dtype(device.type, usual)
+        torch.set_autocast_cache_enabled(True)
+    assert pg.stats(g).replayed >= 5, pg.explain(g)

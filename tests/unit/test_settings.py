@@ -1,5 +1,6 @@
 """A replay is as quick to see that no setting has changed as it is bound to see that one has."""
 
+import functools
 import sys
 from contextlib import contextmanager
 
@@ -55,7 +56,26 @@ def _deterministic(warn_only):
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def _set_while_off(get, put, to):
+    before = get()
+    put(to)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _dtype_while_off(kind):
+    put = functools.partial(torch.set_autocast_dtype, kind)
+    return lambda: _set_while_off(functools.partial(torch.get_autocast_dtype, kind), put, torch.float32)
+
+
 _CONTEXTS = {
+    **{f"{kind} dtype while off": _dtype_while_off(kind) for kind in ("cpu", "cuda")},
+    "cache while off": lambda: _set_while_off(
+        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, not torch.is_autocast_cache_enabled()
+    ),
     "no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "anomaly": lambda: torch.autograd.detect_anomaly(False),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16), "device": lambda: torch.device("meta"),
     "function mode": TorchFunctionMode, "dispatch mode": TorchDispatchMode, "dual level": forward_ad.dual_level,
@@ -67,10 +87,12 @@ _CONTEXTS = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("context", _CONTEXTS.values(), ids=_CONTEXTS)
 def test_each_setting_that_is_entered(context):
-    unchanged = signature.unchanged()
+    unchanged, before = signature.unchanged(), signature.modes()
     with context():
         assert not unchanged()
+        assert signature.modes() != before
     assert unchanged()
+    assert signature.modes() == before
 
 
 def test_what_a_trace_looks_at():
