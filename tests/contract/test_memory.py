@@ -1737,29 +1737,27 @@ for n in range(4):
     assert_same(step(ours, n), step(theirs, n))
 assert pg.stats(ours).replayed > 6, pg.explain(ours)
 pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-print(sum(s["total_size"] for s in pools) >> 20, max(s["total_size"] for s in pools) >> 20)
+print(sum(s["total_size"] for s in pools) >> 20)
 """
 
 
 def _memory_in_flight(settings):
-    """MiB of all graphs' memory, and of the largest segment, where three forwards wait for their backwards, in a process with
-    these settings of the allocator."""
+    """MiB of all graphs' memory where three forwards wait for their backwards, in a process with these settings of the
+    allocator."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     done = subprocess.run(
         [sys.executable, "-c", _IN_FLIGHT], env={**environment, "PYTORCH_CUDA_ALLOC_CONF": settings}, capture_output=True,
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [int(n) for n in done.stdout.split()[-2:]]
+    return int(done.stdout.split()[-1])
 
 
-def test_c15_what_others_in_flight_need_is_taken_in_one_piece_and_segments_may_be_expandable(cuda):
-    """Of segments of the allocator's own size (20 MiB), each would have an end in which nothing fits. Where segments grow, all
-    recordings have one pool as well."""
-    in_all, largest = _memory_in_flight("expandable_segments:False")
-    assert largest > 100, (in_all, largest)  # 168 MiB are saved of each
-    growing, _ = _memory_in_flight("expandable_segments:True")
-    assert growing < 1.2 * in_all + 64, (growing, in_all)
+def test_c15_segments_may_be_expandable(cuda):
+    """All recordings have one pool then, too."""
+    fixed = _memory_in_flight("expandable_segments:False")
+    growing = _memory_in_flight("expandable_segments:True")
+    assert growing < 1.2 * fixed + 64, (growing, fixed)
 
 
 def _gives_back_all_memory(other, x):

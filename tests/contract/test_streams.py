@@ -482,4 +482,4 @@ def test_c15_memory_of_other_streams_is_protected_and_used_again(cuda):
         for g in recorded:
             pg.reset(g)
         gc.collect()
-    assert sizes[-1] <= sizes[1], sizes
+    assert max(sizes[2:]) <= max(sizes[:2]), sizes

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phonograph import torch_private
 from phonograph.devices import cuda_memory
+from phonograph.devices.cuda import CudaDevice
 from phonograph.spans import Spans
 
 MIB = 1 << 20
@@ -175,3 +178,23 @@ def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeyp
     held = cuda_memory.hold(POOL, Spans(draw.sample(sorted(kept.items()), len(kept) // 2)), place)
     assert held is not None
     assert taken == [place[0]]
+
+
+def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
+    monkeypatch.setattr(torch_private, "route_to_pool", lambda *_: nullcontext())
+    device = SimpleNamespace(
+        index=0, _anchor=SimpleNamespace(handle=POOL), _stream=SimpleNamespace(cuda_stream=0)
+    )  # fmt: skip
+    make_room: Any = CudaDevice._make_room
+    make_room(device, 70 * MIB)
+    (segment,) = allocator.segments
+    assert 70 * MIB <= segment[1] < 90 * MIB
+    taken = [allocator.alloc(7 * MIB) for _ in range(10)]
+    assert allocator.segments == [segment]
+    for address in taken[::2]:
+        allocator.free(address)
+    make_room(device, 50 * MIB)  # 35 are there: what is missing is less than the allocator takes by itself
+    assert allocator.segments == [segment]
+    make_room(device, 105 * MIB)
+    assert sum(s[1] for s in allocator.segments) >= 70 * MIB + 70 * MIB
