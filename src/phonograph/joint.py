@@ -55,7 +55,7 @@ _WRITTEN = ("one of the variables needed for gradient computation has been modif
 
 
 _RESHAPED = ("since the forward of a recorded function, an argument that its code keeps was made another kind of tensor, "
-             "{} of {}: phonograph cannot run that")  # fmt: skip
+             "{} of {}: keep it by ctx.save_for_backward, or leave the argument what it was")  # fmt: skip
 
 _REENTRANT = ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter "
               "to .backward(). Set use_reentrant=False, or call .backward() without `inputs`.")  # fmt: skip

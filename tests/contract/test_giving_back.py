@@ -11,6 +11,10 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.devices import device_for
+from phonograph.player import Player
+from phonograph.reach import Reach
+from phonograph.recorder import Terms, record
+from phonograph.signature import describe
 from phonograph.spans import Spans
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
@@ -849,3 +853,32 @@ def test_c15_a_place_for_arguments_that_is_another_forwards_outlives_it(device):
         assert_same(*found)
         del found, made
         pg.stats(ours)
+
+
+def test_c15_a_place_that_is_shared_is_nobody_elses_in_a_capture(device, monkeypatch):
+    """Of what is not held, a capture may use all; the slot that another recording has as well lies there."""
+    target = device_for(device)
+    monkeypatch.setattr(target, "roomy", 0)
+
+    def f(x):
+        return (x + 1) * 2 + x
+
+    def recorded(x, **terms):
+        call = describe((x,), {})
+        recording = record("f", f, call, Reach([("f", f)]), target, Terms(turns=True, **terms))
+        target.settle(recording)
+        target.pool.add(recording)
+        return Player(recording, target), call
+
+    with torch.no_grad():
+        x = batch(device, 0)
+        first, call = recorded(x)
+        assert_same(first.play(call)[0], f(x))
+        second, call = recorded(x, sibling=first.recording)
+        assert second.recording.slots[0].tensor.data_ptr() == first.recording.slots[0].tensor.data_ptr()
+        for n in range(3):
+            x = batch(device, n)
+            assert_same(second.play(describe((x,), {}))[0], f(x))
+            assert_same(first.play(describe((x,), {}))[0], f(x))
+    first.close()
+    second.close()
