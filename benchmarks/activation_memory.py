@@ -20,6 +20,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,7 +188,8 @@ def main() -> int:
             steps = {f"{m}, {work}": (lambda m=m: WORKS[work](device, *METHODS[m])) for m in METHODS}
             harness.measure(report, harness.prepare(report, steps), calls=10, reference="live")
             if device != "cpu":
-                peaks = {m: memory_of(work, m) for m in METHODS}
+                with ThreadPoolExecutor() as beside:  # each process counts its own
+                    peaks = dict(zip(METHODS, beside.map(partial(memory_of, work), METHODS), strict=True))
                 report.figures[f"{work}: peak MiB"] = peaks
                 ratios = {m: {k: round(n / peaks["live"][k], 3) for k, n in p.items()} for m, p in peaks.items()}
                 report.figures[f"{work}: peak over live"] = ratios

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -155,9 +156,11 @@ def memory_of(method: str, compiled: bool) -> dict[str, float]:
 def compare_memory(report: harness.Report, compiled: bool) -> None:
     suffix = COMPILED if compiled else ""
     peaks = {}
-    for method in _MEMORY:
-        with harness.trying(report, f"memory of {method}{suffix}"):
-            peaks[method] = memory_of(method, compiled)
+    with ThreadPoolExecutor() as beside:  # each process counts its own
+        waiting = {method: beside.submit(memory_of, method, compiled) for method in _MEMORY}
+        for method, peak in waiting.items():
+            with harness.trying(report, f"memory of {method}{suffix}"):
+                peaks[method] = peak.result()
     report.figures["peak MiB" + suffix] = peaks
     if "live" in peaks and "recorded" in peaks:
         ratios = {kind: round(peaks["recorded"][kind] / peaks["live"][kind], 3) for kind in ("allocated", "reserved")}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from _queue import SimpleQueue
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import (
     BuiltinFunctionType,
@@ -36,6 +36,7 @@ import torch
 
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
+from .identity import identity
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
 from .where import users_line
@@ -56,12 +57,12 @@ class FollowsRandomStates(Protocol):
 
 @contextmanager
 def watching_python(
-    outer: set[int], more: Starts, caching: Set[CodeType], left_out: LeftOut, follower: FollowsRandomStates
+    outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut, follower: FollowsRandomStates
 ) -> Iterator[Listener]:
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides, `caching` the code whose results a cache would keep; `left_out` tells what was overlooked, when the
+    besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
     function was looked at, of the code that starts.
     """
     listener = Listener(outer, more, caching, left_out, follower)
@@ -76,13 +77,14 @@ class Listener:
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran,
     `overlooked` what one of them was left out for."""
 
-    def __init__(self, outer: set[int], more: Starts, caching: Set[CodeType], left_out: LeftOut,
+    def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
                  follower: FollowsRandomStates) -> None:  # fmt: skip
         self.overlooked: Overlooked | None = None
         self._left_out = left_out
         self._follower = follower
         self.found: list[Refusal] = []
-        self.ran: set[CodeType] = set()
+        self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
+        self.ran: Collection[CodeType] = self._met.values()
         self.caching = caching
         self.starts = start_names | more.keys()
         self.more = more
@@ -101,7 +103,7 @@ class Listener:
                 self.found.append(refusal)
                 raise
         self._judge(of_start(frame, self.more), frame)
-        if frame.f_code in self.caching:
+        if identity(frame.f_code) in self.caching:
             self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
 
     def returned(self, frame: FrameType, value: Any) -> None:
@@ -109,9 +111,13 @@ class Listener:
         if self.concerned():
             self._follower.state_read(value, asked(frame))
 
+    def is_new(self, code: CodeType) -> bool:
+        """Whether no function with this code has started yet."""
+        return identity(code) not in self._met
+
     def met(self, frame: FrameType) -> None:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
-        self.ran.add(frame.f_code)
+        self._met[identity(frame.f_code)] = frame.f_code
         left_out = self._left_out(frame)
         if left_out is not None and self.concerned():
             if isinstance(left_out, Refusal):
@@ -148,11 +154,11 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     heard: list[CodeType] = []
 
     def started(code: CodeType, offset: int) -> Any:
-        if code not in listener.ran:
+        if listener.is_new(code):
             if not listener.concerned():
                 return None  # another thread is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
-        if code in listener.caching or code in SETS:
+        if identity(code) in listener.caching or code in SETS:
             return listener.started(sys._getframe(1))
         if code in READS:
             heard.append(code)
@@ -209,7 +215,7 @@ def unheard() -> Any:
 def _profiling(listener: Listener) -> Iterator[None]:
     global _ours
     before: Any = sys.getprofile()
-    outer, starts, ran, caching = _ours, listener.starts, listener.ran, listener.caching
+    outer, starts, is_new, caching = _ours, listener.starts, listener.is_new, listener.caching
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
@@ -217,9 +223,9 @@ def _profiling(listener: Listener) -> Iterator[None]:
                 listener.called(arg, arg.__self__, frame)
         elif event == "call":
             code = frame.f_code
-            if code not in ran:
+            if is_new(code):
                 listener.met(frame)
-            if code.co_name in starts or code in caching or code in SETS:
+            if code.co_name in starts or identity(code) in caching or code in SETS:
                 listener.started(frame)
         elif event == "return" and frame.f_code in READS and arg is not None:
             listener.returned(frame, arg)

@@ -27,7 +27,9 @@ class Meaning(NamedTuple):
     `shape_from_data` refuse a recording; `metadata_only` operators (`t_`, `squeeze_`) change what a tensor object shows,
     and no memory. For all others than the `refusable` there is nothing to `check`. `compiled` says that it is no Python code,
     `others` that somebody else than torch has made it. `constant` operators hand in a tensor that Python code just made from
-    numbers (`torch.tensor(2.0)`); those that `converts` may make integers of any size of floating-point numbers.
+    numbers (`torch.tensor(2.0)`); those that `converts` may make integers of any size of floating-point numbers; `copies` are
+    those that bring a tensor to another device. What it is given to write may be given another size where it `resizes`. One
+    that is `plain` only reads tensors, and nothing else has to be known of it.
     """
 
     name: str
@@ -43,6 +45,9 @@ class Meaning(NamedTuple):
     communicates: bool
     constant: bool
     converts: bool
+    copies: bool
+    resizes: bool
+    plain: bool
 
 
 # Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
@@ -83,6 +88,7 @@ _METADATA = {f"aten::{name}" for name in (
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
 _TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional"}
+_COPIES = {"aten::_to_copy", "aten::copy_"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
@@ -116,20 +122,27 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
     shape_from_data = torch.Tag.dynamic_output_shape in tags or _is_nonzero(schema)
+    writes += _UNDECLARED_WRITES.get(schema.name, ())
+    random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments}
+    compiled, others = schema.name.startswith("aten::"), schema.name.split("::")[0] not in _TORCHS
+    communicates = schema.name.startswith(("c10d", "_c10d"))
     return Meaning(
-        schema.name,
-        writes + _UNDECLARED_WRITES.get(schema.name, ()),
-        named,
-        reads_host,
-        shape_from_data,
-        torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments},
-        torch.Tag.inplace_view in tags,
-        reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
-        schema.name.startswith("aten::"),
-        schema.name.split("::")[0] not in _TORCHS,
-        schema.name.startswith(("c10d", "_c10d")),
-        schema.name in _CONSTANT,
-        schema.name in _CONVERTING,
+        name=schema.name,
+        writes=writes,
+        writes_named=named,
+        reads_host=reads_host,
+        shape_from_data=shape_from_data,
+        random=random,
+        metadata_only=torch.Tag.inplace_view in tags,
+        refusable=reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
+        compiled=compiled,
+        others=others,
+        communicates=communicates,
+        constant=schema.name in _CONSTANT,
+        converts=schema.name in _CONVERTING,
+        copies=schema.name in _COPIES,
+        resizes=bool(named) and (not compiled or any(a.kwarg_only and a.name in named for a in schema.arguments)),
+        plain=not (writes or named or random or communicates or schema.name == "aten::as_strided"),
     )
 
 
@@ -141,10 +154,11 @@ def _is_nonzero(schema: Any) -> bool:
 def _answers_from_data(func: torch._ops.OpOverload) -> bool:
     """Whether an operator of tensors returns plain values only, and these from what the tensors hold."""
     schema = func._schema
-    plain = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
-    takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
     lengths_in_tensors = schema.name.endswith("ctc_loss") and schema.overload_name == "Tensor"
-    return plain and takes_tensors and (schema.name not in _METADATA or lengths_in_tensors)
+    if not schema.returns or (schema.name in _METADATA and not lengths_in_tensors):
+        return False
+    plain = not any("Tensor" in str(r.type) for r in schema.returns)
+    return plain and any("Tensor" in str(a.type) for a in schema.arguments)
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -164,7 +178,10 @@ def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
         into.append(value)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            tensors_in(v, into)
+            if isinstance(v, torch.Tensor):
+                into.append(v)
+            elif isinstance(v, (list, tuple)):
+                tensors_in(v, into)
     return into
 
 

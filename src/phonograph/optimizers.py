@@ -181,7 +181,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # functions of torch.optim's modules
 
 def _replace_functions() -> None:
     adagrad = sys.modules[torch.optim.Adagrad.__module__]
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.optim")]
+    modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
     for module, name, instead in (*((m, _LISTED_BY, _with_cpu) for m in modules), (adagrad, _READ_BY, _unread)):
         if hasattr(module, name):
             _replaced.append((module, name, getattr(module, name)))

@@ -35,8 +35,8 @@ def _code(function: Any) -> CodeType:
 
 
 FORKS = _code(torch.random.fork_rng)
-READS = frozenset(map(_code, (torch.random.get_rng_state, torch.cuda.random.get_rng_state)))
-SETS = frozenset(map(_code, (torch.random.set_rng_state, torch.cuda.random.set_rng_state)))
+READS = tuple(map(_code, (torch.random.get_rng_state, torch.cuda.random.get_rng_state)))
+SETS = tuple(map(_code, (torch.random.set_rng_state, torch.cuda.random.set_rng_state)))
 _FILES = frozenset(code.co_filename for code in SETS)
 
 

@@ -115,7 +115,7 @@ class Reach:
         self._seen: set[int] = set()
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
-        self.caching: set[CodeType] = set()  # the code of functions whose results a cache keeps
+        self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self._slotted: dict[type, list[tuple[str, Any]]] = {}  # their slots
@@ -379,7 +379,7 @@ class Reach:
         self._object(path, wrapper)
         code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
         if code is not None and is_users(code.co_filename):
-            self.caching.add(code)
+            self.caching.add(identity(code))
             place = places.cache(path, wrapper)
             self._hold(place)
             self._fixed(path, place.read())

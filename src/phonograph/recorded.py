@@ -34,6 +34,7 @@ from .devices import device_for, lock, owned
 from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
+from .garbage import uncollected
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
@@ -554,7 +555,8 @@ class Recorded(Observed, Generic[P, R]):
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
         met = [(f.__qualname__, f) for ref in self._met if (f := ref()) is not None]
-        reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
+        with uncollected():
+            reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -574,7 +576,7 @@ class Recorded(Observed, Generic[P, R]):
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
-        with Ours("made a recording"):
+        with Ours("made a recording"), uncollected():
             reach = self._reach(call)
             device = self._device(call, reach)
             if optimizers.prepare(reach.optimizers):

@@ -388,7 +388,7 @@ def _capture(
     outer = {identity(x) for x in reach._keep}
     given: set[int] = set()
     stood: list[torch.Tensor] = []
-    ran: list[set[CodeType]] = []
+    ran: list[Iterable[CodeType]] = []
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
@@ -561,12 +561,12 @@ def _separate(call: Call, entangled: Entangled) -> None:
 
 def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
-    written = [t.detach() for t in watch.written.values()]  # a view made under no_grad must not be asked for its history
-    tensors = [*written, *(t for _, t in reach.tensors.values() if t.layout is torch.strided)]
+    tensors = [t for _, t in reach.tensors.values() if t.layout is torch.strided]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     all_known = not watch.written.keys().isdisjoint(watch.slot_ids)
     keys = (watch.known if all_known else watch.written).keys() - watch.slot_ids
-    storages = {storage_id(t): t.untyped_storage() for t in tensors if storage_id(t) in keys}
+    found = [t.untyped_storage() for t in (*watch.written.values(), *tensors)]
+    storages = {s._cdata: s for s in found if s._cdata in keys}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if t.layout is torch.strided}

@@ -35,7 +35,7 @@ from .places import Holder
 from .randomness import share_state
 from .reach import FEW, Reach
 from .signature import modes
-from .torch_private import address, bump, tensor_check, use_count
+from .torch_private import address, alias, bump, tensor_check, use_count
 from .where import written_out
 
 __all__ = ["Grads", "Reliances", "Snapshot", "changed", "relied", "same", "state_of"]
@@ -70,14 +70,16 @@ class Snapshot:
     def __init__(self, reach: Reach) -> None:
         self.holders = reach.holders
         self.values = [h.read() for h in reach.holders]
-        self.tensors = [(name, t, state_of(t)) for name, t in reach.tensors.values()]
+        tensors = [t for _, t in reach.tensors.values()]
+        self.tensors = [(name, t, s) for (name, t), s in zip(reach.tensors.values(), _states(tensors), strict=True)]
         self._hooks = {i: [dict(d or {}) for d in _hooks_of(t)] for i, (_, t, state) in enumerate(self.tensors) if state[-1]}
-        self._aliases: list[torch.Tensor] = [t.detach() for _, t, _ in self.tensors]
+        self._aliases = [*map(alias, tensors)]
 
     def changes(self) -> list[str]:
         """The names of places and tensors that are something else now."""
         places = changed(zip(self.holders, self.values, strict=True))
-        return places + [name for name, t, state in self.tensors if state_of(t) != state]
+        states = _states([t for _, t, _ in self.tensors])
+        return places + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
 
     def restore(self, *, unchanged: bool = False) -> None:
         """Put every changed place back as it was, and make every changed tensor again what it was. Where there are no `changes`
@@ -133,8 +135,8 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     It holds none of them."""
     check = tensor_check(tensors)
     if check is None:
-        states = [*map(state_of, tensors)]
-        return lambda found: all(map(_is_dense, found)) and [*map(state_of, found)] == states
+        states = _states(tensors)
+        return lambda found: all(map(_is_dense, found)) and _states(found) == states
     addresses = [*map(address, tensors)]
     return lambda found: check(*found) and [*map(address, found)] == addresses
 
@@ -314,14 +316,29 @@ def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | 
 
 
 def _hooks(t: torch.Tensor) -> tuple[Any, ...]:
-    return tuple([hook for d in _hooks_of(t) for hook in (d or {}).values()])
+    before, after = _hooks_of(t)
+    return (*(before or {}).values(), *(after or {}).values()) if before or after else ()
+
+
+def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
+    return getattr(t, "grad_dtype", None) if t.is_leaf else None
+
+
+_Base: Any = torch._C.TensorBase
+_SAID: tuple[Callable[[Any], Any], ...] = (
+    address, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
+    _grad_dtype, attrgetter("requires_grad"), _hooks,
+)  # fmt: skip
+
+
+def _states(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """What tensors are, but for their values; in half of the time that it takes for each by itself."""
+    return [*zip(*(map(say, tensors) for say in _SAID), strict=True)]
 
 
 def state_of(t: torch.Tensor) -> tuple[Any, ...]:
     """What a tensor is, but for its values."""
-    of_grad = getattr(t, "grad_dtype", None) if t.is_leaf else None
-    lies = t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
-    return *lies, of_grad, t.requires_grad, _hooks(t)
+    return _states([t])[0]
 
 
 class Reliances:
@@ -422,10 +439,8 @@ class Reliances:
         return changed
 
     def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
-        for t, state in tensors:
-            if state_of(t) != state:
-                return self._names[identity(t)]
-        return None
+        states = _states([t for t, _ in tensors])
+        return next((self._names[identity(t)] for (t, state), now in zip(tensors, states, strict=True) if now != state), None)
 
 
 def _parts(things: list[Any], size: int) -> list[list[Any]]:

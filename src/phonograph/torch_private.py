@@ -82,11 +82,14 @@ autocast_is_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled
 """Whether it may be, on any kind of device."""
 
 
-def not_compiled_by_itself(code: CodeType) -> None:
-    """Let Dynamo run this code as it is where it is not part of what is compiled."""
+def not_compiled_by_itself(code: CodeType, *, nor_what_it_calls: bool = False) -> bool:
+    """Let Dynamo run this code as it is where it is not part of what is compiled. Whether this release of torch can."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if hasattr(frames, "set_code_exec_strategy") and hasattr(frames, "_FrameExecStrategy"):
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+    if not (hasattr(frames, "set_code_exec_strategy") and hasattr(frames, "_FrameExecStrategy")):
+        return False
+    inner = frames._FrameAction.SKIP if nor_what_it_calls else frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, inner))
+    return True
 
 
 def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]:
@@ -654,11 +657,24 @@ def module_settings() -> tuple[Any, ...]:
 def segments(pool: Handle) -> list[dict[str, Any]]:
     """The allocator's segments in a pool (torch.cuda.memory_snapshot's records).
 
-    torch can pick out one pool itself, but 2.11 then gives back references to the handle's two numbers that it never
-    took (`sys.getrefcount` falls by one a call): numbers above 256 are freed while in use, and the interpreter crashes
-    some captures later. So all segments are asked for.
+    torch picks them out itself, where it is given the handle; but 2.11 then gives back a reference to each of its two numbers
+    that it never took (`sys.getrefcount` falls by one a call), and the interpreter crashes some captures later. So it gets
+    numbers that nobody else has, with a reference more.
     """
-    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+    numbers = tuple(map(_Number, pool))
+    before = [*map(sys.getrefcount, numbers)]
+    for n in numbers:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(n))
+    found: list[dict[str, Any]] = torch.cuda.memory_snapshot(numbers)
+    now = [*map(sys.getrefcount, numbers)]
+    for n, had, has in zip(numbers, before, now, strict=True):
+        if has > had:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(n))
+    return [s for s in found if tuple(s["segment_pool_id"]) == pool]
+
+
+class _Number(int):
+    """An integer that is an object of its own, whatever its value."""
 
 
 class OnStream:

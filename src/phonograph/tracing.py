@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -185,7 +185,7 @@ class Tracing:
         self._module_hooks.append(frame.f_locals["self"])
         return False
 
-    def ended(self, result: list[Any], ran: Set[CodeType], outside: Set[int], names: Set[str]) -> None:
+    def ended(self, result: list[Any], ran: Iterable[CodeType], outside: Set[int], names: Set[str]) -> None:
         """The function has ended with these leaves as its result. This code ran in it; it names these."""
         self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
         nodes = _walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python

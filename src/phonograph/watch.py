@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
-from .torch_private import has_memory
+from .torch_private import has_memory, not_compiled_by_itself
 from .trees import flatten
 from .unwinding import comes_to_something
 from .where import called_by, runs_through, users_line
@@ -53,6 +52,7 @@ def storage_id(t: torch.Tensor) -> int:
 _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 
 _cdata: Any = operator.attrgetter("_cdata")
+_STRIDED = torch.strided
 
 # Libraries that look at values where their user need not let them.
 _REMEDIES = {
@@ -77,12 +77,13 @@ class OperatorWatch(TorchDispatchMode):
         self.device = device
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
         self.slot_ids = frozenset(self.known)
-        self._births: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._births: dict[int, _Birth] = {}
+        self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
             if t.layout is torch.strided and not t.is_meta:
                 self.known.setdefault(storage_id(t), name)
                 if t.is_leaf and t.grad is not None:
-                    self._may_die(t.grad, f"{name}.grad")
+                    self._born(t.grad, f"{name}.grad")
         self.outside = set(self.known) - self.slot_ids
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
@@ -113,8 +114,16 @@ class OperatorWatch(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to put something around `__torch_dispatch__` that keeps Dynamo off it. (It costs as much as the rest
+        of torch's own for an operator, and imports Dynamo.)"""
+        own = cls.__dict__.get("__torch_dispatch__")
+        return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        blamed: Any = None
         listening = unheard()
         try:
             if self.split and func in self.split:
@@ -122,20 +131,25 @@ class OperatorWatch(TorchDispatchMode):
                 with self:  # what the cut makes is the call's own
                     return self.cutting(func, args, kwargs)
             m = operators.meaning(func)
+            blamed = func
             if m.refusable:
-                self._check(func, m, args, kwargs)
-            self._see(m, args, kwargs, operators.operands(args, kwargs))
+                operators.check(m, args, kwargs)
+            blamed = None
+            self._see(m, args, kwargs)
             self.operators += 1
-            sizes = _sizes(m, args, kwargs) if m.writes_named else ()
+            sizes = _sizes(m, args, kwargs) if m.resizes else ()
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
-            out = self._perform(func, m, args, kwargs)
+            blamed = func  # also for what Python code of its own does
+            out = self.perform(func, m, args, kwargs)
+            blamed = None
             if m.converts and operators.made_integers(args, out):
                 self.more = self.more or f"makes integers of floating-point numbers ({m.name}), which may be indices"
             if sizes and sizes != _sizes(m, args, kwargs):
                 raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
             return out
         except Refusal as refusal:
+            refusal.operator = blamed or refusal.operator
             raise self.located(refusal) from None
         except RuntimeError:
             self.failed = self.failed or func
@@ -143,21 +157,6 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
-
-    def _perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
-        try:
-            return self.perform(func, m, args, kwargs)
-        except Refusal as refusal:  # of what Python code of the operator's own does
-            refusal.operator = func
-            raise
-
-    @staticmethod
-    def _check(func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> None:
-        try:
-            operators.check(m, args, kwargs)
-        except Refusal as refusal:
-            refusal.operator = func
-            raise
 
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
@@ -169,7 +168,10 @@ class OperatorWatch(TorchDispatchMode):
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
-        with Casts.restored(casts) if (casts := self.casts.within(m)) else _AS_IT_IS:
+        if m.others:
+            with Casts.restored(casts) if (casts := self.casts.within(m)) else _AS_IT_IS:
+                out = func(*args, **kwargs)
+        else:
             out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)
@@ -178,27 +180,21 @@ class OperatorWatch(TorchDispatchMode):
                 self._born(t)
         return out
 
-    def _may_die(self, t: torch.Tensor, name: str) -> None:
-        """A tensor outside that the call may let go of: its identity may be given to another storage then."""
+    def lend(self, t: torch.Tensor, key: int) -> None:
+        """This tensor stands for one in reach, on that storage, for as long as it lives."""
+        self._born(t, self.known.get(key) or "what its forward has saved")
+        self.outside.add(storage_id(t))
+        self.theirs.add(storage_id(t))
+
+    def _born(self, t: torch.Tensor, name: str = "") -> None:
+        """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
+        the call ends, and its identity is then given to another storage."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in self.known:
             self.known[key] = name
-            self._births[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key))
-
-    def lend(self, t: torch.Tensor, key: int) -> None:
-        """This tensor stands for one in reach, on that storage, for as long as it lives."""
-        self._may_die(t, self.known.get(key) or "what its forward has saved")
-        self.outside.add(storage_id(t))
-        self.theirs.add(storage_id(t))
-
-    def _born(self, t: torch.Tensor) -> None:
-        storage = t.untyped_storage()
-        key = storage._cdata
-        if key not in self.known:
-            self.known[key] = ""
-            # An identity is given out again once its storage is gone: forget it then.
-            self._births[key] = weakref.ref(storage, partial(_gone, weakref.ref(self), key))
+            self._births[key] = birth = _Birth(storage, self._gone)
+            birth.key = key
 
     def died(self, key: int) -> None:
         """A storage that the call created, or a gradient from before, is gone."""
@@ -217,32 +213,35 @@ class OperatorWatch(TorchDispatchMode):
         """Storages that operators of the call made, that are still there, and that are not among these."""
         return tuple(ref for key, ref in self._births.items() if key not in leaving and key not in self.outside)
 
-    def _see(self, m: operators.Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        """Note what the operator touches; `tensors` are those among its arguments."""
-        known = self.known
+    def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Note what the operator touches. Returns the tensors among its arguments."""
+        known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
-            if t.layout is not torch.strided:
+            if t.layout is not _STRIDED:
                 raise Refusal(f"{m.name} works with a {str(t.layout).removeprefix('torch.')} tensor", "use dense tensors")
             key = t.untyped_storage()._cdata
             name = known.get(key)
             if name:
-                self.touched.add(key)
+                touched.add(key)
             elif name is None:
                 self.stranger(m, t)
-        if m.random or m.communicates:
-            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({m.name})")
-        if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
-            raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
-        if m.writes or m.writes_named:
-            for t in operators.written_by(m, args, kwargs):
-                self.writes(t)
+        if not m.plain:
+            self._see_more(m, args, kwargs)
         if self.dials:
-            _numbers_in(args, self.dials)
-            _numbers_in(list(kwargs.values()), self.dials)
+            _numbers_in((*args, *kwargs.values()), self.dials)
         if kwargs:
             generator = kwargs.get("generator")
             if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
                 self.meet(generator)
+        return tensors
+
+    def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+        if m.random or m.communicates:
+            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({m.name})")
+        if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
+            raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
+        for t in operators.written_by(m, args, kwargs):
+            self.writes(t)
 
     def caught(self, *, any_kind: bool) -> bool:
         """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of
@@ -257,9 +256,10 @@ class OperatorWatch(TorchDispatchMode):
 
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         """This tensor is going to be written; it had that version before, if not the one that it has now."""
-        key = storage_id(t)
-        for shown in self._shown.get(key, ()):
-            shown[0] = True
+        key = t.untyped_storage()._cdata
+        if self._shown:
+            for shown in self._shown.get(key, ()):
+                shown[0] = True
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
@@ -346,11 +346,22 @@ def _not_here(address: int, nbytes: int) -> None:
     """Where no memory can be given back."""
 
 
-def _gone(watch: weakref.ref[OperatorWatch], key: int, _: object) -> None:
-    """A storage is gone. (The watch is not held: in a cycle it would keep the tensors that it has noted until garbage is
-    collected.)"""
-    if (mine := watch()) is not None:
-        mine.died(key)
+class _Birth(weakref.ref[torch.UntypedStorage]):
+    """Refers to a storage whose identity is (or was) this key."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _forgetting(watch: weakref.ref[OperatorWatch]) -> Callable[[_Birth], None]:
+    """What is called where a storage is gone. (The watch is not held: in a cycle it would keep the tensors that it has noted
+    until garbage is collected.)"""
+
+    def gone(birth: _Birth) -> None:
+        if (mine := watch()) is not None:
+            mine.died(birth.key)
+
+    return gone
 
 
 def _reaches_beside(args: Any, kwargs: Any) -> bool:
@@ -365,7 +376,8 @@ def _sizes(m: operators.Meaning, args: Any, kwargs: Any) -> list[int]:
 
 def _numbers_in(values: Any, dials: Dials) -> None:
     for v in values:
-        if type(v) is float:
+        kind = type(v)
+        if kind is float:
             dials.see(v)
-        elif isinstance(v, (list, tuple)) and v and not isinstance(v[0], torch.Tensor):
+        elif (kind is list or kind is tuple) and v and not isinstance(v[0], torch.Tensor):
             _numbers_in(v, dials)

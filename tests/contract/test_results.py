@@ -135,10 +135,11 @@ def test_c01_inputs_at_ever_new_addresses(device):
 @pytest.mark.parametrize("copies", ["in the graph", "beside the graph"])
 @pytest.mark.parametrize("first", [0, 1], ids=["aligned", "misaligned"])
 def test_c01_inputs_and_outputs_of_all_sizes(device, first, copies, monkeypatch):
-    """On a GPU small ones are copied by one kernel, large ones each by a node of its own, at ever new addresses."""
+    """On a GPU small ones are copied by one kernel, larger ones each by its own, very large ones by a memcpy node; at ever new
+    addresses."""
     if copies == "beside the graph":
         monkeypatch.setattr(driver, "Pointers", _no_pointers)
-    sizes = (1, 3, 1_000, 8_191, 8_193, 300_001, 1_000_000)
+    sizes = (1, 3, 1_000, 8_191, 8_193, 300_001, 1_000_000, 4_200_000)
 
     def f(*xs):
         return tuple(x + i for i, x in enumerate(xs))
@@ -151,6 +152,30 @@ def test_c01_inputs_and_outputs_of_all_sizes(device, first, copies, monkeypatch)
     for ours, theirs in kept:
         assert_same(ours, theirs)
     assert pg.stats(recorded).replayed == 6, pg.explain(recorded)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 8, 15, 16])
+@pytest.mark.parametrize("size", [1, 4, 5, 64, 4_099, 40_000])
+def test_c01_one_input_of_bytes_at_any_address(device, first, size):
+    recorded, kept = pg.record(lambda x: x + 1, warmup=1), []
+    for n in range(5):
+        x = torch.arange(first + size, device=device).add(n).to(torch.uint8)[first:]
+        kept.append((recorded(x), x + 1))
+    for ours, theirs in kept:
+        assert_same(ours, theirs)
+    assert pg.stats(recorded).recorded == 1
+
+
+@pytest.mark.parametrize(("elements", "memcpys"), [(1_000, 0), (100_000, 0), (5_000_000, 1)])
+def test_copies_are_kernels_but_for_very_large_ones(cuda, elements, memcpys):
+    """For a memcpy node the kernels around it wait."""
+    recorded = pg.record(lambda x: x.sum(), warmup=1)
+    for _ in range(3):
+        recorded(torch.ones(elements, device=cuda))
+    (player,) = recorded._shelf
+    kinds = [type(copy) for copy in player.recording.program._pointers._copies]
+    assert len(kinds) == 2
+    assert kinds.count(driver._Memcpy) == memcpys
 
 
 def _no_pointers(*_):

@@ -15,7 +15,6 @@ captures keep off memory that is still held, in `cuda_memory`.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -26,6 +25,7 @@ import torch
 from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
+from ..garbage import uncollected
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
@@ -148,6 +148,7 @@ class CudaDevice:
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
+        self._strayed = False  # something has worked on the capture stream outside of the pool
         self._last = -1  # the stream of the last replay
         self._last_stream = self._stream
         self._served: list[torch.cuda.Stream] = []  # those that results were given to, the user's mostly
@@ -173,6 +174,7 @@ class CudaDevice:
         torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
         if self._left_behind(clear_of):
+            self._strayed = True
             with self._on_stream():
                 yield
             return
@@ -194,6 +196,7 @@ class CudaDevice:
         if torch.cuda.is_current_stream_capturing():  # it is part of another call
             return
         self._reads += reads
+        self._strayed = True  # at its end at the latest, where gradients are added up
         if self._backwards is not None:
             return
         anchor, clear_of = self._anchor, self.pool.footprints() | self.pool.protected()
@@ -239,7 +242,7 @@ class CudaDevice:
         """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in
         that had to leave it, and the gradients that they gave. Nobody else would use it. (torch can only give back what is
         cached for other streams as well.)"""
-        if cuda_memory.is_cached(self.index, self._stream.cuda_stream):
+        if self._strayed and cuda_memory.is_cached(self.index, self._stream.cuda_stream):
             torch.cuda.empty_cache()
 
     @contextmanager
@@ -466,9 +469,7 @@ class CudaDevice:
 
     @contextmanager
     def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             graphs.begin()
             try:
                 yield
@@ -480,9 +481,6 @@ class CudaDevice:
             if not states.put_back():
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
-        finally:
-            if collecting:
-                gc.enable()
 
     def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]] | None, owned: Spans) -> Spans:
         """The bytes of the pool that a launch may write, but for the workspace that all share: whatever was allocated in it

@@ -43,7 +43,8 @@ __all__ = ["GraphProgram", "Graphs", "quietly"]
 
 _thread = threading.local()
 
-_SMALL = 32 << 10  # bytes that the kernel for all copies in about the time of a memcpy node
+_SMALL = 32 << 10  # bytes that the kernel for several copies without delay: it has one block for each 256 KiB or less
+_LARGE = 16 << 20  # bytes; beyond, a memcpy node copies
 
 
 class _Edges:
@@ -51,8 +52,8 @@ class _Edges:
     the caller's own. They are nodes of the graph itself, and get their outer addresses before each launch: that costs
     the CPU less than a copy beside the graph, and the GPU less than another launch.
 
-    A memcpy node for each, but one kernel for several small ones: to give it their addresses costs 1.8 us in all, and a
-    memcpy node 1.1 us. But the kernel has one block for each 512 KiB, so that 4 MiB take it 50 us, and a node 10 (H200).
+    Kernels copy: one for several small tensors, one for each that is larger or alone. A memcpy node would be another engine's,
+    for which the kernels before and after it wait some 10 us in all (H200); that is nothing beside a large copy alone.
 
     Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
     """
@@ -84,13 +85,16 @@ class _Edges:
     def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         together: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         for i, (t, s) in enumerate(zip(targets, sources, strict=True)):
-            dtype = torch.int64 if _wide(t) and _wide(s) else torch.uint8
+            dtype = torch.int32 if _wide(t) and _wide(s) else torch.uint8
             together[dtype if s.nbytes <= _SMALL else i].append((_row(t, dtype), _row(s, dtype)))
         for pairs in together.values():
-            if len(pairs) == 1:
-                pairs[0][0].copy_(pairs[0][1])
-            else:
+            (t, s), *more = pairs
+            if more:
                 torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+            elif s.nbytes <= _LARGE:
+                torch.bitwise_or(s, 0, out=t)  # what `copy_` makes a memcpy node of
+            else:
+                t.copy_(s)
 
 
 class _Segment:
@@ -179,7 +183,9 @@ def _collecting(stream: int, nodes: set[int]) -> Callable[[bool], None]:
 
 
 def _wide(t: torch.Tensor) -> bool:
-    return not (t.nbytes % 8 or t.data_ptr() % 8 or t.storage_offset() * t.element_size() % 8)
+    """Whether it can be copied as words of 4 bytes. (Not of 8: of these, a kernel takes 32 bytes at once where the addresses
+    that it is captured with allow it. Those of later calls are alike in what is left after division by 16, and no further.)"""
+    return not (t.nbytes % 4 or t.data_ptr() % 4 or t.storage_offset() * t.element_size() % 4)
 
 
 def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

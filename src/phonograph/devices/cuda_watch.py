@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ from .. import torch_private
 from ..breaks import Break
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
+from ..identity import identity
 from ..operators import Meaning, tensors_in
 from ..pool import Spot
 from ..randomness import Rewind
 from ..reach import Reach
 from ..spans import Spans
+from ..torch_private import raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from . import driver
@@ -70,17 +72,23 @@ class CudaWatch(OperatorWatch):
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
         self._events: list[Any] = []  # which the call has made
-        self._lines: dict[CodeType, str] = {}  # of the user's, that call this code
+        self._lines: dict[int, str] = {}  # of the user's, that call this code, by its identity
         self.next_segment: Callable[[], None] = _nothing
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
-    def _see(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        super()._see(m, args, kwargs, tensors)
-        if not m.metadata_only:
+    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        tensors = super()._see(m, args, kwargs)
+        if raw_stream(self.device.index) != self._stream and not m.metadata_only:
             self._look_at_stream()
         hosts = [t for t in tensors if t.is_cpu]
-        copies = m.name in ("aten::_to_copy", "aten::copy_")
-        if copies and len(hosts) < len(tensors):
+        if hosts or m.copies:
+            self._see_hosts(m, args, kwargs, hosts, len(hosts) < len(tensors))
+        return tensors
+
+    def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, hosts: list[torch.Tensor], others: bool) -> None:
+        """Refuse what is between the host and the device, or works on tensors of the host that are there outside. Whether
+        there are `others` among the arguments."""
+        if m.copies and others:
             target = kwargs.get("device")
             to_host = (target is not None and torch.device(target).type == "cpu") or (
                 m.name == "aten::copy_" and args[0].device.type == "cpu"
@@ -89,7 +97,7 @@ class CudaWatch(OperatorWatch):
                 raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
         if not hosts:
             return
-        if copies and (kwargs.get("device") is not None or len(hosts) < len(tensors)):
+        if m.copies and (kwargs.get("device") is not None or others):
             raise Refusal(f"{m.name} copies a host tensor to the device",
                           "copy it before the call and pass it as an argument")  # fmt: skip
         for t in hosts:
@@ -100,7 +108,7 @@ class CudaWatch(OperatorWatch):
 
     def _look_at_stream(self) -> None:
         """What is launched now goes to the current stream, which may be another than that of the capture."""
-        stream = torch_private.raw_stream(self.device.index)
+        stream = raw_stream(self.device.index)
         if stream == self._stream or stream in self.streams:
             return
         if not driver.is_capturing(stream):
@@ -212,9 +220,10 @@ class CudaWatch(OperatorWatch):
             frame = frame.f_back
         if frame is None or not is_compiled(frame.f_code.co_filename):
             return users_line(frame)
-        if frame.f_code not in self._lines:
-            self._lines[frame.f_code] = users_line(frame)
-        return self._lines[frame.f_code]
+        code = identity(frame.f_code)  # a code's hash goes through all its instructions
+        if code not in self._lines:
+            self._lines[code] = users_line(frame)
+        return self._lines[code]
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
