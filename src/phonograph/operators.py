@@ -141,9 +141,17 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
         constant=schema.name in _CONSTANT,
         converts=schema.name in _CONVERTING,
         copies=schema.name in _COPIES,
-        resizes=bool(named) and (not compiled or any(a.kwarg_only and a.name in named for a in schema.arguments)),
+        resizes=bool(named) and (not compiled or any(map(_may_be_resized, schema.arguments))),
         plain=not (writes or named or random or communicates or schema.name == "aten::as_strided"),
     )
+
+
+def _may_be_resized(argument: Any) -> bool:
+    """Whether a torch operator may give an argument that it writes another size: `out`, and minima and maxima so far, and no
+    operand that it works on in place, or a list of those."""
+    if argument.alias_info is None or not argument.alias_info.is_write:
+        return False
+    return argument.kwarg_only or not (argument.name == "self" or str(argument.type).startswith("List"))
 
 
 def _is_nonzero(schema: Any) -> bool:

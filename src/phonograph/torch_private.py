@@ -140,11 +140,16 @@ def made_as(view: torch.Tensor) -> str:
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is memory with a shape: not sparse, nested, opaque, zero by definition (as derivatives may be), or a
-    parameter that is not initialized yet."""
-    if t.layout is not torch.strided or t.is_nested or torch.nn.parameter.is_lazy(t):
+    """Whether a tensor is memory with a shape: not sparse, nested, opaque, zero by definition (as derivatives may be), fake, or
+    a parameter that is not initialized yet."""
+    if t.layout is not torch.strided or t.is_nested:
         return False
-    return not (t.is_mkldnn or t._is_zerotensor())
+    if type(t) not in _ORDINARY and (torch.nn.parameter.is_lazy(t) or t.untyped_storage().device.type != t.device.type):
+        return False
+    return not t._is_zerotensor()
+
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

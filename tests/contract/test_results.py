@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
 import phonograph as pg
@@ -113,6 +114,52 @@ def test_c01_batch_norm_statistics_are_updated_exactly_once_a_call(device, momen
     for n in range(1, 6):
         both(torch.randn(8, 3, device=device))
         assert both.state.num_batches_tracked.item() == n
+
+
+def observing(device, size):
+    """Minima and maxima so far, and what a tensor is when it is quantized by them."""
+    low, high, scale = (torch.full((size,), v, device=device) for v in (0.0, 1.0, 1.0))
+    point, on = torch.zeros(size, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int64, device=device)
+
+    def f(x):
+        state = low, high, scale, point
+        return torch._fused_moving_avg_obs_fq_helper(x, on, on, *state, 0.01, 0, 255, 0, size == 0, False)[0]
+
+    return f, (low, high, scale, point)
+
+
+def test_c01_a_state_that_the_first_call_leaves_as_it_is(device):
+    both = side_by_side(lambda: observing(device, 1))
+    for n in range(6):
+        both(torch.linspace(0, 1, 20, device=device) * (1 + 3 * (n > 2)))
+    assert both.state[1].item() > 1
+    assert pg.stats(both.recorded).recorded == 1
+
+
+@may_run_live  # torch gives the state the size that it has to have
+def test_c01_a_state_that_an_operator_makes_larger(device):
+    def make():
+        f, _ = observing(device, 0)
+        return f, None
+
+    both = side_by_side(make)
+    for n in range(5):
+        both(torch.randn(4, 5, device=device) * (n + 1))
+
+
+@may_run_live
+def test_c01_a_fake_tensor_outside_is_written(device):
+    """It has a shape and no memory."""
+    with FakeTensorMode():
+        fake = torch.empty(3)
+
+    def f(x):
+        fake.mul_(2)
+        return x + 1
+
+    both = plain(f)
+    for n in range(4):
+        both(ramp(device, 3, start=n))
 
 
 def test_c01_data_written_into_the_callers_own_input_between_calls_is_seen(device):

@@ -57,6 +57,8 @@ def tried(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before
 def _variant(func: Any) -> Variant | None:
     if is_composite(func):
         return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
+    if any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
+        return None  # a variant that torch has generated writes to copies of them (`_fused_moving_avg_obs_fq_helper`)
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     if any(name == "reduction" for name, _ in wanted):
         return None  # losses are the ones that work in `out` before they reduce, and warn of it
