@@ -11,6 +11,7 @@ from bisect import insort
 
 import torch
 
+from .garbage import uncollected
 from .spans import Spans
 
 __all__ = ["Arena"]
@@ -51,6 +52,10 @@ class Arena:
 
     def take(self, nbytes: int) -> int:
         """The address of `nbytes` free bytes; a new segment where none are left. Zero bytes take a place too."""
+        with uncollected():  # or garbage may be found in the middle, and its places be given back
+            return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> int:
         want = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
         fitting = [
             (length, i) for i, (address, length) in enumerate(self._free) if _aligned(address) + want <= address + length
@@ -66,11 +71,12 @@ class Arena:
         with torch.inference_mode(False):
             self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8, device="cpu"))
         self._give(self.segments[-1].data_ptr(), self.segments[-1].nbytes)
-        return self.take(nbytes)
+        return self._take(nbytes)
 
     def give(self, address: int) -> None:
         """Take back what `take` gave."""
-        self._give(address, self._taken.pop(address))
+        with uncollected():
+            self._give(address, self._taken.pop(address))
 
     def _give(self, address: int, length: int) -> None:
         if length <= 0:
@@ -86,7 +92,8 @@ class Arena:
 
     def give_back(self, address: int, nbytes: int) -> None:
         """From now on these bytes, which were protected, are free."""
-        self._give(address, nbytes)
+        with uncollected():
+            self._give(address, nbytes)
 
     def under(self, place: Spans) -> list[torch.Tensor]:
         """The segments in which a place lies."""

@@ -90,6 +90,7 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_thread, "get_ident get_native_id", lambda n: Effect(f"asks which thread runs it ({n})", _PASS, by=DIRECTLY)),
     **_named(_asyncio, "current_task all_tasks", lambda n: Effect(f"asks which task runs it ({n})", _PASS, by=DIRECTLY)),
     **_named(gc, "disable enable freeze unfreeze", lambda n: Effect(f"calls gc.{n}()", by=DIRECTLY)),
+    **_named(gc, "isenabled get_count get_stats", lambda n: Effect(f"asks how garbage is collected (gc.{n})", _PASS, DIRECTLY)),
     **_named(os, "listdir scandir", lambda n: Effect(f"reads a directory (os.{n})", _PASS)),
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip

@@ -1,8 +1,7 @@
 """Python's garbage collector, held off where it would do harm, or find nothing.
 
 It must not run a destructor with CUDA calls in the middle of a capture. And it starts whenever some hundred objects more are
-there than before: looking at all that a function can reach makes ten thousand, none of them garbage, and most are gone when the
-recording is made.
+there than before: looking at all that a function can reach makes ten thousand, none of them garbage, most of them gone soon.
 """
 
 from __future__ import annotations

@@ -664,18 +664,21 @@ def segments(pool: Handle) -> list[dict[str, Any]]:
 
     torch picks them out itself, where it is given the handle; but 2.11 then gives back a reference to each of its two numbers
     that it never took (`sys.getrefcount` falls by one a call), and the interpreter crashes some captures later. So it gets
-    numbers that nobody else has, with a reference more.
+    numbers that nobody else has, with a reference more, which is taken back where it is still there.
     """
     numbers = tuple(map(_Number, pool))
     before = [*map(sys.getrefcount, numbers)]
-    for n in numbers:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(n))
+    _counted(ctypes.pythonapi.Py_IncRef, numbers)
     found: list[dict[str, Any]] = torch.cuda.memory_snapshot(numbers)
     now = [*map(sys.getrefcount, numbers)]
-    for n, had, has in zip(numbers, before, now, strict=True):
-        if has > had:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(n))
+    _counted(ctypes.pythonapi.Py_DecRef, [n for n, had, has in zip(numbers, before, now, strict=True) if has > had])
     return [s for s in found if tuple(s["segment_pool_id"]) == pool]
+
+
+def _counted(change: Any, things: Iterable[object]) -> None:
+    """Change the reference count of these. (A function of its own: a variable of a loop would be one reference more.)"""
+    for thing in things:
+        change(ctypes.py_object(thing))
 
 
 class _Number(int):

@@ -7,6 +7,7 @@ import contextlib
 import cProfile
 import csv
 import datetime
+import gc
 import io
 import itertools
 import logging
@@ -436,6 +437,16 @@ CLOCKS = {
     "datetime.now": lambda: datetime.datetime.now(tz=datetime.timezone.utc),
     "datetime.today": datetime.datetime.today,
 }
+
+
+@may_run_live
+@pytest.mark.parametrize("asked", [gc.isenabled, lambda: gc.get_count()[0] >= 0, lambda: len(gc.get_stats())])
+def test_c11_a_question_about_the_garbage_collector(device, asked):
+    """It is off in a capture."""
+    both = plain(lambda x: x + asked())
+    for n in range(3):
+        both(ramp(device, 3, start=n))
+    assert "garbage" in pg.explain(both.recorded)
 
 
 @may_run_live

@@ -666,6 +666,39 @@ def test_c05_a_result_sent_through_a_queue_of_processes():
         assert queue.get().tolist() == [2.0 * n] * 4
 
 
+class _Ring:
+    """Garbage as soon as it is dropped, and gone only when that is collected."""
+
+    def __init__(self, held):
+        self.me, self.held = self, held
+
+
+@pytest.mark.parametrize("often", [53, 97, 211, 700])
+def test_c05_garbage_that_is_collected_anywhere_in_a_capture(device, often):
+    """Also where a place in memory is looked for: its own then becomes free."""
+
+    def f(x):
+        kept, total = [], x
+        for i in range(600):
+            _Ring((x * i, [[] for _ in range(i % 13)]))
+            kept.append(x + i)
+            if len(kept) > 7:
+                total = total + kept.pop(0) * 2
+        return total + sum(kept)
+
+    before = gc.get_threshold()
+    for n in range(2):
+        x = ramp(device, 100 + n)
+        recorded = pg.record(f, warmup=0)
+        gc.set_threshold(often, 3, 3)
+        try:
+            recorded(x)
+        finally:
+            gc.set_threshold(*before)
+        assert_same(recorded(x), f(x))
+        assert counts(recorded) == (0, 1, 2)
+
+
 def test_c05_a_dropped_result_is_gone(device):
     f = pg.record(lambda x: x * 2, warmup=1)
     for n in range(5):

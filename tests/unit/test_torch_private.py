@@ -1,5 +1,6 @@
 """What torch keeps to itself still says what it said."""
 
+import ctypes
 import sys
 import types
 
@@ -124,3 +125,21 @@ def test_what_measures_inductors_kernels_is_where_it_is_looked_for():
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     assert callable(CachingAutotuner.bench)
+
+
+@pytest.mark.parametrize("gives_back", [False, True], ids=["as it should", "a reference too many"])
+def test_the_numbers_of_a_pool_outlive_being_asked_for_its_segments(monkeypatch, gives_back):
+    """torch 2.11 gives back references that it never took."""
+    given = []
+
+    def snapshot(pool):
+        given.append(pool)
+        if gives_back:
+            for i in range(2):
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool[i]))
+        return [{"segment_pool_id": (0, 300)}, {"segment_pool_id": (0, 0)}]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    assert torch_private.segments((0, 300)) == [{"segment_pool_id": (0, 300)}]
+    mine = torch_private._Number(0), torch_private._Number(300)
+    assert [*map(sys.getrefcount, given[0])] == [*map(sys.getrefcount, mine)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class CudaWatch(OperatorWatch):
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
         self._events: list[Any] = []  # which the call has made
-        self._lines: dict[int, str] = {}  # of the user's, that call this code, by its identity
+        self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
@@ -222,8 +222,8 @@ class CudaWatch(OperatorWatch):
             return users_line(frame)
         code = identity(frame.f_code)  # a code's hash goes through all its instructions
         if code not in self._lines:
-            self._lines[code] = users_line(frame)
-        return self._lines[code]
+            self._lines[code] = frame.f_code, users_line(frame)
+        return self._lines[code][1]
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
