@@ -211,7 +211,8 @@ class OperatorWatch(TorchDispatchMode):
 
     def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
         """Storages that operators of the call made, that are still there, and that are not among these."""
-        return tuple(ref for key, ref in self._births.items() if key not in leaving and key not in self.outside)
+        births = list(self._births.items())  # garbage may be collected meanwhile
+        return tuple(ref for key, ref in births if key not in leaving and key not in self.outside)
 
     def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Note what the operator touches. Returns the tensors among its arguments."""

@@ -52,8 +52,8 @@ class _Edges:
     the caller's own. They are nodes of the graph itself, and get their outer addresses before each launch: that costs
     the CPU less than a copy beside the graph, and the GPU less than another launch.
 
-    Kernels copy: one for several small tensors, one for each that is larger or alone. A memcpy node would be another engine's,
-    for which the kernels before and after it wait some 10 us in all (H200); that is nothing beside a large copy alone.
+    Kernels copy: one for several small tensors, one for each that is larger or alone. To give the latter their addresses costs
+    the CPU 0.8 us each (1.8 for the former), and a memcpy node 1.2 us (H200); in a large graph the GPU takes 1 to 2 us less.
 
     Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
     """
