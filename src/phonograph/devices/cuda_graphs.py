@@ -53,7 +53,7 @@ class _Edges:
     the CPU less than a copy beside the graph, and the GPU less than another launch.
 
     Kernels copy: one for several small tensors, one for each that is larger or alone. To give the latter their addresses costs
-    the CPU 0.8 us each (1.8 for the former), and a memcpy node 1.2 us (H200); in a large graph the GPU takes 1 to 2 us less.
+    the CPU 0.8 us each (1.8 for the former), and a memcpy node 1.2 us (H200).
 
     Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
     """
