@@ -124,7 +124,7 @@ class Reach:
         self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
         self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
         self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
-        self._attributed: list[tuple[str, torch.Tensor]] = []
+        self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._work: deque[tuple[str, Any]] = deque(roots)
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
@@ -179,9 +179,8 @@ class Reach:
                 new = (own.keys() & self.mentions.reads) - entered
                 entered |= new
                 self._items(path, {n: own[n] for n in own if n in new})
-            looks_for = self.mentions.looks_for_absent
-            for path, tensor in self._attributed:
-                self._enter_own(path, tensor, looks_for)
+            for path, tensor in self.tensors.values() if self.mentions.looks_for_absent else self._attributed:
+                self._enter_own(path, tensor)
         self.truncated = bool(self._work)
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
@@ -474,12 +473,13 @@ class Reach:
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
             if hooks:
                 self._fixed(f"{path}'s hook", hooks.values())
-        self._attributed.append((path, tensor))
+        if tensor.__dict__:
+            self._attributed.append((path, tensor))
 
-    def _enter_own(self, path: str, tensor: torch.Tensor, looks_for: bool) -> None:
+    def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
         """Attributes that the user gave a tensor, or may give it."""
-        own = tensor.__dict__
-        if (looks_for or own) and identity(own) not in self._seen and (looks_for or not self.mentions.names.isdisjoint(own)):
+        own, mentions = tensor.__dict__, self.mentions
+        if identity(own) not in self._seen and (mentions.looks_for_absent or not mentions.names.isdisjoint(own)):
             self._seen.add(identity(own))
             self._keep.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)

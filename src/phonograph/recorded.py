@@ -576,7 +576,7 @@ class Recorded(Observed, Generic[P, R]):
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
             raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
-        with Ours("made a recording"):
+        with Ours("made a recording"), uncollected():
             reach = self._reach(call)
             device = self._device(call, reach)
             if optimizers.prepare(reach.optimizers):

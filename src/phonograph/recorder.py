@@ -148,11 +148,10 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         for t in captured.watch.written.values():
             if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
-        changes = snapshot.changes()
+        changes = snapshot.changes()  # `self.seen = []` is none
         if changes:
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
                           "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
-        snapshot.restore(unchanged=True)  # `self.seen = []`
         captured.watch.handed_out(captured.result)
         for part in captured.watch.parts:
             part.settle(captured.watch.undone)
@@ -561,12 +560,12 @@ def _separate(call: Call, entangled: Entangled) -> None:
 
 def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
-    tensors = [t for _, t in reach.tensors.values() if t.layout is torch.strided]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    all_known = not watch.written.keys().isdisjoint(watch.slot_ids)
-    keys = (watch.known if all_known else watch.written).keys() - watch.slot_ids
-    found = [t.untyped_storage() for t in (*watch.written.values(), *tensors)]
-    storages = {s._cdata: s for s in found if s._cdata in keys}
+    storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
+    if not watch.written.keys().isdisjoint(watch.slot_ids):
+        tensors = [t for _, t in reach.tensors.values() if t.layout is torch.strided]
+        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        known = watch.known.keys() - watch.slot_ids
+        storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if t.layout is torch.strided}

@@ -76,14 +76,21 @@ class Snapshot:
         self._aliases = [*map(alias, tensors)]
 
     def changes(self) -> list[str]:
-        """The names of places and tensors that are something else now."""
-        places = changed(zip(self.holders, self.values, strict=True))
+        """The names of places and tensors that are something else now. Objects that are equal to those that were there, and not
+        the same, of which nobody would hear, are put back."""
+        found = []
+        for holder, old in zip(self.holders, self.values, strict=True):
+            now = holder.read()
+            if len(now) != len(old) or not all(map(is_, now, old)):
+                if _all_same(old, now):
+                    holder.restore(old)
+                else:
+                    found.append(_name(holder, old, now))
         states = _states([t for _, t, _ in self.tensors])
-        return places + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
+        return found + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
 
-    def restore(self, *, unchanged: bool = False) -> None:
-        """Put every changed place back as it was, and make every changed tensor again what it was. Where there are no `changes`
-        (`unchanged`), objects may still be equal and not the same, of which nobody would hear."""
+    def restore(self) -> None:
+        """Put every changed place back as it was, and make every changed tensor again what it was."""
         failed: list[Exception] = []
         for holder, old in zip(self.holders, self.values, strict=True):
             try:
@@ -92,7 +99,7 @@ class Snapshot:
                     holder.restore(old)
             except Exception as e:  # the other places have to be put back all the same
                 failed.append(e)
-        for i, (_, t, before) in enumerate([] if unchanged else self.tensors):
+        for i, (_, t, before) in enumerate(self.tensors):
             now = state_of(t)
             if before[-1] or now[-1]:
                 for hooks, saved in zip(_hooks_of(t), self._hooks.get(i, ({}, {})), strict=True):

@@ -27,6 +27,7 @@ from ..casting import Casts
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
+from ..garbage import collected
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once, unowned
 from ..randomness import Rewind
@@ -515,7 +516,7 @@ class CpuDevice:
         tape.dials = dials
         tape.give_back = self._arena.give_back
         try:
-            with tape, _host_reads_refused(tape):
+            with tape, _host_reads_refused(tape), collected():
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

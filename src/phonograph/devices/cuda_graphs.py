@@ -44,7 +44,9 @@ __all__ = ["GraphProgram", "Graphs", "quietly"]
 _thread = threading.local()
 
 _SMALL = 32 << 10  # bytes that the kernel for several copies without delay: it has one block for each 256 KiB or less
-_LARGE = 16 << 20  # bytes; beyond, a memcpy node copies
+_LARGE = 1 << 20  # bytes; beyond, a memcpy node copies
+# A copy of words to words of the same type is a memcpy node, to words of another type a kernel, of which the bits are the same.
+_OTHER = {torch.int32: torch.uint32, torch.uint8: torch.int8}
 
 
 class _Edges:
@@ -53,7 +55,8 @@ class _Edges:
     the CPU less than a copy beside the graph, and the GPU less than another launch.
 
     Kernels copy: one for several small tensors, one for each that is larger or alone. To give the latter their addresses costs
-    the CPU 0.8 us each (1.8 for the former), and a memcpy node 1.2 us (H200).
+    the CPU 0.8 us each (1.8 for the former), and a memcpy node 1.2 us (H200). It is the kernel that converts types, which most
+    programs have in use: to load another one takes the driver 10 to 20 ms.
 
     Only what lies dense in memory is copied so; where one argument does not, all are copied beside the graph.
     """
@@ -92,7 +95,7 @@ class _Edges:
             if more:
                 torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
             elif s.nbytes <= _LARGE:
-                torch.bitwise_or(s, 0, out=t)  # what `copy_` makes a memcpy node of
+                t.copy_(s.view(_OTHER[s.dtype]))
             else:
                 t.copy_(s)
 
