@@ -24,7 +24,7 @@ from .marked import Marked
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
-from .reliance import changed, relied
+from .reliance import changed, relied, state_of
 from .torch_private import has_memory, transformed
 from .trees import Node, flatten
 from .watch import storage_id
@@ -114,7 +114,7 @@ class _Seen(NamedTuple):
     """A tensor in reach at one moment. It holds the gradient, whose identity another one could else have later."""
 
     name: str
-    place: int
+    state: tuple[Any, ...]
     version: int
     grad: torch.Tensor | None
     grad_version: int
@@ -122,11 +122,11 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, name: str, t: torch.Tensor) -> _Seen:
         grad = t.grad if t.is_leaf else None
-        return cls(name, t.data_ptr(), t._version, grad, 0 if grad is None or grad.is_inference() else grad._version)
+        return cls(name, state_of(t), t._version, grad, 0 if grad is None or grad.is_inference() else grad._version)
 
     def same(self, now: _Seen) -> bool:
-        places = self.place == now.place and self.version == now.version
-        return places and self.grad is now.grad and self.grad_version == now.grad_version
+        same = self.state == now.state and self.version == now.version
+        return same and self.grad is now.grad and self.grad_version == now.grad_version
 
 
 class Notes:
@@ -146,6 +146,7 @@ class Notes:
         self.keeps: list[Set[int]] = []  # the places of arguments that somebody has whom a marked function has given them
         self._given: list[weakref.ref[torch.Tensor]] = []  # to marked functions
         self.within = False  # a marked function runs, whose operators are its own
+        self.turned: set[tuple[int, str]] = set()  # hyper-parameters that they have set, as `Holder.dial` has it
         self._done = deque(done)
 
     @property
@@ -162,6 +163,7 @@ class Notes:
             return self._run(function, args, kwargs)
         storages, grads = {*map(storage_id, tensors)}, [*map(_gradient, tensors)]
         places, before = self._places(), self._tensors(storages)
+        dials = [(h, h.read()) for h in self.reach.holders if h.dial is not None] if self.reach is not None else []
         outside = [t for _, t in self.reach.tensors.values()] if self.reach is not None else []
         beside, own = {storage_id(t) for t in outside if t.layout is torch.strided}, {*map(identity, outside)}
         earlier = self._given_before()
@@ -178,6 +180,7 @@ class Notes:
             changes, keeps = (given.changed(box), given.kept(box)) if box else ("", set())
             for hook in hooks:
                 hook.remove()
+        self.turned |= {h.dial for h, values in dials if h.dial is not None and changed([(h, values)])}
         form = form_of(function, args, kwargs, box[0])
         moved = [was.name for was, now in zip(before, self._tensors(storages), strict=True) if not was.same(now)]
         written = [given.tensors[i] for i in given.written()]

@@ -14,7 +14,7 @@ import torch
 
 from .identity import identity
 from .reliance import state_of
-from .signature import modes
+from .signature import attributes, modes
 from .torch_private import has_memory, is_batched, transformed, use_count
 from .trees import containers, flatten
 
@@ -32,8 +32,8 @@ def plain(t: torch.Tensor) -> bool:
 class Given:
     """The arguments of a call, from before it on. What it returned is always in a `box`, a list that alone has it.
 
-    With the `values` that some of the tensors had before, by their places, a write counts also where it leaves no other trace
-    (`x.data`)."""
+    Some of the tensors are copies, or will be in replays: with the `values` that these had before, by their places, a write
+    counts also where it leaves no other trace (`x.data`), and an attribute that one of them is given counts as well."""
 
     def __init__(self, args: Any, kwargs: Any, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
@@ -44,10 +44,13 @@ class Given:
         self.tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}
         self._list = [*self.tensors.values()]
         self._versions = [t._version for t in self._list]
-        self._states = [*map(_state, self._list)]
+        self._states = self._states_now()
         self._modes = modes()
         self._owners = [_owners(self._list, i) for i in range(len(self._list))]
         self._references = [sys.getrefcount(c) for c in self._containers]
+
+    def _states_now(self) -> list[Any]:
+        return [(_state(t), _attributes(t) if i in self._values else None) for i, t in self.tensors.items()]
 
     def written(self) -> tuple[int, ...]:
         """The places of tensors that were written."""
@@ -66,7 +69,7 @@ class Given:
 
     def changed(self, box: list[Any]) -> str:
         """What it has done to them besides writing values, or to the settings of the process."""
-        if [*map(_state, self._list)] != self._states:
+        if self._states_now() != self._states:
             return "changes a tensor that it is given otherwise than its values"
         leaves: list[Any] = []
         if flatten(self._tree, leaves) != self._shape or not all(map(is_, leaves, self._leaves)):
@@ -89,6 +92,7 @@ class Given:
         alone = alone and all(sys.getrefcount(made[i]) == _ALONE[0] for i in range(len(made)))
         alone = alone and all(t.untyped_storage().resizable() for t in new)  # else the memory is an array's, say
         found = [HISTORY] if any(t.requires_grad for t in new) else []
+        found += ["returns a tensor with attributes of its own"] if any(map(attributes, new)) else []
         return found if alone else [*found, "returns something that it keeps, or that is somebody else's (return a clone)"]
 
 
@@ -104,6 +108,10 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
     return *state_of(t), t.is_leaf, t.retains_grad
+
+
+def _attributes(t: torch.Tensor) -> list[tuple[str, int]]:
+    return [(name, identity(value)) for name, value in attributes(t).items()]
 
 
 def _owners(tensors: Sequence[torch.Tensor], i: int) -> tuple[int, ...]:

@@ -176,6 +176,9 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         _no_overlap(call, slots)
         if dials.lost or not captured.program.set_numbers(dials.numbers()):
             raise _Unfollowed(LIVE if any(key in CYCLED for _, key in dials.sources) else ())
+        if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.live():
+            raise Refusal("calls a function that is marked @pg.live and sets a hyper-parameter which cannot be followed",
+                          "set it outside")  # fmt: skip
     return Recording(
         name=name,
         key=call.key,

@@ -30,7 +30,7 @@ from .marked import Marked
 from .reach import Reach
 from .recording import Tensors
 from .reliance import Grads, changed, state_of
-from .signature import HOOKS, modes
+from .signature import HOOKS, attributes, has_gradient_or_hooks, modes
 from .spans import Spans
 from .torch_private import bump, has_memory
 from .tracing import Tracing
@@ -330,6 +330,9 @@ class Cuts:
             number = x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))  # written in code of the call
             if not (plain and (ours or (number and not marked))):
                 raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
+            if marked and identity(x) not in self._own and (attributes(x) or x.retains_grad or has_gradient_or_hooks(x)):
+                raise Refusal(f"{runs} with a tensor that has attributes, hooks or a gradient, which its copy has not",
+                              "pass what it needs of them by itself")  # fmt: skip
         elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
 

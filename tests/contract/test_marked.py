@@ -1527,3 +1527,82 @@ def test_c12_it_returns_what_it_was_given_and_the_call_begins_again(device):
     run(both, device, calls=7)
     assert "another shape" in reasons(both)
     assert counts(both)[2] >= 4
+
+
+def _attributes(which, device):
+    """A function with a marked one in it, that has to do with more of a tensor than its values."""
+    log = []
+
+    @pg.live
+    def part(x):
+        if which in ("sets", "sets of an argument"):
+            x.scale = 3.0
+        log.append((getattr(x, "scale", None), None if x.grad is None else x.grad.tolist()))
+        if which == "returns":
+            x = x + 1
+            x.scale = 3.0
+            return x
+        return torch.zeros_like(x) if x.grad is None else x.grad * 2
+
+    def function(x):
+        y = x * 2
+        if which == "reads":
+            y.scale = 3.0
+        if which == "retains a gradient":
+            y.requires_grad_().sin().retain_grad()
+            y = y.sin()
+            y.retain_grad()
+        if which == "a leaf's gradient":
+            y.requires_grad_()
+        if which in ("retains a gradient", "a leaf's gradient"):
+            y.square().sum().backward()
+        if which == "hooks":
+            y.requires_grad_().register_hook(lambda grad: grad * 3)
+        z = part(x if which == "sets of an argument" else y)
+        scale = getattr(x if which == "sets of an argument" else z if which == "returns" else y, "scale", 1.0)
+        return z.detach() + y.detach() * scale
+
+    return function, log
+
+
+ATTRIBUTES = ["sets", "sets of an argument", "reads", "returns", "retains a gradient", "a leaf's gradient", "hooks", "nothing"]
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("which", ATTRIBUTES)
+def test_c12_more_than_the_values_of_what_it_is_given(device, which):
+    """Its copy has no attributes, gradient and hooks, and where it sets one it is the copy's."""
+    both = split(lambda: _attributes(which, device))
+    run(both, device, calls=4)
+    if which == "nothing":
+        assert_split(both, calls=4)
+    else:
+        assert "attributes" in reasons(both) or "otherwise than its values" in reasons(both), reasons(both)
+        assert counts(both) == (4, 0, 0)
+
+
+@may_run_live
+@pytest.mark.parametrize("what", ["requires_grad", "lr"])
+def test_c12_what_it_changes_in_each_call_is_seen_in_the_first(device, what):
+    def make():
+        w = nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.SGD([w], lr=1.0)
+
+        @pg.live
+        def part(x):
+            if what == "lr":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            else:
+                w.requires_grad_(not w.requires_grad)
+
+        def function(x):
+            y = x * 2
+            part(y)
+            return y + (optimizer.param_groups[0]["lr"] if what == "lr" else w.detach() * 2)
+
+        return function, [w, optimizer.param_groups[0]]
+
+    both = split(make)
+    run(both, device, calls=5, size=3)
+    assert counts(both) == (5, 0, 0), pg.explain(both.recorded)
