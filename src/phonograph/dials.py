@@ -13,16 +13,21 @@ condition: once it would be decided otherwise, the recording no longer fits. If 
 program, the numbers are baked in after all, and a change makes a new recording.
 
 Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's
-value out of sight, through `math.sqrt` for instance. And only numbers that no code of the user's reads.
+value out of sight, through `math.sqrt` for instance. And only numbers that no other code reads, whosever it is. (Outside of
+steps it finds the real ones, and what it makes of them is baked in.) So a call does not follow any if code in it takes a
+parameter group out of an optimizer's list (`_Groups`), or has one from elsewhere (`Reach.lends_groups`).
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,6 +37,7 @@ from .mentions import LIVE
 from .optimizers import SMALLEST, divides_by_rate
 from .reach import Reach
 from .torch_private import optimizer_hooks, step_hooks
+from .where import is_ours
 
 __all__ = ["Dial", "Dials", "probing"]
 
@@ -111,13 +117,24 @@ for _name in ("neg", "abs"):
 
 
 def _is_number(v: Any) -> bool:
-    return isinstance(v, (float, int)) and not isinstance(v, bool)
+    """Whether it is one that operators take."""
+    return isinstance(v, float) or (isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
 
 
 def _numbers(setting: Any) -> Values | None:
     """The numbers of a hyper-parameter that is one, or a tuple of them (`betas`)."""
     parts = setting if type(setting) is tuple else (setting,)
     return tuple(map(float, parts)) if parts and all(map(_is_number, parts)) else None
+
+
+def _form(setting: Any) -> int:
+    """How many numbers in a tuple; -1 for a number by itself."""
+    return len(setting) if type(setting) is tuple else -1
+
+
+def _bits(values: Values) -> bytes:
+    """By which numbers are the same: 0.0 and -0.0 are not, two NaN may be."""
+    return struct.pack(f"{len(values)}d", *values)
 
 
 def _may_be_dialled(key: str, setting: Any) -> bool:
@@ -155,12 +172,15 @@ class Dials:
             if _may_be_dialled(key, group.get(key))
         ]  # fmt: skip
         self._last: list[Any] = [group[key] for group, key in self.sources]
+        self._forms = [*map(_form, self._last)]
         read = [_numbers(v) or () for v in self._last]
         self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
         self.values: Values = tuple([number for numbers in read for number in numbers])
         self.formulas: dict[float, Formula] = {}
         self.used: set[float] = set()
         self.lost = False
+        self.read = False  # by code that is no optimizer's step
+        self.in_step = False
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
         self._conditions: list[tuple[Callable[[Values], Any], Any]] = []
         self._touched: set[int] = set()
@@ -194,6 +214,17 @@ class Dials:
         if type(number) is float and number in self.formulas:
             self.used.add(number)
 
+    def looks(self, frame: FrameType) -> None:
+        """Code in this frame takes parameter groups, in which it may read numbers."""
+        code = frame.f_code
+        if not (self.in_step or is_ours(code.co_filename) or any(code is known for known in _TAKING_PARAMETERS)):
+            self.lost = self.read = True
+
+    def ran(self, codes: Iterable[CodeType]) -> None:
+        """This code ran: that of a scheduler, perhaps, by which it tells the rates that it has set."""
+        if self.sources and any(c.co_name in _TELLING and c.co_filename == _SCHEDULERS for c in codes):
+            self.lost = self.read = True
+
     def live(self) -> set[tuple[int, str]]:
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self._touched.clear()
@@ -215,16 +246,67 @@ class Dials:
             return False
         self._last = now
         read = [_numbers(v) for v in now]
-        values = tuple([number for numbers in read for number in numbers or ()])
-        if None in read or len(values) != len(self._of):
+        if None in read or [*map(_form, now)] != self._forms:
             self.values = ()
             return True
-        changed, self.values = values != self.values, values
-        return changed
+        before, self.values = self.values, tuple([number for numbers in read for number in numbers or ()])
+        return _bits(before) != _bits(self.values)
 
     def fit(self) -> bool:
-        """Whether the program still takes the branches that it took when it was captured."""
-        return len(self.values) == len(self._of) and all(c(self.values) == outcome for c, outcome in self._conditions)
+        """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out
+        (eager raises where it divides by 1 - beta, say)."""
+        if len(self.values) != len(self._of):
+            return False
+        try:
+            fits = all(c(self.values) == outcome for c, outcome in self._conditions)
+            return fits and all(type(number) is float for number in self.numbers().values())
+        except ArithmeticError:
+            return False
+
+
+_TAKING_PARAMETERS = [
+    inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, torch.amp.GradScaler._unscale_grads_)
+]
+_SCHEDULERS, _TELLING = torch.optim.lr_scheduler.__file__, ("get_last_lr", "get_lr", "state_dict")
+
+
+class _Groups(list[Any]):
+    """An optimizer's parameter groups, in a capture: tells of who takes one."""
+
+    __slots__ = ("dials",)
+    dials: Dials
+
+
+def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Groups, *args: Any, **kwargs: Any) -> Any:
+        self.dials.looks(sys._getframe(1))
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("__iter__", "__getitem__", "__reversed__", "__repr__", "__contains__", "__add__", "__mul__", "__rmul__", "__eq__",
+              "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "copy", "count", "index", "pop", "remove", "sort"):  # fmt: skip
+    setattr(_Groups, _name, _telling(getattr(list, _name)))
+
+
+@contextmanager
+def _watched(optimizers: Sequence[torch.optim.Optimizer], dials: Dials) -> Iterator[None]:
+    """During the block, who takes parameter groups out of these optimizers' lists is noticed."""
+    stood = []
+    for o in optimizers:
+        groups = vars(o).get("param_groups")
+        if type(groups) is list:
+            vars(o)["param_groups"] = watched = _Groups(groups)
+            watched.dials = dials
+            stood.append((o, groups, watched))
+    try:
+        yield
+    finally:
+        for o, groups, watched in stood:
+            if vars(o).get("param_groups") is watched:
+                groups[:] = list.__iter__(watched)  # the function may have changed it
+                vars(o)["param_groups"] = groups
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -239,7 +321,9 @@ def _divides_by(rate: Dial) -> Callable[[Values], Any]:
 @contextmanager
 def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can."""
-    seen = reach.compiles_a_step or reach.mentions.reads_settings or any(map(_has_hooks, reach.optimizers))
+    seen = (
+        reach.compiles_a_step or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
+    )
     keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
     dials = Dials(() if seen else reach.optimizers, keys)
     real = list(dials._last)
@@ -257,6 +341,7 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             dials.stepping(begins)
+            dials.in_step = begins
             if len(args) > 1 or kwargs:
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):
@@ -274,7 +359,8 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     try:
         for (group, key), mark in zip(dials.sources, marks, strict=True):
             group[key] = mark
-        yield dials
+        with _watched(reach.optimizers if dials else (), dials):
+            yield dials
     finally:
         for handle in handles:
             handle.remove()

@@ -137,7 +137,7 @@ def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal |
         if isinstance(rate, torch.Tensor):
             return Refusal(f"{name} has a learning rate that is a tensor, and divides by it in a recording",
                            "fused=True, or capturable=True as in eager CUDA graphs, or a number")  # fmt: skip
-        if rate is not None and abs(rate) < SMALLEST:
+        if rate is not None and not abs(rate) >= SMALLEST:  # nor NaN
             return Refusal(f"{name} has a learning rate of {rate}", "nothing, or fused=True", this_call=True)
     return None
 

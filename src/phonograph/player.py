@@ -249,8 +249,8 @@ class Player:
         self.played += 1
         self._device.enter()
         if self._turned and self._dials is not None:
-            self._turned = False
             self.recording.program.set_numbers(self._dials.numbers())
+            self._turned = False
         pool = self._device.pool
         if pool.loans:
             pool.take_back(self.recording.footprint)

@@ -111,8 +111,10 @@ class Reach:
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.compiles_a_step = False
         self.marked = False  # it has met functions that are marked `@pg.live`
+        self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
+        self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
@@ -228,7 +230,10 @@ class Reach:
 
     def _visit(self, path: str, thing: Any) -> None:
         kind = type(thing)
-        if kind in _LEAVES or identity(thing) in self._seen:
+        if kind in _LEAVES:
+            return
+        if identity(thing) in self._seen:
+            self.lends_groups = self.lends_groups or identity(thing) in self._groups
             return
         self._seen.add(identity(thing))
         self._keep.append(thing)
@@ -251,8 +256,11 @@ class Reach:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
             named = type(k) is str
-            if type(v) not in _LEAVES and identity(v) not in seen:
-                work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
+            if type(v) not in _LEAVES:
+                if identity(v) not in seen:
+                    work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
+                elif identity(v) in self._groups:
+                    self.lends_groups = True
             if named:
                 continue
             if type(k) is torch.Tensor:
@@ -416,14 +424,19 @@ class Reach:
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
-        own = optimizer.__dict__
+        self._objects.append(optimizer)
+        own, groups = optimizer.__dict__, optimizer.param_groups
         self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
-        self._dict(path, own)
+        self._hold(places.dictionary(path, own))
+        self._items(path, {name: value for name, value in own.items() if value is not groups})
+        self._is_group(groups)
+        if isinstance(groups, list):
+            self._hold(places.ordered(f"{path}.param_groups", groups))
         self._seen.add(identity(optimizer.state))
         self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
         self._dict(f"{path}.state", optimizer.state, watched=True)
         self._class_of(type(optimizer))
-        for i, group in enumerate(optimizer.param_groups):
+        for i, group in enumerate(groups):
             self._group(f"{path}.param_groups[{i}]", group)
         # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
@@ -444,11 +457,17 @@ class Reach:
             self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
         self._class_of(type(scaler))
 
+    def _is_group(self, group: Any) -> None:
+        """An optimizer has this, a parameter group or a list of them."""
+        self.lends_groups = self.lends_groups or (identity(group) in self._seen and identity(group) not in self._groups)
+        self._groups.add(identity(group))
+        self._seen.add(identity(group))
+        self._keep.append(group)
+
     def _group(self, path: str, group: dict[str, Any]) -> None:
         """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
         followed = (*LIVE, *CYCLED)
-        self._seen.add(identity(group))
-        self._keep.append(group)
+        self._is_group(group)
 
         def read() -> tuple[Any, ...]:
             return tuple([v for k, v in group.items() if k not in followed])

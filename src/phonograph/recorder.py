@@ -174,8 +174,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
             for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
         )
         _no_overlap(call, slots)
-        if dials.lost or not captured.program.set_numbers(dials.numbers()):
-            raise _Unfollowed(LIVE if any(key in CYCLED for _, key in dials.sources) else ())
+        if dials.lost or not (dials.fit() and captured.program.set_numbers(dials.numbers())):
+            raise _Unfollowed(LIVE if any(key in CYCLED for _, key in dials.sources) and not dials.read else ())
         if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.live():
             raise Refusal("calls a function that is marked @pg.live and sets a hyper-parameter which cannot be followed",
                           "set it outside")  # fmt: skip
@@ -439,6 +439,7 @@ def _capture(
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):
             raise refusal
+        dials.ran(listener.ran)
         overlooked = listener.overlooked or reach.overlooked(listener.ran)
         if overlooked is not None:
             raise overlooked
