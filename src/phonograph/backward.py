@@ -111,7 +111,14 @@ class Backward:
     kept: frozenset[int]
     """The numbers of what lies on `memory`."""
     constant: dict[int, torch.Tensor]
-    """By the numbers of what is saved: tensors outside."""
+    """By the numbers of what is saved: tensors outside..."""
+    unversioned: frozenset[int]
+    """...and of which of these it lies on the memory only: a write of the one is not noted for the other."""
+    numbered: list[frozenset[int]]
+    """For each of the attached results, what stands for Python numbers that are saved on its way: they are never asked for, and
+    gone after the last backward as all else."""
+    reaches: list[frozenset[int]]
+    """For each of the attached results, on which it depends of `sources` and `parameters`, taken together."""
     exposed: dict[int, int]
     """By the numbers of what is saved: results, which their owner may write."""
     attached: list[int]
@@ -284,7 +291,7 @@ class Backward:
             return self(*given)
 
     def _run(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
-        if self.nested:
+        if self.nested and not self.wanted:
             return self._accumulating(ends, grads)
         with _hooks_set_aside(self.parameters):
             wanted = self.wanted or [True] * len(self._starts)

@@ -41,8 +41,12 @@ __all__ = ["TWICE", "Joint"]
 
 _SEEN = Refusal("has a gradient of one result with respect to another, through what cannot be run by itself",
                 "record what contains that backward as well")  # fmt: skip
+_PAST = Refusal("has a result with a hook, or one that retains its gradient, which gradients of chosen inputs do not depend on",
+                "record the parts by themselves")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """A backward that is itself to be differentiated has to run live."""
+
+_NONE = frozenset[int]()
 
 MANY = 32
 """Where gradients are added up on another stream than the caller's: up to so many parameters a backward is played on the
@@ -78,15 +82,18 @@ class Joint:
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
         # Which of those, constant and exposed, a number stands for.
         at = {identity(t): i for i, t in enumerate(self._constant)}
-        self._index = {n: at[identity(t)] for n, t in traced.constant.items()}
+        self._index = {n: at[identity(t)] for n, t in traced.constant.items() if n not in traced.unversioned}
         self._index |= {n: len(at) + self._exposed.index(i) for n, i in traced.exposed.items()}
         first = len(at) + len(self._exposed)
         self._index |= {n: first + i for n, i in traced.places.whose.items()}
-        self._inner = {k for others in traced.upstream for k in others}
+        self.inner = {k for others in traced.upstream for k in others}
+        # Results that do not depend on all that others do: gradients of chosen inputs may lead past them.
+        self._aside = {i for i, some in enumerate(traced.reaches) if some != frozenset[int]().union(*traced.reaches)}
         several = range(len(traced.attached)) if len(traced.attached) > 1 else ()
         self.elsewhere = traced.lasting and len(traced.parameters) > MANY
         """Whether the backward is played on the stream where gradients are added up."""
         self._apart = sorted(several, key=lambda i: len(traced.upstream[i]))  # those that others depend on come first
+        self._saves_numbers = any(traced.numbered)
         self._read: dict[tuple[bool, ...], _Read] = {}  # by which gradients are given: what that backward reads
 
     def attach(self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
@@ -120,7 +127,7 @@ class Joint:
             for i in self._apart:
                 others = [joined[k] for k in traced.upstream[i]]
                 joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)  # type: ignore[no-untyped-call]
-                if i in self._inner:
+                if i in self.inner or i in self._aside:
                     flight.watch(i, joined[i])
         for i, t in zip(traced.attached, joined, strict=True):
             results[i] = t
@@ -129,10 +136,11 @@ class Joint:
         """The backward of one call, which is this node in the graph of autograd."""
         pattern = tuple(g is not None for g in grads)
         known = self._read.get(pattern)
-        self._begin(flight, known)
+        partly = self._partly(flight, pattern, node)
+        numbered = self._numbered(pattern) if self._saves_numbers else _NONE
+        self._begin(flight, None if partly and flight.holds else known, numbered)
         cut, retains, arguments = self._cut(flight), keeps_graph(), flight.read()
         last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
-        partly = self._partly(node)
         backward = partly or self._backwards.get(last) or self._backward(last)
         with self.traced.noting(flight.spent) as asked:
             try:
@@ -140,7 +148,7 @@ class Joint:
                 found, added = (partly or self.traced).beyond(cut, given) if cut else backward(*given)
             finally:
                 if last:
-                    flight.spent |= asked.numbers
+                    flight.spent |= asked.numbers | numbered
         if known is None or known.numbers is not asked.numbers:
             known = self._noted(asked)
             flight.check(known)
@@ -159,13 +167,21 @@ class Joint:
                 _keep_quiet(p)
         return found
 
-    def _partly(self, node: Any) -> Backward | None:
+    def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
         """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
-        would notice, were it run as a whole, runs live, and only as far."""
-        if may_run_backward() or self.traced.repeatable:
+        would notice, were it run as a whole, runs live, and only as far: also where what is saved was written since, which need
+        not be on the way."""
+        if may_run_backward():
             return None
         wanted = [other is not None and will_run(other) for other, _ in node.next_functions]
         if all(wanted):
+            return None
+        chosen = {i for i, asked in enumerate(wanted) if asked}
+        for i in self._aside:
+            if pattern[i] and chosen.isdisjoint(self.traced.reaches[i]) and flight.watched(i):
+                self.traced.stop(_PAST)
+                raise RuntimeError(f"phonograph: a recorded function {_PAST.reason}. From its next call on, it runs live.")
+        if self.traced.repeatable and flight.unwritten():
             return None
         traced = copy.copy(self.traced)
         traced.wanted = wanted
@@ -187,7 +203,7 @@ class Joint:
             if flight.joined_runs() and not any(flight.watched(k) for k in seen):
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
-        self._begin(flight, None)
+        self._begin(flight, None, _NONE)
         with self.traced.noting(flight.spent) as asked:
             found = dict(zip(seen, self.traced.between(i, grad, seen, flight.read()), strict=True))
         flight.check(self._noted(asked))
@@ -199,7 +215,7 @@ class Joint:
         look = flight.looks.pop(backward_id(), None)
         if look is None:
             return []
-        if any(flight.watched(k) and k not in look.seen for k in self._inner):
+        if any(flight.watched(k) and k not in look.seen for k in self.inner):
             raise self._unseen()  # a hook was set while the backward ran, and has seen a part
         return sorted(look.cut)
 
@@ -207,8 +223,11 @@ class Joint:
         self.traced.stop(_SEEN)
         return RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
 
-    def _begin(self, flight: _Flight, known: _Read | None) -> None:
-        flight.begin(known)
+    def _numbered(self, pattern: tuple[bool, ...]) -> Set[int]:
+        return _NONE.union(*(numbers for numbers, given in zip(self.traced.numbered, pattern, strict=True) if given))
+
+    def _begin(self, flight: _Flight, known: _Read | None, numbered: Set[int]) -> None:
+        flight.begin(known, numbered)
         flight.refresh()
         if self.traced.recompute.rewind is not None:
             self.traced.recompute.rewind.begins = flight.begins
@@ -268,7 +287,7 @@ class _Flight:
         number, looks = backward_id(), self.looks
         if number not in looks:
             asked = not may_run_backward()
-            looks[number] = _Look(frozenset(k for k in self._watched if asked or self.watched(k)), set())
+            looks[number] = _Look(frozenset(k for k in self.joint.inner if asked or self.watched(k)), set())
             when_backward_ends(lambda: looks.pop(number, None) and None)
         return looks[number]
 
@@ -280,8 +299,17 @@ class _Flight:
         node = self._joined()
         return node is None or will_run(node)
 
+    @property
+    def holds(self) -> bool:
+        """Whether some of what was saved is still there."""
+        return self._memory is not None
+
+    def unwritten(self) -> bool:
+        """Whether nothing was written that was saved."""
+        return not self._saved or _versions(self._saved) == self._versions
+
     def check(self, read: _Read) -> None:
-        if not self._saved or _versions(self._saved) == self._versions:
+        if self.unwritten():
             return
         for i in read.places:
             if _version(self._saved[i]) != self._versions[i]:
@@ -304,9 +332,11 @@ class _Flight:
         it other memory, `x.data = ...`, leaves its version alone.)"""
         return [t.detach() for t in self.given]
 
-    def begin(self, read: _Read | None) -> None:
-        """A backward begins, which reads this if that is known."""
-        if self._memory is None and (read is None or read.numbers):
+    def begin(self, read: _Read | None, numbered: Set[int]) -> None:
+        """A backward begins, which reads this if that is known, and goes through what has saved these Python numbers."""
+        if self._memory is None and (read is None or read.numbers or numbered):
+            raise spent()
+        if numbered and not numbered.isdisjoint(self.spent):
             raise spent()
         if read is not None:
             self.check(read)

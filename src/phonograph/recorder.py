@@ -238,17 +238,15 @@ def _backward(
     if any(t.requires_grad and storage_id(slot) in captured.watch.written
            for t, slot in zip(call.tensors, captured.used, strict=True)):  # fmt: skip
         raise Refusal("writes an argument that requires a gradient", "write a clone of it")
-    outside: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for t in (*(t for _, t in reach.tensors.values()), *(t for t in call.tensors if isinstance(t, torch.nn.Parameter))):
-        outside[storage_id(t)].append(t)
-    if any(t.grad_fn is not None and key in captured.watch.touched for key, tensors in outside.items() for t in tensors):
+    if any(
+        t.grad_fn is not None and key in captured.watch.touched for key, tensors in tracing.outside.items() for t in tensors
+    ):
         raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument")
     backward = tracing.backward(
         function,
         results,
         attached,
         captured.made,
-        outside,
         lambda key: outputs.lease(key, captured, leases, device),
         captured.sets_hooks,
     )
@@ -256,6 +254,14 @@ def _backward(
         raise Refusal("has code that runs in its backward, and may look at gradients, of which eager has added some by then",
                       "record the whole step")  # fmt: skip
     return backward
+
+
+def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
+    """The tensors that were there before the call, and which no slot stands for, by storage."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for t in (*(t for _, t in reach.tensors.values()), *(t for t in call.tensors if isinstance(t, torch.nn.Parameter))):
+        found[storage_id(t)].append(t)
+    return found
 
 
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
@@ -398,7 +404,7 @@ def _capture(
         watch.outermost = sys._getframe().f_code
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
-            tracing.begin(slots, watch.states)
+            tracing.begin(slots, watch.states, _outside(call, reach))
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
         seen = [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
         stood[:] = seen

@@ -19,9 +19,10 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from functools import cache
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,20 @@ from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .keeping import NODE, Contents, kept
-from .pool import Lease, copy_of, extent, place_of, unowned
+from .pool import Lease, copy_of, place_of, unowned
 from .randomness import CudaState, Rewind, States
 from .saved import PartOf, Places
-from .torch_private import alias, code_of, donates, lend_code, lend_module, original_views, recomputed_part, use_count
+from .torch_private import (
+    alias,
+    code_of,
+    donates,
+    lend_code,
+    lend_module,
+    original_views,
+    recomputed_part,
+    share_version,
+    use_count,
+)
 from .watch import storage_id
 
 __all__ = ["Tracing"]
@@ -71,6 +82,7 @@ class _Found(NamedTuple):
     """What there is between results and where gradients flow to, leaf tensors and `_Source`s: Python code, attention, dropout
     in it, parts that are recomputed by a backward of their own."""
 
+    nodes: set[Any]
     leaves: list[torch.Tensor]
     sources: set[Any]
     python: list[Any]
@@ -87,10 +99,16 @@ class Tracing:
         self._root = torch.empty(0, requires_grad=True)
         self.begin([], States())
 
-    def begin(self, arguments: Sequence[torch.Tensor], states: States) -> None:
+    def begin(
+        self,
+        arguments: Sequence[torch.Tensor],
+        states: States,
+        outside: Mapping[int, Sequence[torch.Tensor]] = MappingProxyType({}),
+    ) -> None:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input. It notes the
-        random states that it reads."""
+        random states that it reads. `outside` are the tensors that were there before, by storage."""
         self._states = states
+        self.outside = outside
         self._drawn = 0
         self.recomputes = False
         self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
@@ -117,8 +135,13 @@ class Tracing:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
         """By number: the tensor of the capture. One that several nodes have saved has several numbers."""
-        self._leaves: set[int] = set()  # numbers of tensors that were saved as they are, and not through a view
+        self._themselves: set[int] = set()  # numbers of tensors outside that were saved themselves, and no view of them
+        self._meant: dict[
+            int, torch.Tensor
+        ] = {}  # by number: the tensor outside that was saved, or of which that was a view...
+        self._apart: set[int] = set()  # ...or on the memory of which it lay, but of which autograd does not know (`x.data`)
         self._places: Places | None = None
+        self._unpacked = 0
         self._inputs_held: Set[int] = frozenset()
 
     def argument(self, slot: torch.Tensor) -> torch.Tensor:
@@ -222,8 +245,7 @@ class Tracing:
         if t.grad_fn in self._stands:
             t = self._stands[t.grad_fn][0]  # the parameter itself: backward reads what is there then
         storage = storage_id(t)
-        leaf = t.grad_fn is None
-        key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), leaf)
+        key = (storage, t.dtype, t.storage_offset(), t.size(), t.stride(), t.is_conj(), t.is_neg(), t.grad_fn is None)
         if not t.is_inference():
             self._versions.append((t, t._version))
         slot = self._slot_of[self._inputs[storage]] if storage in self._inputs else None
@@ -236,19 +258,47 @@ class Tracing:
         if slot is not None and whose:
             after = int(t.storage_offset()) - int(slot.storage_offset())
             self._parts_of_arguments[number] = PartOf(self._inputs[storage], t.size(), t.stride(), after, itself)
-        if leaf:
-            self._leaves.add(number)
+        if storage in self.outside:
+            self._note_outside(number, t, self.outside[storage])
         return number
 
+    def _note_outside(self, number: int, t: torch.Tensor, candidates: Sequence[torch.Tensor]) -> None:
+        """Several tensors may lie on one memory, each with a version of its own: weights that are tied by `a.data = b.data`."""
+        meant = next((c for c in candidates if c is t), None)
+        if meant is not None:
+            self._themselves.add(number)
+        else:
+            meant = next((c for c in candidates if not (t.is_inference() or c.is_inference()) and share_version(t, c)), None)
+        if meant is None:
+            self._apart.add(number)
+        self._meant[number] = candidates[0] if meant is None else meant
+
     def _unpack(self, number: int) -> torch.Tensor:
+        self._unpacked += 1
         return self.saved[number] if self._places is None else self._places.get(number)
+
+    def _numbered(self, found: _Found) -> dict[Any, int]:
+        """Nodes that have saved a Python number (of ``x * 2.0``), which goes through no hook, each with a number of its own.
+        Autograd takes that from them, too, and cannot go through them a second time."""
+        if self.recomputes:  # to show them, `checkpoint` would compute some anew; and such a part saves more
+            return {}
+        nodes: list[tuple[Any, Any]] = [(node, type(node)) for node in found.nodes if not isinstance(node, NODE)]
+        saving = [node for node, kind in nodes if any(self._is_unheard(node, name) for name in _saving(kind))]
+        return {node: _HELD - 1 - i for i, node in enumerate(saving)}
+
+    def _is_unheard(self, node: Any, name: str) -> bool:
+        before = self._unpacked
+        try:
+            return isinstance(getattr(node, name), torch.Tensor) and self._unpacked == before
+        except RuntimeError:  # it is gone: a backward ran inside
+            return False
 
     def end(self) -> None:
         """The capture is over, with or without success: let go of all of it. The graph has this, and parts that are recomputed
         have the graph: a cycle that no garbage collector could see."""
         self.held, self.saved, self._known = {}, [], {}
         self._hooks, self._module_hooks, self._parts, self._selections, self._sources, self._given = [], [], [], [], [], []
-        self._stands, self._slot_of = {}, {}
+        self._stands, self._slot_of, self.outside, self._meant = {}, {}, {}, {}
         self._contents, self._keepsakes = Contents([]), []
 
     def lost(self) -> bool:
@@ -267,19 +317,19 @@ class Tracing:
 
     def backward(
         self, function: Any, results: Mapping[int, torch.Tensor], attached: list[int], made: Mapping[int, Any],
-        outside: Mapping[int, list[torch.Tensor]], lease: Callable[[int], Lease], has_hooks: bool,
+        lease: Callable[[int], Lease], has_hooks: bool,
     ) -> Backward:  # fmt: skip
         """The backward of the captured call, as a function of the gradients of those of its `results` that are `attached`.
 
         `function` was called, and its code may have set hooks (`has_hooks`). `made` are the places of memory that the call
-        made, by storage; `lease` lends one, or one that is `held`. `outside` are the tensors that were there before, by
-        storage.
+        made, by storage; `lease` lends one, or one that is `held`.
 
         Raises:
             Refusal: it needs something that cannot be traced back.
         """
-        ends = [get_gradient_edge(results[i]) for i in attached]
+        ends, outside = [get_gradient_edge(results[i]) for i in attached], self.outside
         found = _walk(ends)
+        numbered = self._numbered(found)
         stands = [stand for node, stand in self._stands.items() if node in found.sources]
         parameters = [*(p for p, _ in stands), *found.leaves]
         if any(_waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
@@ -296,8 +346,8 @@ class Tracing:
         numbers = {number: storage_id(t) for number, t in enumerate(self.saved)}
         own = made.keys() | self.held.keys()
         on = {storage_id(t): i for i, t in results.items()}
-        constant = {n: _meant(self.saved[n], outside[key]) for n, key in numbers.items() if key in outside}
-        leaves = {n: t for n, t in constant.items() if n in self._leaves and place_of(t) == place_of(self.saved[n])}
+        constant = dict(self._meant)
+        leaves = {n: t for n, t in constant.items() if n in self._themselves and place_of(t) == place_of(self.saved[n])}
         given = self._parts_of_arguments
         there = {identity(t): t for number, t in enumerate(self.saved) if number not in given}
         places = {which: self._place(t, own, outside, lease) for which, t in there.items()}
@@ -315,7 +365,10 @@ class Tracing:
         code += map(lend_module, self._module_hooks)
         rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
         sources = [s for s in self._sources if s.edge.node in found.sources]
-        reached = [_walk([end]).sources for end in ends] if len(ends) > 1 and sources else []
+        starts = {node: i for i, node in enumerate([*(x.edge.node for x in (*sources, *(start for _, start in stands))),
+                                                    *map(identity, found.leaves)])}  # fmt: skip
+        each = [_walk([end]) for end in ends] if len(ends) > 1 else [found]
+        reached = [one.sources for one in each] if len(ends) > 1 and sources else []
         traced = Backward(
             function=function if found.python or has_hooks or self.recomputes else None,
             ends=ends,
@@ -331,6 +384,9 @@ class Tracing:
             memory=memory,
             kept=frozenset(unread),
             constant=constant,
+            numbered=[frozenset(number for node, number in numbered.items() if node in one.nodes) for one in each],
+            unversioned=frozenset(self._apart),
+            reaches=[frozenset(starts[x] for x in (*one.sources, *map(identity, one.leaves))) for one in each],
             exposed={n: on[key] for n, key in numbers.items() if key in on and key in made},
             attached=attached,
             held=held,
@@ -345,7 +401,7 @@ class Tracing:
         return traced
 
     @staticmethod
-    def _place(t: torch.Tensor, own: Set[int], outside: Mapping[int, list[torch.Tensor]],
+    def _place(t: torch.Tensor, own: Set[int], outside: Container[int],
                lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
         """Where a saved tensor will be found after each replay."""
         key = storage_id(t)
@@ -359,11 +415,10 @@ class Tracing:
         raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
 
 
-def _meant(t: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
-    """Which of several tensors on one memory a saved one belongs to: the one that it lies on."""
-    at, nbytes = t.data_ptr(), extent(t) * t.element_size()
-    around = [c for c in candidates if c.data_ptr() <= at and at + nbytes <= c.data_ptr() + extent(c) * c.element_size()]
-    return min(around or candidates, key=lambda c: c.numel())
+@cache
+def _saving(kind: Hashable) -> list[str]:
+    """The names by which nodes of this kind show what they have saved."""
+    return [name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _waits_for_all(hook: Any) -> bool:
@@ -397,4 +452,4 @@ def _walk(ends: Sequence[GradientEdge]) -> _Found:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return _Found(found, sources, python, attention, dropout, reentrant)
+    return _Found(seen, found, sources, python, attention, dropout, reentrant)

@@ -70,9 +70,11 @@ def _reshaping(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def reshaped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if identity(self) not in _watched:  # its shape is nobody's business, or it has none yet (`LazyLinear`)
+            return method(self, *args, **kwargs)
         shape = self.shape
         result = method(self, *args, **kwargs)
-        if identity(self) in _watched and self.shape != shape and self.is_leaf and not torch.compiler.is_compiling():
+        if self.shape != shape and self.is_leaf and not torch.compiler.is_compiling():
             forget_accumulation(self)
         return result
 
@@ -89,7 +91,7 @@ def _install() -> None:
     for name in {"data", "requires_grad", "grad_dtype"} & vars(torch._C.TensorBase).keys():
         inherited = getattr(torch._C.TensorBase, name)
         put = _reshaping(inherited.__set__) if name == "data" else inherited.__set__
-        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(put), None, inherited.__doc__))
+        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(put), inherited.__delete__, inherited.__doc__))
     torch.nn.Parameter.resize_ = _noting(_reshaping(torch.Tensor.resize_))  # type: ignore[method-assign]
     # functional_call swaps tensors in `_parameters` by hand, through this function.
     accessor = torch.nn.utils._named_member_accessor
