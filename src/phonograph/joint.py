@@ -334,7 +334,7 @@ class _Flight:
 
     def begin(self, read: _Read | None, numbered: Set[int]) -> None:
         """A backward begins, which reads this if that is known, and goes through what has saved these Python numbers."""
-        if self._memory is None and (read is None or read.numbers or numbered):
+        if self._memory is None and (numbered or (self.joint.traced.kept if read is None else read.numbers)):
             raise spent()
         if numbered and not numbered.isdisjoint(self.spent):
             raise spent()

@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .identity import identity
-from .torch_private import forget_accumulation, not_compiled_by_itself
+from .torch_private import forget_accumulation, has_memory, not_compiled_by_itself
 
 __all__ = ["epoch", "watch"]
 
@@ -70,7 +70,7 @@ def _reshaping(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def reshaped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if identity(self) not in _watched:  # its shape is nobody's business, or it has none yet (`LazyLinear`)
+        if identity(self) not in _watched or not has_memory(self):  # it may have no shape yet (`LazyLinear`)
             return method(self, *args, **kwargs)
         shape = self.shape
         result = method(self, *args, **kwargs)
