@@ -5,8 +5,8 @@
 Three training steps: PPO (two MLPs of 2 x 64), GPT-2 124M, ResNet-50. The peers wrap the model as well. `reduce-overhead`
 compiles it before; so "compiled" is beside it, a pair of the model that is compiled in the same way.
 
-Besides, what `loss.backward()` costs at least: through one node that hands out nothing, to as many parameters as PPO has. A pair
-has that, and three replays (forward, backward, optimizer) where the whole step has one.
+Besides, what `loss.backward()` costs at least: through one node that hands out nothing, to as many parameters as PPO has. A
+pair has that, and three replays (forward, backward, optimizer) where the whole step has one.
 """
 
 from __future__ import annotations
