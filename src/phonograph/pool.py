@@ -81,10 +81,11 @@ def once(t: torch.Tensor) -> torch.Tensor:
 
 
 class Fill:
-    """Copies tensors to fixed places of the same metadata, all in one go where torch has a kernel for it."""
+    """Copies tensors to fixed places of the same metadata, all in one go where torch has a kernel for it. (Who has these places
+    keeps their memory; a view of one would count as somebody who holds it.)"""
 
     def __init__(self, places: Sequence[torch.Tensor]) -> None:
-        self.places = [once(p) for p in places]
+        self.places = [p if (reduced := once(p)) is p else unowned(reduced) for p in places]
         self._plain = all(a is b for a, b in zip(self.places, places, strict=True))
 
     def __call__(self, sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:

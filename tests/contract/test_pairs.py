@@ -3317,3 +3317,27 @@ def test_c16_lazy_modules_beside_recorded_ones(device):
         assert lazy(torch.randn(3, 6, device=device)).shape == (3, 4)
     with pytest.raises(RuntimeError, match="not allowed"):
         del module.weight.data
+
+
+@pytest.mark.parametrize("grad", ["argument", "base", "none"])
+@pytest.mark.parametrize("module", [nn.Linear(6, 3), nn.Tanh(), nn.Softmax(dim=0)], ids=["linear", "tanh", "softmax"])
+def test_c06_an_expanded_argument(device, module, grad):
+    module = copy.deepcopy(module).to(device)
+
+    def run(module):
+        found = []
+        for n in range(4):
+            base = torch.linspace(n, n + 1, 6, device=device)[None].requires_grad_(grad == "base")
+            x = base.expand(3, 6)
+            if grad == "argument":
+                x.requires_grad_()
+            out = module(x)
+            if out.requires_grad:
+                out.square().sum().backward()
+            of = {"argument": x, "base": base, "none": None}[grad]
+            found.append((out.tolist(), None if of is None else of.grad.tolist()))
+        return found
+
+    recorded = pg.record(copy.deepcopy(module), warmup=1)
+    assert run(recorded) == run(module)
+    assert pg.stats(recorded).replayed == 3
