@@ -162,9 +162,10 @@ def reset(f: Any) -> None:
 
 
 def _recorded(f: Any) -> Observed:
+    given = type(f).__name__
     if isinstance(f, torch.nn.Module):
-        f = torch_private.goes_through(f)
+        f, given = torch_private.goes_through(f), f"a {given} that is not recorded, or not any more since pg.reset"
     f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
     if not isinstance(f, Observed):
-        raise TypeError(f"expected a function or module that pg.record was called on, not {type(f).__name__}")
+        raise TypeError(f"expected a function or module that pg.record was called on, not {given}")
     return f
