@@ -1361,7 +1361,8 @@ def test_c09_settings_with_which_eager_may_raise(device, optimizer, key, value, 
 
     def run(record):
         p = nn.Parameter(torch.full((3,), 2.0, device=device))
-        chosen = optimizer([p], lr=0.1)
+        switched = {"capturable": True} if device.type == "cuda" and optimizer is not torch.optim.SGD else {}
+        chosen = optimizer([p], lr=0.1, **switched)  # as in a recording
         usual = chosen.param_groups[0][key]
 
         @record
