@@ -14,8 +14,8 @@ program, the numbers are baked in after all, and a change makes a new recording.
 
 Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's
 value out of sight, through `math.sqrt` for instance. And only numbers that no other code reads, whosever it is. (Outside of
-steps it finds the real ones, and what it makes of them is baked in.) So a call does not follow any if code in it takes a
-parameter group out of an optimizer's list (`_Groups`), or has one from elsewhere (`Reach.lends_groups`).
+steps it finds the real ones, and what it makes of them is baked in.) So a call does not follow any if code in it takes an
+optimizer's parameter groups, for more than the parameters in them, or has one from elsewhere (`Reach.lends_groups`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 
 from .identity import identity
+from .introspection import takes_parameters_only
 from .mentions import LIVE
 from .optimizers import SMALLEST, divides_by_rate
 from .reach import Reach
-from .torch_private import optimizer_hooks, step_hooks
-from .where import is_ours
+from .torch_private import optimizer_hooks, step_hooks, steps_itself
+from .where import is_ours, is_torchs
 
 __all__ = ["Dial", "Dials", "probing"]
 
@@ -214,16 +215,20 @@ class Dials:
         if type(number) is float and number in self.formulas:
             self.used.add(number)
 
-    def looks(self, frame: FrameType) -> None:
-        """Code in this frame takes parameter groups, in which it may read numbers."""
-        code = frame.f_code
-        if not (self.in_step or is_ours(code.co_filename) or any(code is known for known in _TAKING_PARAMETERS)):
+    def looks(self, code: CodeType) -> None:
+        """This code takes parameter groups, in which it may read numbers."""
+        known = any(code is taking for taking in _TAKING_PARAMETERS)
+        if not (self.in_step or known or is_ours(code.co_filename) or takes_parameters_only(code)):
             self.lost = self.read = True
 
     def ran(self, codes: Iterable[CodeType]) -> None:
-        """This code ran: that of a scheduler, perhaps, by which it tells the rates that it has set."""
-        if self.sources and any(c.co_name in _TELLING and c.co_filename == _SCHEDULERS for c in codes):
-            self.lost = self.read = True
+        """This code ran: that of a scheduler, perhaps, by which it tells the rates that it has set, or of a library whose
+        optimizer has the groups of another."""
+        for code in codes if self.sources else ():
+            if code.co_filename == _SCHEDULERS:
+                self.lost = self.read = self.read or code.co_name in _TELLING
+            elif not is_torchs(code.co_filename) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
+                self.looks(code)
 
     def live(self) -> set[tuple[int, str]]:
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
@@ -268,45 +273,33 @@ _TAKING_PARAMETERS = [
     inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, torch.amp.GradScaler._unscale_grads_)
 ]
 _SCHEDULERS, _TELLING = torch.optim.lr_scheduler.__file__, ("get_last_lr", "get_lr", "state_dict")
-
-
-class _Groups(list[Any]):
-    """An optimizer's parameter groups, in a capture: tells of who takes one."""
-
-    __slots__ = ("dials",)
-    dials: Dials
-
-
-def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: _Groups, *args: Any, **kwargs: Any) -> Any:
-        self.dials.looks(sys._getframe(1))
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-for _name in ("__iter__", "__getitem__", "__reversed__", "__repr__", "__contains__", "__add__", "__mul__", "__rmul__", "__eq__",
-              "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "copy", "count", "index", "pop", "remove", "sort"):  # fmt: skip
-    setattr(_Groups, _name, _telling(getattr(list, _name)))
+_GROUPS = "param_groups"
 
 
 @contextmanager
-def _watched(optimizers: Sequence[torch.optim.Optimizer], dials: Dials) -> Iterator[None]:
-    """During the block, who takes parameter groups out of these optimizers' lists is noticed."""
-    stood = []
-    for o in optimizers:
-        groups = vars(o).get("param_groups")
-        if type(groups) is list:
-            vars(o)["param_groups"] = watched = _Groups(groups)
-            watched.dials = dials
-            stood.append((o, groups, watched))
+def _watched(dials: Dials) -> Iterator[None]:
+    """During the block, who takes the parameter groups of an optimizer is noticed: for that time they are a property. (They
+    stay where they are, in its dictionary.)"""
+    kind: Any = torch.optim.Optimizer
+    if not dials or _GROUPS in vars(kind):
+        yield
+        return
+
+    def get(optimizer: torch.optim.Optimizer) -> Any:
+        dials.looks(sys._getframe(1).f_code)
+        try:
+            return vars(optimizer)[_GROUPS]
+        except KeyError:
+            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_GROUPS!r}") from None
+
+    def put(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+        vars(optimizer)[_GROUPS] = groups
+
+    kind.param_groups = property(get, put, lambda optimizer: vars(optimizer).pop(_GROUPS))
     try:
         yield
     finally:
-        for o, groups, watched in stood:
-            if vars(o).get("param_groups") is watched:
-                groups[:] = list.__iter__(watched)  # the function may have changed it
-                vars(o)["param_groups"] = groups
+        del kind.param_groups
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -354,12 +347,12 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
         return hook
 
     handles = []
-    for o in reach.optimizers if dials else ():
+    for o in filter(steps_itself, reach.optimizers if dials else ()):
         handles += [o.register_step_pre_hook(put(marks, probes, True)), o.register_step_post_hook(put(probes, marks, False))]
     try:
         for (group, key), mark in zip(dials.sources, marks, strict=True):
             group[key] = mark
-        with _watched(reach.optimizers if dials else (), dials):
+        with _watched(dials):
             yield dials
     finally:
         for handle in handles:

@@ -21,7 +21,8 @@ import torch.utils.data
 from .where import is_users
 
 __all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "contents", "functions_of", "functions_with",
-           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of"]  # fmt: skip
+           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of",
+           "takes_parameters_only"]  # fmt: skip
 
 
 class _Missing:
@@ -80,6 +81,30 @@ def _add_words(constants: Iterable[Any], found: set[str], tuples: bool) -> None:
             found.update(const.split("."))  # also attrgetter("model.scale")
         elif isinstance(const, str) and "{" in const:
             found.update(re.findall(r"[^\W\d]\w*", const))  # "{config.scale}".format(...)
+
+
+# By which code may read any entry of a parameter group, or hand on all of them.
+_ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "values", "keys", "get", "pop", "setdefault",
+                      "update", "copy", "deepcopy", "dict", "vars", "__dict__", "__getitem__", "itemgetter",
+                      "state_dict"})  # fmt: skip
+_HANDED_ON = frozenset({"DICT_MERGE", "DICT_UPDATE", "STORE_SUBSCR"})  # (**group)
+
+
+@functools.cache
+def takes_parameters_only(code: CodeType) -> bool:
+    """Whether code that takes an optimizer's parameter groups seems to want the parameters in them, and no other entry."""
+    names = names_in(code)
+    if "params" not in names or not names.isdisjoint(_ENTRIES):
+        return False
+    for inner in all_within(code):
+        before = ""
+        for instruction in dis.get_instructions(inner):
+            name = instruction.opname
+            subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
+            if name in _HANDED_ON or (subscript and not before.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))):
+                return False
+            before = name
+    return True
 
 
 @functools.cache

@@ -138,11 +138,11 @@ class Joint:
         known = self._read.get(pattern)
         partly = self._partly(flight, pattern, node)
         numbered = self._numbered(pattern) if self._saves_numbers else _NONE
-        self._begin(flight, None if partly and flight.holds else known, numbered)
+        self._begin(flight, None if partly else known, numbered)
         cut, retains, arguments = self._cut(flight), keeps_graph(), flight.read()
         last = not retains and may_run_backward()  # of chosen inputs: eager may go only a part of the way
         backward = partly or self._backwards.get(last) or self._backward(last)
-        with self.traced.noting(flight.spent) as asked:
+        with self.traced.noting(flight.gone) as asked:
             try:
                 given = (*grads, *arguments)
                 found, added = (partly or self.traced).beyond(cut, given) if cut else backward(*given)
@@ -204,7 +204,7 @@ class Joint:
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
         self._begin(flight, None, _NONE)
-        with self.traced.noting(flight.spent) as asked:
+        with self.traced.noting(flight.gone) as asked:
             found = dict(zip(seen, self.traced.between(i, grad, seen, flight.read()), strict=True))
         flight.check(self._noted(asked))
         look.cut.update(seen)
@@ -300,9 +300,12 @@ class _Flight:
         return node is None or will_run(node)
 
     @property
-    def holds(self) -> bool:
-        """Whether some of what was saved is still there."""
-        return self._memory is not None
+    def gone(self) -> Set[int]:
+        """The numbers of what can be read no more."""
+        traced = self.joint.traced
+        if not self._waiting:
+            return traced.kept | traced.constant.keys() | traced.exposed.keys()
+        return self.spent if self._memory is not None else self.spent | traced.kept
 
     def unwritten(self) -> bool:
         """Whether nothing was written that was saved."""
@@ -334,18 +337,22 @@ class _Flight:
 
     def begin(self, read: _Read | None, numbered: Set[int]) -> None:
         """A backward begins, which reads this if that is known, and goes through what has saved these Python numbers."""
-        if self._memory is None and (numbered or (self.joint.traced.kept if read is None else read.numbers)):
+        over = not self._waiting
+        if numbered and (over or not numbered.isdisjoint(self.spent)):
             raise spent()
-        if numbered and not numbered.isdisjoint(self.spent):
+        if over and (self.joint.traced.held or (read is not None and read.numbers)):
             raise spent()
         if read is not None:
             self.check(read)
 
     def landed(self, pattern: tuple[bool, ...], read: _Read) -> None:
-        """A backward has run that does not retain the graph: of the results in the pattern, and it has read this."""
+        """A backward has run that does not retain the graph: of the results in the pattern, and it has read this. Other results
+        may still need weights, which are no memory of the recording."""
         self._waiting -= {i for i, given in enumerate(pattern) if given}
         self._unread -= read.numbers
-        if not (self._waiting and self._unread) and self._memory is not None:
+        if not self._unread:
+            self._memory = None
+        if not self._waiting:
             if self.joint.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
                 when_backward_ends(self.given.clear)  # (autograd may keep what it calls a moment longer)
             self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []

@@ -20,7 +20,8 @@ __all__ = ["CONSTRUCTORS", "CYCLED", "LIVE", "Mentions"]
 # some schedulers cycle, which are given up first where not all can be followed.
 LIVE, CYCLED = ("lr", "weight_decay"), ("momentum", "betas")
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
-_SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults"})  # by which code reads them
+# By which code reads them.
+_SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defaults", "vars", "__dict__"})
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool

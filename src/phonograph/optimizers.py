@@ -29,6 +29,7 @@ import torch
 
 from .errors import Refusal
 from .identity import identity
+from .torch_private import steps_itself
 
 __all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "stepped"]
 
@@ -114,7 +115,7 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         return hook
 
     found = [(o, refusal) for o, g in _groups(optimizers) if (refusal := _unfit(o, g)) is not None]
-    handles = [o.register_step_pre_hook(refusing(refusal)) for o, refusal in found]
+    handles = [o.register_step_pre_hook(refusing(refusal)) for o, refusal in found if steps_itself(o)]
     try:
         yield
     finally:

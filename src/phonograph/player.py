@@ -150,6 +150,10 @@ class Player:
         """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
         return self._grads is not None and self._grads.held()
 
+    def grads_gone(self) -> bool:
+        """Whether none of the parameters that it knows has a gradient."""
+        return self._grads is not None and self._grads.gone()
+
     def held(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
         return _any_held(self.recording.rivals)

@@ -115,6 +115,7 @@ class Reach:
         self.truncated = False  # there was more than could be looked at
         self._seen: set[int] = set()
         self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
+        self._called_groups: list[tuple[str, Any]] = []  # what has that name elsewhere: who reads it there names it
         self._classes: set[int] = set()
         self._keep: list[Any] = []  # ids in _seen stay valid
         self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
@@ -166,8 +167,11 @@ class Reach:
 
     def _drain(self) -> None:
         before = (-1, -1)
-        while before != (len(self._seen), len(self.mentions.names)):  # what is named may turn up later than what has the name
+        # What is named may turn up later than what has the name.
+        while before != (len(self._seen), len(self.mentions.names)) or self._called_groups:
             before = (len(self._seen), len(self.mentions.names))
+            self._work.extend(entry for entry in self._called_groups if identity(entry[1]) not in self._seen)
+            self._called_groups.clear()
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
             for kind, bases in list(self._kinds.items()):
@@ -257,7 +261,9 @@ class Reach:
         for k, v in list(dict.items(d)):
             named = type(k) is str
             if type(v) not in _LEAVES:
-                if identity(v) not in seen:
+                if named and k == "param_groups":
+                    self._called_groups.append((f"{path}.{k}", v))
+                elif identity(v) not in seen:
                     work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
                 elif identity(v) in self._groups:
                     self.lends_groups = True
@@ -428,7 +434,7 @@ class Reach:
         own, groups = optimizer.__dict__, optimizer.param_groups
         self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
         self._hold(places.dictionary(path, own))
-        self._items(path, {name: value for name, value in own.items() if value is not groups})
+        self._items(path, own)
         self._is_group(groups)
         if isinstance(groups, list):
             self._hold(places.ordered(f"{path}.param_groups", groups))

@@ -261,14 +261,16 @@ class Recorded(Observed, Generic[P, R]):
                     history.warm += 1
                     self._note_signature(call)
                     return True, self._warm_up(call, args, kwargs)
-                if found.broken is not None and self.options.warmup and not history.warm_again:
-                    # What runs for the first time because something has changed must not do so in a dry run.
+                gone = found.broken == GRAD and all(player.grads_gone() for player in self._shelf.of(call.key))
+                if found.broken is not None and not gone and self.options.warmup and not history.warm_again:
+                    # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
+                    # because gradients are gone; and a live call would leave others, at other addresses.)
                     self._count_change(found, history)
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again = False
                 try:
-                    return True, self._play(self._made(call, found, history), call)
+                    return True, self._play(self._made(call, found, history, gone), call)
                 except Refusal as e:
                     if not self._needs_a_look(e, history):
                         raise
@@ -350,9 +352,9 @@ class Recorded(Observed, Generic[P, R]):
 
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
 
-    def _made(self, call: Call, found: Found, history: History) -> Player:
-        """A new recording of this call, because none fits."""
-        if found.broken is not None and not self.options.warmup:
+    def _made(self, call: Call, found: Found, history: History, gone: bool = False) -> Player:
+        """A new recording of this call, because none fits: perhaps because all gradients are `gone`."""
+        if found.broken is not None and (gone or not self.options.warmup):
             self._count_change(found, history)
         if history.attached and found.blocked >= self.options.max_recordings:
             raise Refusal("more calls than max_recordings wait for their backward", "raise it, or record the whole sequence")

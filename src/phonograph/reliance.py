@@ -303,6 +303,10 @@ class Grads:
             and [*map(address, self._created)] == self._lying
         )
 
+    def gone(self) -> bool:
+        """Whether there are no gradients."""
+        return bool(self.parameters) and all(g is None for g in self.read())
+
     def lose(self) -> None:
         """A replay was given up after which no other call follows: it may have written over gradients of an earlier one."""
         for p, g in zip(self._owners, self._created, strict=True):

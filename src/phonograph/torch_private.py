@@ -38,7 +38,8 @@ __all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since"
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
            "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
-           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "storage_at", "take_cublas_workspace",
+           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
+           "storage_at", "take_cublas_workspace",
            "tensor_check", "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends",
            "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
@@ -643,7 +644,14 @@ def optimizer_hooks() -> tuple[Any, ...]:
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """The hooks of one optimizer's `step`."""
+    if not steps_itself(optimizer):
+        return ()
     return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+
+
+def steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of its own, with hooks, and none that stands before another (accelerate's)."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def parametrizations_are_cached() -> bool:

@@ -1288,9 +1288,38 @@ def test_c09_a_learning_rate_that_the_function_reads_itself(device, step_of):
         both(data(device, n))
 
 
-_library = {}
-exec(compile("def current(o):\n    return o.param_groups[0]['lr']\n\ndef last(s):\n    return s.get_last_lr()[0]\n",
-             "/usr/lib/site-packages/rates.py", "exec"), _library)  # fmt: skip
+_library = {"clip_grad_norm_": nn.utils.clip_grad_norm_, "Optimizer": torch.optim.Optimizer, "__name__": "rates"}
+exec(compile("""
+def current(o):
+    return o.param_groups[0]['lr']
+
+def last(s):
+    return s.get_last_lr()[0]
+
+def joined(o):
+    return sum([one.param_groups for one in [o]], [])[0]["lr"]
+
+def counted(o):
+    return float(type(o.param_groups) is list) + 0 * len([p for g in o.param_groups for p in g["params"]])
+
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self):
+        clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], 1.0)
+        self.optimizer.step()
+
+class Before(Optimizer):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+""", "/usr/lib/site-packages/rates.py", "exec"), _library)  # fmt: skip
 
 
 def _first_of(lr, **rest):
@@ -1300,6 +1329,7 @@ def _first_of(lr, **rest):
 # Ways to the learning rate by which the code of a step does not name it. Each is made from an optimizer and gives a function.
 HIDDEN_READS = {
     "a library's function": lambda o: functools.partial(_library["current"], o),
+    "a sum of lists": lambda o: functools.partial(_library["joined"], o),
     "a scheduler's, through a library": lambda o: functools.partial(
         _library["last"], torch.optim.lr_scheduler.ConstantLR(o, 1.0)
     ),
@@ -1327,6 +1357,32 @@ def test_c09_a_learning_rate_that_is_read_without_its_name(device, way):
             both.change(lambda state: state[1].param_groups[0].update(lr=0.05 / n))
             both.change(lambda state: [s._last_lr.__setitem__(0, 0.05 / n) for s in _schedulers_of(state[1])])
         both(data(device, n))
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", ["Wrapper", "Before"])
+def test_c09_a_library_stands_before_the_optimizer(device, kind):
+    """It has the groups of the other, and takes the parameters in them; the rate is followed."""
+
+    def make():
+        net = nn.Linear(4, 2, device=device)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = _library[kind](inner)
+
+        def step(x):
+            inner.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach() * _library["counted"](inner)
+
+        return step, [net, inner]
+
+    both = side_by_side(make)
+    for n in range(8):
+        both.change(lambda state: state[1].param_groups[0].update(lr=0.1 / (n + 1)))
+        both(data(device, n))
+    assert kind == "Before" or counts(both) == (1, 1, 7), pg.explain(both.recorded)
 
 
 def _schedulers_of(optimizer):

@@ -3341,3 +3341,40 @@ def test_c06_an_expanded_argument(device, module, grad):
     recorded = pg.record(copy.deepcopy(module), warmup=1)
     assert run(recorded) == run(module)
     assert pg.stats(recorded).replayed == 3
+
+
+@pytest.mark.parametrize("written", ["nothing", "saved", "saved data", "other"])
+@pytest.mark.parametrize("order", ["one then other", "other then one", "one twice", "both then one"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_c06_results_one_after_the_other(device, kept, order, written):
+    """One has saved weights only, which are no memory of the recording, and are checked until its backward has run."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.arange(1.0, 5.0, device=device) + n) for n in range(3))
+
+        def forward(self, x):
+            return ((self.c * x.sin()) if kept else (self.c + x)).sum(), (self.a * self.b).sum()
+
+    def run(module):
+        found = []
+        for n in range(5):
+            module.zero_grad()
+            one, other = module(torch.full((4,), n / 4, device=device))
+            first, then = {"one then other": (one, other), "other then one": (other, one), "one twice": (one, one),
+                           "both then one": (one + other, one)}[order]  # fmt: skip
+            first.backward()
+            with torch.no_grad():
+                if written == "saved data":
+                    module.b.data = module.b.data + 1
+                elif written != "nothing":
+                    (module.b if written == "saved" else module.c).add_(1)
+            try:
+                then.backward()
+                found.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
+            except RuntimeError as e:
+                found.append(str(e)[:50])
+        return found
+
+    assert run(pg.record(Module(), warmup=1)) == run(Module())

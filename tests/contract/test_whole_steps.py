@@ -979,3 +979,27 @@ def test_c06_a_reinforcement_style_update_with_advantages(device):
     both = side_by_side(make, hold=True)
     for n in range(7):
         both(torch.randn(8, 4, device=device), torch.randint(0, 3, (8,), device=device), ramp(device, 8, start=n) / 8)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_c06_gradients_of_many_calls_are_added_up_and_dropped(device, warmup):
+    """A call that finds gradients and one that finds none are two recordings, which take turns."""
+
+    def run(record):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2, device=device)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        step = record(lambda x: net(x).pow(2).mean().backward())
+        found = []
+        for n in range(40):
+            step(torch.full((4, 3), n / 40, device=device))
+            found.append(net.weight.grad.tolist())
+            if n % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found, step
+
+    (recorded, step), (live, _) = run(lambda f: pg.record(f, warmup=warmup)), run(lambda f: f)
+    assert recorded == live
+    assert pg.stats(step).recorded <= 3
+    assert pg.stats(step).live <= warmup + 1
