@@ -225,8 +225,8 @@ class Dials:
         """This code ran: that of a scheduler, perhaps, by which it tells the rates that it has set, or of a library whose
         optimizer has the groups of another."""
         for code in codes if self.sources else ():
-            if code.co_filename == _SCHEDULERS:
-                self.lost = self.read = self.read or code.co_name in _TELLING
+            if code.co_filename == _SCHEDULERS and code.co_name in _TELLING:
+                self.lost = self.read = True
             elif not is_torchs(code.co_filename) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
                 self.looks(code)
 

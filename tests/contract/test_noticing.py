@@ -1360,6 +1360,30 @@ def test_c09_a_learning_rate_that_is_read_without_its_name(device, way):
 
 
 @may_run_live
+def test_c09_a_closure_in_which_a_library_reads_the_rate(device):
+    """The scheduler's code that runs at each step tells nothing of it."""
+
+    def step_of(net, optimizer, usual):
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+        def step(x):
+            def closure():
+                optimizer.zero_grad()
+                loss = net(x).sum() * _library["current"](optimizer)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).detach()
+
+        return step
+
+    both = steps(device, step_of)
+    for n in range(8):
+        both.change(lambda state: state[1].param_groups[0].update(lr=0.1 / (n + 1)))
+        both(data(device, n))
+
+
+@may_run_live
 @pytest.mark.parametrize("kind", ["Wrapper", "Before"])
 def test_c09_a_library_stands_before_the_optimizer(device, kind):
     """It has the groups of the other, and takes the parameters in them; the rate is followed."""
