@@ -265,8 +265,8 @@ class Recorded(Observed, Generic[P, R]):
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
                 if found.broken is not None and not gone and self.options.warmup and not history.warm_again:
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
-                    # because gradients are gone; and a live call would leave others, at other addresses. But marked functions run
-                    # while gradients are there.)
+                    # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
+                    # run while gradients are there.)
                     self._count_change(found, history)
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
