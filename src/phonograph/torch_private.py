@@ -28,7 +28,7 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
+__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
            "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
            "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
            "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
@@ -799,22 +799,42 @@ current_device: Callable[[], int] = _c("_cuda_getDevice")
 """The index of the thread's current device. 0.1 us."""
 
 
-@contextmanager
-def allocations_since(device: int) -> Iterator[list[tuple[int, int]] | None]:
-    """Collects (address, bytes) of everything allocated on the device inside the block; the list is filled at its end.
+class Forgotten(Exception):
+    """What was asked for is not in the allocator's history any more."""
 
-    Yields None if the user records the allocator's history: that record is left alone.
+
+@contextmanager
+def allocations_since(device: int) -> Iterator[list[tuple[int, int]]]:
+    """Collects (address, bytes) of everything allocated on the device inside the block; the list is filled at its end. Where
+    the user records the allocator's history, that is read and left as it is.
+
+    Raises:
+        Forgotten: at the block's end, if that history does not reach back to its beginning.
     """
-    if _c("_cuda_isHistoryEnabled")():
-        yield None
-        return
     found: list[tuple[int, int]] = []
+    if _c("_cuda_isHistoryEnabled")():
+        last = _history(device)[-1:]
+        yield found
+        now = _history(device)
+        before = next((i for i in range(len(now), 0, -1) if now[i - 1 : i] == last), 0)
+        if not before:
+            raise Forgotten
+        found += _allocations(now[before:])
+        return
     history: Any = torch.cuda.memory._record_memory_history
     history(enabled="all", context=None, stacks="python", max_entries=1_000_000, clear_history=True)
     try:
         yield found
     finally:
-        traces = torch.cuda.memory._snapshot()["device_traces"]
+        found += _allocations(_history(device))
         history(enabled=None, clear_history=True)
-        if device < len(traces):
-            found += [(e["addr"], e["size"]) for e in traces[device] if e["action"] == "alloc"]
+
+
+def _history(device: int) -> list[dict[str, Any]]:
+    """What the allocator has noted, the latest last, each with the time."""
+    traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+    return traces[device] if device < len(traces) else []
+
+
+def _allocations(entries: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(e["addr"], e["size"]) for e in entries if e["action"] == "alloc"]

@@ -1845,3 +1845,67 @@ def test_c12_what_hooks_do_in_the_backward_of_a_warm_up(device, does, first):
         assert_same(*found)
         del found
     assert pg.stats(ours).replayed >= 3, pg.explain(ours)
+
+
+@pytest.mark.parametrize("entries", [100_000, 2])
+@may_run_live
+def test_c05_while_memory_is_profiled(cuda, entries):
+    """The allocator's history is the user's: it is read and left as it is. With too few entries a call runs live."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64)).to(cuda)
+    theirs = copy.deepcopy(model)
+
+    def step(model, x):
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        return y.detach()
+
+    torch.cuda.memory._record_memory_history(max_entries=entries, clear_history=True)
+    try:
+        torch.empty(1 << 20, device=cuda)
+        begin = torch.cuda.memory._snapshot()["device_traces"][cuda.index or 0]
+        ours = pg.record(functools.partial(step, model), warmup=1)
+        held = []
+        for n in range(8):
+            x = torch.full((32, 64), n / 8, device=cuda)
+            held.append((ours(x), step(theirs, x)))
+            for result, expected in held:
+                assert_same(result, expected)
+        trace = torch.cuda.memory._snapshot()["device_traces"][cuda.index or 0]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    if entries == 2:
+        assert len(trace) == 2
+        assert "history" in pg.explain(ours), pg.explain(ours)
+    else:
+        assert trace[: len(begin)] == begin
+        assert pg.stats(ours).replayed >= 6, pg.explain(ours)
+
+
+def test_c05_placeholders_are_no_peak(cuda):
+    """What a capture takes to lead the allocator counts as allocated: it must not be all that is free in the pool."""
+
+    def f(x, w):
+        y = x
+        for _ in range(4):
+            y = (y @ w).tanh()
+        return y.sum()
+
+    x, w = torch.randn(8192, 1024, device=cuda), torch.randn(1024, 1024, device=cuda)
+    f(x, w)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    f(x, w)
+    live = torch.cuda.max_memory_allocated() - before
+    g = pg.record(f, warmup=1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        g(x, w)
+    assert pg.stats(g).replayed == 2, pg.explain(g)
+    slots = x.nbytes + w.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * live + slots + (34 << 20)  # cuBLAS has a workspace

@@ -180,6 +180,23 @@ def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeyp
     assert taken == [place[0]]
 
 
+def test_what_is_larger_than_all_that_is_wanted_stays_free(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits no better, and what is held counts as allocated."""
+    sizes = [90 * MIB, 40 * MIB, 32 * MIB, 6 * MIB, 50 * MIB, 3 * MIB]
+    places = [allocator.alloc(nbytes) for nbytes in sizes]
+    between = [allocator.alloc(512 << 10) for _ in sizes]
+    for address in places[:2] + places[4:]:
+        allocator.free(address)
+    asked: list[int] = []
+    alloc = allocator.alloc
+    monkeypatch.setattr(torch_private, "raw_alloc", lambda nbytes, stream=0: asked.append(nbytes) or alloc(nbytes, stream))
+    held = cuda_memory.hold(POOL, Spans([(places[1], 40 * MIB), (places[5], 3 * MIB)]))
+    assert held is not None
+    assert between
+    if not allocator.grows:
+        assert max(asked) == 40 * MIB, asked
+
+
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
     monkeypatch.setattr(torch_private, "route_to_pool", lambda *_: nullcontext())

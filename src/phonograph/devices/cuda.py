@@ -349,9 +349,7 @@ class CudaDevice:
                 self._end_workspace()
             if watch.refusal is not None:
                 raise watch.refusal
-            if held is not None:
-                owned -= held.given
-            footprint = self._footprint(handle, allocated, owned)
+            footprint = self._footprint(handle, allocated)
             footprint |= Spans(memory_of(s) for s, c in zip(slots, common, strict=True) if c)
         self._no_strangers(watch, footprint)
         made = {}
@@ -458,14 +456,17 @@ class CudaDevice:
         return own if sum(s.nbytes() for s in own.values()) <= most else {}
 
     @contextmanager
-    def _allocations(self) -> Iterator[list[tuple[int, int]] | None]:
+    def _allocations(self) -> Iterator[list[tuple[int, int]]]:
         """Collects what is allocated inside the block (address, bytes); it is not settled yet."""
-        found = None
+        found: list[tuple[int, int]] = []
         try:
             with torch_private.allocations_since(self.index) as found:
                 yield found
+        except torch_private.Forgotten:
+            raise Refusal("runs while the allocator's history is recorded, with too few entries to see what a capture takes",
+                          "let _record_memory_history have more (max_entries)", final=False) from None  # fmt: skip
         finally:
-            self._unsettled |= Spans(cuda_memory.taken(self._anchor.handle).items() if found is None else found)
+            self._unsettled |= Spans(found or cuda_memory.taken(self._anchor.handle).items())
 
     @contextmanager
     def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
@@ -482,14 +483,11 @@ class CudaDevice:
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
 
-    def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]] | None, owned: Spans) -> Spans:
+    def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]]) -> Spans:
         """The bytes of the pool that a launch may write, but for the workspace that all share: whatever was allocated in it
         since the capture began."""
         inside = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
-        if allocated is not None:
-            found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
-        else:
-            found = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle) if not owned.covers(b.address, b.nbytes))
+        found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
         return found if self._anchor.workspace is None else found - Spans([self._anchor.workspace])
 
     def _no_strangers(self, watch: OperatorWatch, footprint: Spans) -> None:

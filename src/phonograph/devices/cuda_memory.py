@@ -2,15 +2,16 @@
 
 An output that a *replay* handed out lies in a block that the allocator has long taken back. While a new call is captured
 (or warmed up) in the same pool, that block must count as taken. There is no function to take a given address; but the
-allocator is deterministic, so one can get there by taking everything:
+allocator is deterministic, so one can get there by taking all that it would rather give:
 
-1. hold every free block of the pool, whole (ascending sizes: best fit then hands out exactly that block);
+1. hold every free block that is no larger than those in which protected bytes lie, whole (ascending sizes: best fit then hands
+   out exactly that block);
 2. open up only the blocks in which protected bytes lie, and take them again piece by piece, which splits them from the
    front: gap, protected, gap, ...; a gap left open would be the best fit for a piece of the next block;
 3. free all but the protected pieces.
 
-In the same way something else can be led to a place: between the second step and the third, everything is held, so that
-whoever takes memory gets what has just been dropped.
+In the same way something else can be led to a place: between the second step and the third, whoever takes memory gets what
+has just been dropped.
 
 Afterwards every protected byte must be held; if it is not (another allocator backend, unusual settings), the caller is
 told and captures elsewhere. Nothing is written, and no memory is taken from the system unless step 1 misses.
@@ -100,7 +101,6 @@ class Hold:
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
         self._wanted = Spans()
-        self.given = Spans()  # what was given back
 
     def __contains__(self, address: int) -> bool:
         return address in self._held
@@ -124,7 +124,6 @@ class Hold:
         """Drop what lies there, as far as nothing else that is wanted lies in the same piece."""
         given = Spans([_rounded(address, nbytes)])
         self._wanted -= given
-        self.given |= given
         for at, n in list(self._held.items()):
             if given.meets(at, n) and not self._wanted.meets(at, n):
                 self.drop(at)
@@ -145,10 +144,10 @@ def hold(
     wanted = Spans(_rounded(a, n) for a, n in wanted)
     if workspace is not None:
         wanted -= Spans([workspace])
-    held, there = hold_all(pool)
     alone = [_rounded(a, n) for a, n in apart]
     places = sorted([*(wanted - Spans(alone)), *alone, *([workspace] if workspace is not None else [])])
     everything = Spans(places)
+    held, there = hold_all(pool, everything)
     for b in [b for b in there if b.address in held and everything.meets(b.address, b.nbytes)]:
         _carve(held, b, places)
     if workspace is not None and workspace[0] in held:
@@ -167,11 +166,14 @@ def _rounded(address: int, nbytes: int) -> tuple[int, int]:
     return address, -(-nbytes // _ROUND) * _ROUND
 
 
-def hold_all(pool: Handle) -> tuple[Hold, list[Block]]:
-    """Hold all that is free in the pool, and look at all of it then. All streams must be routed to it."""
+def hold_all(pool: Handle, places: Spans | None = None) -> tuple[Hold, list[Block]]:
+    """Hold all that is free in the pool, and look at all of it then. All streams must be routed to it. With `places`, only the
+    blocks in which these lie, and all that fit better: held memory counts as allocated, and the peak of that is looked at."""
     held, there = Hold(), blocks(pool)
+    last = max((b.order for b in there if b.free and (places is None or places.meets(b.address, b.nbytes))), default=(False, 0))
     for _ in range(4):
-        free = sorted((b for b in there if b.free and (b.small or b.nbytes > SMALL)), key=attrgetter("order"))
+        free = [b for b in there if b.free and b.order <= last and (b.small or b.nbytes > SMALL)]
+        free.sort(key=attrgetter("order"))
         if not free:
             break
         for b in free:
