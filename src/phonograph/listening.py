@@ -85,6 +85,7 @@ class Listener:
         self.found: list[Refusal] = []
         self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self._met.values()
+        self._globals: dict[int, dict[str, Any]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
         self.more = more
@@ -111,12 +112,17 @@ class Listener:
         if self.concerned():
             self._follower.state_read(value, asked(frame))
 
+    def functions(self) -> list[tuple[CodeType, dict[str, Any]]]:
+        """The code of all functions that ran, and the globals of each."""
+        return [(code, self._globals[key]) for key, code in self._met.items()]
+
     def is_new(self, code: CodeType) -> bool:
         """Whether no function with this code has started yet."""
         return identity(code) not in self._met
 
     def met(self, frame: FrameType) -> None:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
+        self._globals[identity(frame.f_code)] = frame.f_globals
         self._met[identity(frame.f_code)] = frame.f_code
         left_out = self._left_out(frame)
         if left_out is not None and self.concerned():

@@ -21,6 +21,7 @@ import ctypes
 import dataclasses
 import functools
 import operator
+import os
 import random
 import sys
 import threading
@@ -47,7 +48,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import places, torch_private
+from . import packages, places, torch_private
 from .borrowed import Borrowed
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
@@ -129,8 +130,11 @@ class Reach:
         self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
+        self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
+        self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self._work: deque[tuple[str, Any]] = deque(roots)
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
+        self.packages = packages.Packages()
         self._functions: list[FunctionType] = []
         self._objects: list[Any] = []
         self._drain()
@@ -162,6 +166,14 @@ class Reach:
             self._hold(kept("settings of torch.nn", torch_private.module_settings))
         if self.optimizers:
             self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
+        others, named = self._others.values(), self.mentions.names
+        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, named)}
+        self.of_others |= values.keys()
+        for place in packages.together(values.values()):
+            self._hold(place)
+        environment = getattr(os.environ, "_data", None)
+        if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
+            self._hold(places.dictionary("os.environ", environment))
 
     # -- walking
 
@@ -178,6 +190,11 @@ class Reach:
                 self._enter_methods(kind, bases)
             for module, held in list(self._python_modules.values()):
                 self._members(module, held)
+            for _, other in self._others.values():
+                found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
+                for name, value in found:
+                    if isinstance(value, torch.Tensor):
+                        self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
             for path, thing, entered in self._opaque:
@@ -598,6 +615,8 @@ class Reach:
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
             if type(module) is not ModuleType:
                 self._class_of(type(module))
+        elif packages.is_anothers(module):
+            self._others[identity(module)] = path, module
 
     def _members(self, module: ModuleType, held: set[str]) -> None:
         """Those attributes of a Python module that some code names and that are not held yet."""
@@ -613,6 +632,8 @@ class Reach:
         if is_users_class(kind):
             self._class_of(kind)
             self._making(kind)
+        elif packages.is_anothers(kind):
+            self._others[identity(kind)] = path, kind
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""

@@ -41,6 +41,7 @@ from .keys import NoSignature
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, overloads, switched_off
+from .packages import Packages
 from .player import GRAD, Player
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
@@ -148,6 +149,7 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
+        self._packages = Packages()
         self._met: list[weakref.ref[FunctionType]] = []  # functions that ran, to which nothing leads from here
         self._unrepeated = 0  # signatures that were met since the last replay
         self._replayed_then = 0
@@ -561,6 +563,7 @@ class Recorded(Observed, Generic[P, R]):
         met = [(f.__qualname__, f) for ref in self._met if (f := ref()) is not None]
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
+        reach.packages = self._packages
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -635,6 +638,7 @@ class Recorded(Observed, Generic[P, R]):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
+            self._packages.before()
             try:
                 with Within():
                     recording = record(self.name, self._function, call, reach, device, terms)
@@ -682,6 +686,7 @@ class Recorded(Observed, Generic[P, R]):
             self._histories.clear()
             self._reasons.clear()
             self._stopped = None
+            self._packages = Packages()
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()

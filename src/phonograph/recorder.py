@@ -169,6 +169,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
+        snapshot.also(reach.packages.after(captured.ran, reach.of_others))
         slots = tuple(
             Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
             for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
@@ -397,6 +398,7 @@ def _capture(
     given: set[int] = set()
     stood: list[torch.Tensor] = []
     ran: list[Iterable[CodeType]] = []
+    functions: list[tuple[CodeType, dict[str, Any]]] = []
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
@@ -445,6 +447,7 @@ def _capture(
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):
             raise refusal
+        functions.extend(listener.functions())
         dials.ran(listener.ran)
         overlooked = listener.overlooked or reach.overlooked(listener.ran)
         if overlooked is not None:
@@ -479,7 +482,7 @@ def _capture(
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
-                                 seen=tuple(stood))  # fmt: skip
+                                 seen=tuple(stood), ran=functions)  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

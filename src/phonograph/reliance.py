@@ -75,6 +75,11 @@ class Snapshot:
         self._hooks = {i: [dict(d or {}) for d in _hooks_of(t)] for i, (_, t, state) in enumerate(self.tensors) if state[-1]}
         self._aliases = [*map(alias, tensors)]
 
+    def also(self, holders: Sequence[Holder]) -> None:
+        """Places that were found only after a call, as they are now."""
+        self.holders = [*self.holders, *holders]
+        self.values += [h.read() for h in holders]
+
     def changes(self) -> list[str]:
         """The names of places and tensors that are something else now. Objects that are equal to those that were there, and not
         the same, of which nobody would hear, are put back."""

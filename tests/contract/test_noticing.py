@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import math
 import operator
+import os
 import sys
 import types
 import weakref
@@ -2035,3 +2036,140 @@ def test_c09_attributes_that_nobody_reads_beside_an_operator_that_looks_at_them_
         i = torch.tensor([n % 4, 1], device=device)
         assert_same(recorded(i), runner.step(i))
     assert pg.stats(recorded).replayed == 11
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9: modules that are not the user's
+
+_PACKAGE = """
+import torch
+
+RATE, SCALE, CHOSEN, calls = 2.0, (2.0, 1.0), None, 0
+TABLE, FACTORS, ON = {"rate": 2.0}, [2.0, 1.0], {"scaled"}
+WEIGHT = torch.full((1,), 2.0)
+
+class Settings:
+    rate = 2.0
+    def __init__(self): self.factor = 2.0
+
+class Finer(Settings): pass
+
+settings = Settings()
+
+def by_flag(x): return x if CHOSEN is None else x * CHOSEN
+def by_table(x): return x * TABLE["rate"]
+def by_list(x): return x * FACTORS[0]
+def by_settings(x): return x * settings.factor
+def by_class(x): return x * Finer.rate
+
+class Scaled(torch.nn.Module):
+    rate = 2.0
+    def forward(self, x): return x * self.rate
+
+def counting(x):
+    global calls
+    calls += 1
+    TABLE["calls"] = calls
+    Settings.calls = calls
+    return x * RATE
+"""
+
+
+@pytest.fixture
+def package(device, monkeypatch):
+    """A package that is installed."""
+    made = {}
+    for name in ("package", "package.inner"):
+        made[name] = types.ModuleType(name)
+        made[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+        made[name].__file__ = f"/usr/lib/site-packages/{name.replace('.', '/')}/__init__.py"
+        exec(compile(_PACKAGE, made[name].__file__, "exec"), vars(made[name]))
+        made[name].WEIGHT = made[name].WEIGHT.to(device)
+        monkeypatch.setitem(sys.modules, name, made[name])
+    made["package"].inner = made["package.inner"]
+    return made["package"]
+
+
+NAMED = {
+    "a number": (lambda p: lambda x: x * p.RATE, lambda p: setattr(p, "RATE", 3.0)),
+    "a tuple": (lambda p: lambda x: x * p.SCALE[0], lambda p: setattr(p, "SCALE", (3.0, 1.0))),
+    "None": (lambda p: lambda x: x if p.CHOSEN is None else x * p.CHOSEN, lambda p: setattr(p, "CHOSEN", 3.0)),
+    "in a dictionary": (lambda p: lambda x: x * p.TABLE["rate"], lambda p: p.TABLE.update(rate=3.0)),
+    "in a list": (lambda p: lambda x: x * p.FACTORS[0], lambda p: p.FACTORS.__setitem__(0, 3.0)),
+    "in a set": (lambda p: lambda x: x * 2 if "scaled" in p.ON else x, lambda p: p.ON.clear()),
+    "another dictionary": (lambda p: lambda x: x * p.TABLE["rate"], lambda p: setattr(p, "TABLE", {"rate": 3.0})),
+    "of a module in it": (lambda p: lambda x: x * p.inner.RATE, lambda p: setattr(p.inner, "RATE", 3.0)),
+    "of an object": (lambda p: lambda x: x * p.settings.factor, lambda p: setattr(p.settings, "factor", 3.0)),
+    "of its class": (lambda p: lambda x: x * p.settings.rate, lambda p: setattr(p.Settings, "rate", 3.0)),
+    "over its class": (lambda p: lambda x: x * p.settings.rate, lambda p: setattr(p.settings, "rate", 3.0)),
+    "of a class": (lambda p: lambda x: x * p.Finer.rate, lambda p: setattr(p.Settings, "rate", 3.0)),
+    "a tensor": (lambda p: lambda x: x * p.WEIGHT, lambda p: setattr(p, "WEIGHT", p.WEIGHT + 1)),
+    "which of its functions": (lambda p: lambda x: p.by_flag(x), lambda p: setattr(p, "CHOSEN", 3.0)),
+    "a table that it reads": (lambda p: lambda x: p.by_table(x), lambda p: p.TABLE.update(rate=3.0)),
+    "a list that it reads": (lambda p: lambda x: p.by_list(x), lambda p: p.FACTORS.reverse()),
+    "an object that it reads": (lambda p: lambda x: p.by_settings(x), lambda p: setattr(p.settings, "factor", 3.0)),
+    "a class that it reads": (lambda p: lambda x: p.by_class(x), lambda p: setattr(p.Settings, "rate", 3.0)),
+    "a module's class": (lambda p: p.Scaled(), lambda p: setattr(p.Scaled, "rate", 3.0)),
+    "in the middle of it": (lambda p: lambda x: p.inner.by_flag(x), lambda p: setattr(p.inner, "CHOSEN", 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_c09_values_in_modules_of_others(device, package, case):
+    make, change = NAMED[case]
+    theirs, ours = make(package), pg.record(make(package), warmup=1)
+    for n in range(8):
+        if n == 4:
+            change(package)
+        x = ramp(device, 4) + n
+        assert_same(ours(x), theirs(x))
+    assert pg.stats(ours).replayed >= 5, pg.explain(ours)
+
+
+@pytest.mark.parametrize("where", ["sys.argv", "environment", "torch", "numpy", "a class of torch's"])
+def test_c09_values_in_modules_of_torch_and_of_the_standard_library(device, where, monkeypatch):
+    np = pytest.importorskip("numpy")
+    monkeypatch.setattr(sys, "argv", ["program", "2"])
+    monkeypatch.setenv("PHONOGRAPHS_RATE", "2")
+    for thing in (torch, np, nn.Linear):
+        monkeypatch.setattr(thing, "mine", 2.0, raising=False)
+    f, change = {
+        "sys.argv": (lambda x: x * float(sys.argv[1]), lambda: sys.argv.__setitem__(1, "3")),
+        "environment": (lambda x: x * float(os.environ["PHONOGRAPHS_RATE"]), lambda: os.environ.update(PHONOGRAPHS_RATE="3")),
+        "torch": (lambda x: x * torch.mine, lambda: setattr(torch, "mine", 3.0)),
+        "numpy": (lambda x: x * np.mine, lambda: setattr(np, "mine", 3.0)),
+        "a class of torch's": (lambda x: x * nn.Linear.mine, lambda: setattr(nn.Linear, "mine", 3.0)),
+    }[where]
+    g = pg.record(f, warmup=1)
+    for n in range(8):
+        if n == 4:
+            change()
+        x = ramp(device, 4) + n
+        assert_same(g(x), f(x))
+    assert pg.stats(g).replayed >= 5, pg.explain(g)
+
+
+def test_c09_what_a_package_changes_itself_is_its_own_business(device, package):
+    """It counts its calls. That others of these run in between does not make this one run anew each time."""
+    f = pg.record(lambda x: package.counting(x), warmup=1)
+    for n in range(20):
+        x = ramp(device, 4) + n
+        assert_same(f(x), x * 2)
+        package.counting(x)
+    assert pg.stats(f).recorded <= 2, pg.explain(f)
+    assert pg.stats(f).replayed >= 16, pg.explain(f)
+    package.RATE = 3.0
+    assert_same(f(x), x * 3)
+
+
+@may_run_live
+def test_c09_what_the_users_code_sets_in_a_package(device, package):
+    def f(x):
+        package.calls += 1
+        return x * package.calls
+
+    g = pg.record(f, warmup=1)
+    for n in range(5):
+        x = ramp(device, 4) + n
+        assert_same(g(x), x * (n + 1))
+    assert package.calls == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +37,8 @@ class Captured(NamedTuple):
     identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
     that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
     `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
-    `sets_hooks`: on tensors or nodes of autograd's it may have set some.
+    `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
+    globals of each.
     """
 
     result: Any
@@ -52,6 +54,7 @@ class Captured(NamedTuple):
     sets_hooks: bool = False
     names_gradients: bool = False
     seen: tuple[torch.Tensor, ...] = ()
+    ran: Sequence[tuple[CodeType, dict[str, Any]]] = ()
 
 
 class Device(Protocol):
