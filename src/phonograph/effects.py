@@ -243,6 +243,7 @@ for _name, _rule in (
     *_functions(f"{_LIB}/random.py", "random getrandbits randbytes", Effect("reads entropy of the system", _DRAW),
                 _of_the_system),
     *_functions(f"{_LIB}/random.py", "seed", Effect("seeds a random generator", _DRAW), _seeds),
+    *_functions(f"{_LIB}/random.py", "getstate", Effect("reads the state of a random generator ({})", _PASS)),
     *_functions(f"{_LIB}/random.py", "setstate", Effect("sets the state of a random generator ({})")),
     *_functions(f"{_LIB}/uuid.py", "uuid1 uuid4 uuid6 uuid7 uuid8", Effect("makes a new {}", _DRAW)),
     *_functions(f"{_TORCH}/random.py", "initial_seed", Effect("reads torch's seed", _PASS)),

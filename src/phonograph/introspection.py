@@ -127,7 +127,8 @@ _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", 
 # Functions by which code may read or write attributes that it does not name, and attributes that are such functions.
 LOOKUPS = frozenset({"getattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "__getattribute__", "__setattr__",
                      "__delattr__"})  # fmt: skip
-_AROUND = frozenset({"vars", "dir", "eval", "exec", "copy", "deepcopy", "asdict", "astuple", "pickle", "inspect"})
+_AROUND = frozenset({"vars", "dir", "eval", "exec", "copy", "deepcopy", "asdict", "astuple", "pickle", "inspect", "getmembers",
+                     "getmembers_static", "getattr_static"})  # fmt: skip
 _AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
                                 "__reduce_ex__"})  # fmt: skip
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
@@ -209,7 +210,7 @@ def _is_users_code(f: Any) -> bool:
 
 def has_attributes(kind: type) -> bool:
     """Whether objects of a class have attributes that a program's results may depend on."""
-    if issubclass(kind, _LOOKED_INTO):
+    if issubclass(kind, _LOOKED_INTO) or kind.__module__.startswith("numpy.polynomial") or kind.__name__ == "poly1d":
         return True
     return not _is_builtin(kind) and kind.__module__.partition(".")[0] not in _OPAQUE
 

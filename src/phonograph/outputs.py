@@ -110,8 +110,9 @@ def _is_plain(leaf: Any) -> bool:
 
 def _is_global(leaf: Any) -> bool:
     """Whether a function or class is found under its own name: one object for all calls."""
-    module, name = sys.modules.get(getattr(leaf, "__module__", None) or ""), getattr(leaf, "__name__", "")
-    return isinstance(leaf, (FunctionType, BuiltinFunctionType, type)) and getattr(module, name, None) is leaf
+    if not isinstance(leaf, (FunctionType, BuiltinFunctionType, type)):
+        return False
+    return getattr(sys.modules.get(leaf.__module__ or ""), leaf.__name__, None) is leaf
 
 
 class _Plan:

@@ -23,6 +23,7 @@ from .introspection import MISSING, contents
 
 __all__ = [
     "Holder",
+    "array_of_numpys",
     "attributes",
     "buffer",
     "cache",
@@ -308,7 +309,13 @@ def buffer(path: str, thing: Any) -> Holder:
         else:
             memoryview(thing).cast("B")[:] = saved[0]
 
-    return Holder(path, lambda: (memoryview(thing).tobytes(),), restore)
+    def read() -> Values:
+        try:
+            return (memoryview(thing).tobytes(),)
+        except ValueError:  # a view that was released
+            return ()
+
+    return Holder(path, read, restore)
 
 
 def cache(path: str, wrapper: Any) -> Holder:
@@ -326,6 +333,22 @@ def cache(path: str, wrapper: Any) -> Holder:
         return tuple(sorted(found, key=identity))
 
     return kept(path, read)  # what would fill it is refused before it happens
+
+
+def array_of_numpys(path: str, array: Any) -> Holder:
+    """A small array: what it is, and its bytes. It is read itself, and no view of it: that would keep its shape."""
+    before = array.copy()
+
+    def read() -> Values:
+        return (array.shape, array.dtype.str, array.tobytes())
+
+    def restore(_: Values) -> None:
+        if (array.dtype, array.shape) != (before.dtype, before.shape):
+            array.dtype = before.dtype
+            array.shape = before.shape
+        array[...] = before
+
+    return Holder(path, read, restore)
 
 
 # -- variables

@@ -79,7 +79,7 @@ _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
-# Methods of a class of the user's that are called without being named.
+# Methods of a class of the user's that are called without being named; an object may have its own.
 _UNNAMED = ("forward", "backward", "setup_context", "jvp", "vmap", "step")
 # What every class has, and no object's method.
 _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__",
@@ -318,15 +318,15 @@ class Reach:
         self._fixed(path, view.values())
 
     def _array(self, path: str, array: Any) -> None:
-        plain = array.view(sys.modules["numpy"].ndarray)
         if array.nbytes > _ARRAY or array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
             self.arrays.append(path)
-            return
-        before = plain.copy()
-        self.array_places.append((plain.__array_interface__["data"][0], plain.nbytes))
-        self._hold(
-            Holder(path, lambda: (plain.shape, plain.dtype.str, plain.tobytes()), lambda _: plain.__setitem__(..., before))
-        )
+        else:
+            self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
+            self._hold(places.array_of_numpys(path, array))
+
+    def _record(self, path: str, row: Any) -> None:
+        """A row of an array of records: what is written to one is seen in the other."""
+        self._array(path, sys.modules["numpy"].asarray(row))
 
     def _buffer(self, path: str, thing: Any) -> None:
         if memoryview(thing).nbytes > _ARRAY or not memoryview(thing).c_contiguous:
@@ -372,7 +372,8 @@ class Reach:
     def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        wanted = {n for n in own if self.mentions.looks_around or n in self.mentions.reads or n.startswith("__")} - entered
+        read = self.mentions.reads.union(_UNNAMED)
+        wanted = {n for n in own if self.mentions.looks_around or n in read or n.startswith("__")} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
@@ -629,6 +630,8 @@ class Reach:
             self._hold(kept(space.get("__name__", "module"), lambda: tuple(sorted(names & space.keys()))))
 
     def _kind(self, path: str, kind: type) -> None:
+        if kind in (operator.attrgetter, operator.methodcaller) and path != kind.__name__:
+            self.mentions.looks_around = True  # by another name than the one that code is searched for
         if is_users_class(kind):
             self._class_of(kind)
             self._making(kind)
@@ -687,6 +690,7 @@ class Reach:
                 delattr(kind, name)
 
         self._hold(Holder(path, read, restore, named=places.keyed))
+        self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
@@ -776,8 +780,12 @@ def _way(kind: type) -> _Enter:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):
         return Reach._array
-    if top == "numpy" and kind.__name__ in ("Generator", "RandomState"):
+    if numpy is not None and issubclass(kind, numpy.void):
+        return Reach._record
+    if top == "numpy" and (kind.__name__ in ("Generator", "RandomState") or hasattr(kind, "random_raw")):
         return lambda reach, path, rng: reach.host_rngs.append(rng)
+    if top == "numpy" and kind.__name__ == "SeedSequence":
+        return lambda reach, path, seeds: reach._hold(kept(path, lambda: (seeds.n_children_spawned,)))
     if issubclass(kind, _BUFFERS):
         return Reach._buffer
     return Reach._object if has_attributes(kind) else Reach._theirs if top != "phonograph" else _nothing

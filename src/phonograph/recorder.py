@@ -612,7 +612,8 @@ class _HostRandom:
         numpy: Any = sys.modules.get("numpy.random")
         legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
         self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
-        self._bits = [(g.bit_generator, g.bit_generator.state) for g in reach.host_rngs if hasattr(g, "bit_generator")]
+        bits = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
+        self._bits = [(b, b.state) for b in bits if hasattr(b, "random_raw")]
         for r, _ in self._legacy:
             r.bytes(1)
         for b, _ in self._bits:

@@ -81,13 +81,13 @@ class Snapshot:
         self.values += [h.read() for h in holders]
 
     def changes(self) -> list[str]:
-        """The names of places and tensors that are something else now. Objects that are equal to those that were there, and not
-        the same, of which nobody would hear, are put back."""
+        """The names of places and tensors that are something else now. Objects that are equal to those that were there, not the
+        same, and nothing that can change, are put back: nobody would hear of them."""
         found = []
         for holder, old in zip(self.holders, self.values, strict=True):
             now = holder.read()
             if len(now) != len(old) or not all(map(is_, now, old)):
-                if _all_same(old, now):
+                if len(now) == len(old) and all(map(_equal, old, now)):
                     holder.restore(old)
                 else:
                     found.append(_name(holder, old, now))
@@ -127,9 +127,10 @@ def _name(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """The name of the first value of a holder that differs."""
     if len(old) != len(now):
         return holder.path
-    for i, (a, b) in enumerate(zip(old, now, strict=True)):
-        if not same(a, b):
-            return holder.label(i, now)
+    for alike in (same, _equal):
+        for i, (a, b) in enumerate(zip(old, now, strict=True)):
+            if not alike(a, b):
+                return holder.label(i, now)
     return holder.path
 
 

@@ -252,7 +252,7 @@ def put_back(before: tuple[Any, ...]) -> None:
         return
     then = dict(zip(_GETTERS, before[0], strict=False))
     for get, set_to in _SETTERS.items():
-        if get() != then[get]:
+        if _asked(get) != then[get]:
             set_to(then[get])
     only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
     torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)

@@ -28,6 +28,7 @@ from .casting import Casts
 from .dials import Dials
 from .effects import Starts
 from .errors import Refusal
+from .identity import identity
 from .listening import unheard
 from .pool import dense, extent
 from .randomness import FORKS, States
@@ -84,6 +85,8 @@ class OperatorWatch(TorchDispatchMode):
                 self.known.setdefault(storage_id(t), name)
                 if t.is_leaf and t.grad is not None:
                     self._born(t.grad, f"{name}.grad")
+        tensors = [t for _, t in reach.tensors.values()]
+        self._historic = {identity(t) for t in tensors if t.requires_grad and t.grad_fn is not None}
         self.outside = set(self.known) - self.slot_ids
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
@@ -226,6 +229,8 @@ class OperatorWatch(TorchDispatchMode):
                 touched.add(key)
             elif name is None:
                 self.stranger(m, t)
+        if self._historic and m.name != "aten::detach" and torch.is_grad_enabled():
+            self._no_history(tensors)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
@@ -235,6 +240,11 @@ class OperatorWatch(TorchDispatchMode):
             if generator is not None and all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
                 self.meet(generator)
         return tensors
+
+    def _no_history(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A backward would go through these to what lies behind them, of which nothing is known."""
+        if not self._historic.isdisjoint(map(identity, tensors)):
+            raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it")
 
     def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         if m.random or m.communicates:

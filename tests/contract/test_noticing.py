@@ -2173,3 +2173,190 @@ def test_c09_what_the_users_code_sets_in_a_package(device, package):
         x = ramp(device, 4) + n
         assert_same(g(x), x * (n + 1))
     assert package.calls == 5
+
+
+# ---------------------------------------------------------------------------------------------------
+# C8, C9: values that nothing in the code names
+
+
+class Passes(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Matched:
+    __match_args__ = ("scale",)
+
+
+class Row:
+    """A table of numbers, and one row of it."""
+
+    def __init__(self):
+        np = pytest.importorskip("numpy")
+        self.table = np.array([(1.0, 2.0)], dtype=[("lr", "f8"), ("w", "f8")])
+        self.row = self.table[0]
+
+
+def _matching(it):
+    def f(x):
+        match it:
+            case Matched(scale):
+                return x * scale
+
+    return f
+
+
+def _getting(it):
+    from inspect import getmembers
+
+    return lambda x: x * dict(getmembers(it))["scale"]
+
+
+def _by_another_name(it):
+    from operator import attrgetter as by
+
+    name = "scale"
+    return lambda x: x * by(name)(it)
+
+
+TEMPLATE = "{0.scale}"
+
+
+def _scaled(kind):
+    made = kind()
+    made.scale = 2.0
+    return made
+
+
+def _array():
+    return pytest.importorskip("numpy").arange(6.0).reshape(2, 3)
+
+
+def _polynomial():
+    return pytest.importorskip("numpy").polynomial.Polynomial([0.0, 1.0])
+
+
+def _poly1d():
+    return pytest.importorskip("numpy").poly1d([1.0, 0.0])
+
+
+UNNAMED = {
+    "a module's forward": (Passes, lambda m: lambda x: m(x), lambda m, n: setattr(m, "forward", lambda x: x * n)),
+    "by a pattern": (lambda: _scaled(Matched), _matching, lambda it, n: setattr(it, "scale", float(n))),
+    "by getmembers": (lambda: _scaled(Matched), _getting, lambda it, n: setattr(it, "scale", float(n))),
+    "by a getter": (lambda: _scaled(Matched), _by_another_name, lambda it, n: setattr(it, "scale", float(n))),
+    "in a row": (Row, lambda it: lambda x: x * float(it.row["w"]), lambda it, n: it.table.__setitem__("w", float(n))),
+    "an array's shape": (_array, lambda a: lambda x: x * len(a), lambda a, n: setattr(a, "shape", [(2, 3), (3, 2)][n % 2])),
+    "an array's dtype": (_array, lambda a: lambda x: x * a.itemsize, lambda a, n: setattr(a, "dtype", ["<f8", "<i4"][n % 2])),
+    "a polynomial": (_polynomial, lambda p: lambda x: x * float(p(2.0)), lambda p, n: p.coef.__setitem__(0, float(n))),
+    "an old polynomial": (_poly1d, lambda p: lambda x: x * float(p(2.0)), lambda p, n: p.__setitem__(0, float(n))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNNAMED)
+@pytest.mark.parametrize("changes", [(3,), (2, 5), (0, 3, 4)])
+def test_c09_what_no_code_names(device, case, changes):
+    make, function, change = UNNAMED[case]
+    (ours, theirs), results = (make(), make()), []
+    recorded, live = pg.record(function(ours), warmup=1), function(theirs)
+    for n in range(8):
+        if n in changes:
+            change(ours, n + 1)
+            change(theirs, n + 1)
+        x = ramp(device, 3) + n
+        results.append((recorded(x), live(x)))
+        assert_same(*results[-1])
+    assert pg.stats(recorded).replayed >= 2, pg.explain(recorded)
+
+
+RESET = {
+    "a dictionary": lambda it: setattr(it, "extras", {}),
+    "a list": lambda it: setattr(it, "extras", []),
+    "a set": lambda it: setattr(it, "extras", set()),
+    "what is in it": lambda it: setattr(it, "extras", {"a": [1]}),
+}
+
+
+@pytest.mark.parametrize("case", RESET)
+@may_run_live
+def test_c11_a_container_that_each_call_makes_anew(device, case):
+    """The caller may keep it: then each call has its own."""
+    it, kept = Matched(), []
+
+    def f(x):
+        RESET[case](it)
+        return x * 2
+
+    g = pg.record(f, warmup=1)
+    for n in range(5):
+        assert_same(g(ramp(device, 3) + n), (ramp(device, 3) + n) * 2)
+        kept.append(it.extras)
+    assert len({id(container) for container in kept}) == 5
+
+
+def _with_a_history(kind, device):
+    """Tensors that a function reads, which others that it does not know lie behind: (what it does, what is looked at)."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(3, device=device))
+    inner = weight * 2
+    outer = inner.exp()
+
+    def step(x):
+        loss = (outer * x).sum()
+        loss.backward(retain_graph=True)
+        return loss.item() if kind == "on the host" else loss.detach()
+
+    def chosen(x):
+        return torch.autograd.grad((outer * x).sum(), weight, retain_graph=True)[0]
+
+    def once(x):
+        (outer * x).sum().backward()
+        return x * 2
+
+    def call(f, x, n):
+        nonlocal inner, outer
+        weight.grad = None
+        if kind == "a hook" and n == 3:
+            inner.register_hook(lambda g: g * 10)
+        if kind == "used up":
+            inner = weight * 2
+            outer = inner.exp()
+        return f(x), None if weight.grad is None else weight.grad.clone()
+
+    return {"a hook": chosen, "used up": once}.get(kind, step), call
+
+
+@pytest.mark.parametrize("kind", ["gradients", "on the host", "a hook", "used up"])
+@may_run_live
+def test_c06_tensors_outside_that_have_a_history(device, kind):
+    found = []
+    for wrap in (lambda f: f, functools.partial(pg.record, warmup=1)):
+        f, call = _with_a_history(kind, device)
+        g = wrap(f)
+        found.append([call(g, ramp(device, 3) + n, n) for n in range(6)])
+    assert_same(found[1], found[0])
+
+
+@may_run_live
+def test_c09_generators_of_bits(device):
+    np = pytest.importorskip("numpy")
+    for draw in (lambda b: b.random_raw() % 7, lambda b: b.random_raw() % 5):
+        ours, theirs = np.random.PCG64(0), np.random.PCG64(0)
+        g = pg.record(lambda x, draw=draw, b=ours: x * draw(b), warmup=1)
+        for n in range(5):
+            x = ramp(device, 3) + n
+            assert_same(g(x), x * draw(theirs))
+
+
+@may_run_live
+def test_c09_a_view_of_memory_that_is_released(device):
+    it = Matched()
+    it.view = memoryview(bytearray(b"2"))
+    g = pg.record(lambda x: x * it.view[0], warmup=1)
+    for n in range(8):
+        if n == 4:
+            it.view.release()
+            it.view = memoryview(bytearray(b"3"))
+        x = ramp(device, 3) + n
+        assert_same(g(x), x * it.view[0])
+    assert pg.stats(g).replayed >= 4, pg.explain(g)
