@@ -35,7 +35,7 @@ from .identity import identity
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
-from .torch_private import alias, backward_id, keeps_graph, may_run_backward, when_backward_ends, will_run
+from .torch_private import alias, backward_id, keeps_graph, may_run_backward, waits_for_all, when_backward_ends, will_run
 
 __all__ = ["TWICE", "Joint"]
 
@@ -43,6 +43,8 @@ _SEEN = Refusal("has a gradient of one result with respect to another, through w
                 "record what contains that backward as well")  # fmt: skip
 _PAST = Refusal("has a result with a hook, or one that retains its gradient, which gradients of chosen inputs do not depend on",
                 "record the parts by themselves")  # fmt: skip
+_WAITS = Refusal("has parameters or arguments with a hook that waits for all their gradients (register_multi_grad_hook), of "
+                 "which one gets none", "use register_post_accumulate_grad_hook")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """A backward that is itself to be differentiated has to run live."""
 
@@ -162,10 +164,19 @@ class Joint:
                 raise RuntimeError(_REENTRANT)
             for i, more in added:
                 torch.autograd.backward(self.traced.reentrant[i], more)
-        for p, grad in zip(self.traced.parameters, found[len(self.traced.arguments) :], strict=True):
-            if grad is None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-                _keep_quiet(p)
+        if any(grad is None for grad in found):
+            self._keep_quiet([other for (other, _), grad in zip(node.next_functions, found, strict=True) if grad is None])
         return found
+
+    def _keep_quiet(self, nodes: list[Any]) -> None:
+        """Those tensors to which these nodes lead get no gradient: their hooks must not hear of it."""
+        leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+        hooked = [t for t in leaves if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)]
+        if any(waits_for_all(hook) for t in hooked for hook in (t._backward_hooks or {}).values()):
+            self.traced.stop(_WAITS)
+            raise RuntimeError(f"phonograph: a recorded function {_WAITS.reason}. From its next call on, it runs live.")
+        for t in hooked:
+            _keep_quiet(t)
 
     def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
         """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody

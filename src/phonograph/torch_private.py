@@ -40,8 +40,8 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
            "storage_at", "take_cublas_workspace",
-           "tensor_check", "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "when_backward_ends",
-           "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "tensor_check", "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "waits_for_all",
+           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -772,6 +772,11 @@ def raw_alloc(nbytes: int, stream: int) -> int:
 
 def raw_free(address: int) -> None:
     _c("_cuda_cudaCachingAllocator_raw_delete")(address)
+
+
+def waits_for_all(hook: Any) -> bool:
+    """Whether this hook of a tensor is one of several that `register_multi_grad_hook` has set."""
+    return getattr(hook, "__qualname__", "").startswith(torch.autograd.graph.register_multi_grad_hook.__name__)
 
 
 def clear_cublas_workspaces() -> None:

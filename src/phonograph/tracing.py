@@ -26,7 +26,7 @@ from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from .backward import Backward, Recompute, Start
@@ -47,6 +47,7 @@ from .torch_private import (
     recomputed_part,
     share_version,
     use_count,
+    waits_for_all,
 )
 from .watch import storage_id
 
@@ -332,7 +333,7 @@ class Tracing:
         numbered = self._numbered(found)
         stands = [stand for node, stand in self._stands.items() if node in found.sources]
         parameters = [*(p for p, _ in stands), *found.leaves]
-        if any(_waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
+        if any(waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
             raise Refusal("has parameters with a hook that waits for all their gradients (register_multi_grad_hook), which "
                           "come in another order from a recording", "use register_post_accumulate_grad_hook")  # fmt: skip
         seeded = found.dropout or (found.attention and self.recomputes)
@@ -419,10 +420,6 @@ class Tracing:
 def _saving(kind: Hashable) -> list[str]:
     """The names by which nodes of this kind show what they have saved."""
     return [name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _waits_for_all(hook: Any) -> bool:
-    return getattr(hook, "__qualname__", "").startswith(register_multi_grad_hook.__name__)
 
 
 def _walk(ends: Sequence[GradientEdge]) -> _Found:

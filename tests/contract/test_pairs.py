@@ -3378,3 +3378,74 @@ def test_c06_results_one_after_the_other(device, kept, order, written):
         return found
 
     assert run(pg.record(Module(), warmup=1)) == run(Module())
+
+
+class Sides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, w):
+        return self.a(x).tanh(), self.b(w).tanh()
+
+
+@pytest.mark.parametrize("kind", ["post", "tensor"])
+@pytest.mark.parametrize("order", ["ab", "ba", "a", "b", "aab"])
+def test_c06_hooks_of_an_argument_hear_of_its_own_gradient_only(device, kind, order):
+    """They were set after the forward, and one result does not depend on it."""
+
+    def run(module):
+        found = []
+        for n in range(5):
+            torch.manual_seed(n)
+            x, w = (torch.randn(5, 4, device=device, requires_grad=True) for _ in range(2))
+            results = dict(zip("ab", module(x, w), strict=True))
+            heard = []
+            if kind == "post":
+                x.register_post_accumulate_grad_hook(lambda t, heard=heard: heard.append(t.grad.sum().item()))
+            else:
+                x.register_hook(lambda g, heard=heard: heard.append(g.sum().item()))
+            for which in order:
+                results[which].sum().backward(retain_graph=True)
+            found.append((heard, [None if t.grad is None else t.grad.tolist() for t in (x, w)]))
+        return found
+
+    torch.manual_seed(0)
+    theirs = Sides().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    assert run(ours) == run(theirs)
+    assert pg.stats(ours).replayed == 4
+
+
+@may_run_live
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("used", ["a", "b", "ab"])
+def test_c06_a_hook_that_waits_for_all_gradients(device, used, mode):
+    """Set after the forward. It has what it has in eager, or it is an error."""
+    from torch.autograd.graph import register_multi_grad_hook
+
+    def run(module):
+        found = []
+        for n in range(5):
+            torch.manual_seed(n)
+            results = dict(zip("ab", module(*torch.randn(2, 5, 4, device=device)), strict=True))
+            heard = []
+            handle = register_multi_grad_hook(
+                [module.a.weight, module.b.weight], lambda gs, heard=heard: heard.append(gs), mode=mode
+            )
+            try:
+                sum(results[which].sum() for which in used).backward()
+            except RuntimeError:
+                heard = "an error"
+            else:
+                heard = [[None if g is None else g.tolist() for g in (gs if mode == "all" else [gs])] for gs in heard]
+            handle.remove()
+            found.append(heard)
+        return found
+
+    torch.manual_seed(0)
+    theirs = Sides().to(device)
+    ours = pg.record(copy.deepcopy(theirs), warmup=1)
+    found, expected = run(ours), run(theirs)
+    assert [f for f in found if f != "an error"] == [e for f, e in zip(found, expected, strict=True) if f != "an error"]
+    assert found.count("an error") <= 1
