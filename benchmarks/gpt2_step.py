@@ -93,7 +93,8 @@ def methods(device: str, peers: bool) -> dict[str, Callable[[], harness.Step]]:
 
 
 def setup_cost(device: str, compiled: bool) -> dict[str, float]:
-    """Milliseconds that the first calls take beyond live ones, warm-up, capture and instantiation together.
+    """Milliseconds that the first calls take beyond live ones, warm-up, capture and instantiation together; and those of the
+    capturing call alone, and of a capture by hand.
 
     The function has run live before, so that compiling and cuBLAS's start are not counted.
     """
@@ -106,6 +107,13 @@ def setup_cost(device: str, compiled: bool) -> dict[str, float]:
     first = [_milliseconds(lambda: step(*next(feed))) for _ in range(4)]
     beyond = sum(max(0.0, took - live_ms) for took in first)
     numbers = {"live ms": live_ms, "beyond ms": beyond, "live steps": beyond / live_ms}
+    numbers["capturing call, live steps"] = (max(first) - live_ms) / live_ms
+    if device != "cpu":
+        theirs, warmup = gpt2(device, torch.compile if compiled else plain, capturable=True), 3
+        batch = [t.clone() for t in theirs.batches[0]]
+        theirs.step(*batch)
+        took = _milliseconds(lambda: harness.capture(lambda: theirs.step(*batch), warmup))
+        numbers["by hand, live steps"] = (took - (warmup + 1) * live_ms) / live_ms
     numbers |= {f"call {index} ms": took for index, took in enumerate(first, 1)}
     return {name: round(number, 3) for name, number in numbers.items()}
 
