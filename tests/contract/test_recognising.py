@@ -1566,14 +1566,14 @@ def test_c10_verify_every_third_call(device, caplog):
     assert any(found)
 
 
-def test_c10_verify_of_each_of_two_signatures_that_take_turns(device, monkeypatch):
-    """What is not noticed is the environment."""
-    monkeypatch.setenv("TIMES", "2")
-    f = pg.record(lambda x: x * int(os.environ["TIMES"] if len(x) == 3 else "2"), warmup=1, verify=2)
+def test_c10_verify_of_each_of_two_signatures_that_take_turns(device, tmp_path):
+    """What is not noticed is a file."""
+    file = str(tmp_path / "thrice")
+    f = pg.record(lambda x: x * (3 if len(x) == 3 and os.path.exists(file) else 2), warmup=1, verify=2)
     for _ in range(4):
         f(ramp(device, 3))
         f(ramp(device, 4))
-    monkeypatch.setenv("TIMES", "3")
+    (tmp_path / "thrice").touch()
     found = 0
     for _ in range(8):
         with contextlib.suppress(pg.Mismatch):
@@ -1601,14 +1601,14 @@ def results(device):
 @may_run_live
 @pytest.mark.parametrize("kind", results("cpu"))
 @pytest.mark.parametrize("first", [0, 1])
-def test_c10_verify_looks_at_what_results_are(device, monkeypatch, kind, first):
-    one, other = results(device)[kind]
-    monkeypatch.setenv("WHICH", str(first))
-    f = pg.record(lambda x: one(x) if os.environ["WHICH"] == "0" else other(x), warmup=1, verify=1)
+def test_c10_verify_looks_at_what_results_are(device, tmp_path, kind, first):
+    one, other = results(device)[kind] if first == 0 else results(device)[kind][::-1]
+    file = str(tmp_path / "other")
+    f = pg.record(lambda x: other(x) if os.path.exists(file) else one(x), warmup=1, verify=1)
     for _ in range(4):
         f(ramp(device, 2, 3))
     assert pg.stats(f).replayed
-    monkeypatch.setenv("WHICH", str(1 - first))
+    (tmp_path / "other").touch()
     with pytest.raises(pg.Mismatch):
         f(ramp(device, 2, 3))
 
