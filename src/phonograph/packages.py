@@ -29,7 +29,7 @@ from .keys import BY_IDENTITY, NoSignature, plain_key
 from .places import Holder, own_dict
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 
-__all__ = ["Packages", "Value", "is_anothers", "together", "values_in"]
+__all__ = ["Packages", "Value", "as_they_are", "forwards_of", "functions_in", "is_anothers", "together", "values_in"]
 
 _SHORT = 64  # items of a list or a dictionary that is looked at
 _CONSTANT = (torch.dtype, torch.layout, torch.memory_format)  # of which torch's modules are full
@@ -122,10 +122,51 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, (*BY_IDENTITY, set))
 
 
+def functions_in(module: ModuleType, names: Set[str], seen: set[int] | None = None) -> Iterator[Value]:
+    """Functions and classes that code which uses these names may call, of a package or of torch: somebody may put others in
+    their place."""
+    seen, space = set() if seen is None else seen, vars(module)
+    seen.add(identity(module))
+    if origin(space.get("__file__") or "<frozen>") is LIBRARY:
+        for name in sorted(names & space.keys()):
+            value = space[name]
+            if isinstance(value, ModuleType):
+                if is_anothers(value) and identity(value) not in seen:
+                    yield from functions_in(value, names, seen)
+            elif callable(value) and not name.startswith("__"):
+                yield Value(f"{space.get('__name__')}.{name}", space, name)
+
+
+def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
+    """The `forward` of those of these classes, and of their bases, that are not the user's."""
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        if "forward" in vars(base) and is_anothers(base):
+            yield Value(f"{base.__qualname__}.forward", base, "forward")
+
+
 def together(values: Iterable[Value]) -> list[Holder]:
     """The places of these values."""
     single = [v for v in values if v.name is not None]
     return [*([_named(single)] if single else []), *(_container(v.path, v.of) for v in values if v.name is None)]
+
+
+def as_they_are(values: Iterable[Value]) -> Holder:
+    """Functions and classes, which are there and are seldom replaced: read as whether each still is what it was."""
+    each = list(values)
+    spaces: dict[int, tuple[Any, list[str]]] = {}
+    for v in each:
+        spaces.setdefault(identity(v.of), (v.space, []))[1].append(str(v.name))
+    single = _named(each)
+    were, here = single.read(), spaces.values()
+    at = {f"g{i}": space.get for i, (space, _) in enumerate(here)} | {f"n{i}": names for i, (_, names) in enumerate(here)}
+    at |= {f"w{i}": (*map(space.get, names),) for i, (space, names) in enumerate(here)}
+    same = " and ".join(f"(*map(g{i}, n{i}),) == w{i}" for i in range(len(here)))
+    read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({same},)", at)
+
+    def named(path: str, i: int, now: tuple[Any, ...]) -> str:
+        return next((v.path for v, was, is_ in zip(each, were, single.read(), strict=True) if was is not is_), path)
+
+    return Holder("functions of packages", read, lambda _: single.restore(were), named=named)
 
 
 def _named(values: list[Value]) -> Holder:

@@ -171,6 +171,10 @@ class Reach:
         self.of_others |= values.keys()
         for place in packages.together(values.values()):
             self._hold(place)
+        called = {f.key: f for _, thing in others if isinstance(thing, ModuleType) for f in packages.functions_in(thing, named)}
+        called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
+        if called:
+            self._hold(packages.as_they_are(called.values()))
         environment = getattr(os.environ, "_data", None)
         if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
             self._hold(places.dictionary("os.environ", environment))

@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -2110,6 +2111,9 @@ NAMED = {
     "an object that it reads": (lambda p: lambda x: p.by_settings(x), lambda p: setattr(p.settings, "factor", 3.0)),
     "a class that it reads": (lambda p: lambda x: p.by_class(x), lambda p: setattr(p.Settings, "rate", 3.0)),
     "a module's class": (lambda p: p.Scaled(), lambda p: setattr(p.Scaled, "rate", 3.0)),
+    "a function": (lambda p: lambda x: p.by_flag(x), lambda p: setattr(p, "by_flag", lambda x: x * 3)),
+    "a function of a module in it": (lambda p: lambda x: p.inner.by_flag(x), lambda p: setattr(p.inner, "by_flag", torch.sin)),
+    "its forward": (lambda p: p.Scaled(), lambda p: setattr(p.Scaled, "forward", lambda self, x: x * 3)),
     "in the middle of it": (lambda p: lambda x: p.inner.by_flag(x), lambda p: setattr(p.inner, "CHOSEN", 3.0)),
 }  # fmt: skip
 
@@ -2124,6 +2128,20 @@ def test_c09_values_in_modules_of_others(device, package, case):
         x = ramp(device, 4) + n
         assert_same(ours(x), theirs(x))
     assert pg.stats(ours).replayed >= 5, pg.explain(ours)
+
+
+@pytest.mark.parametrize(("where", "called"), [
+    ("torch.nn.functional.relu", lambda x: F.relu(x)), ("torch.relu", lambda x: torch.relu(x)),
+    ("torch.nn.ReLU.forward", nn.ReLU()), ("torch.nn.ReLU.forward", nn.Sequential(nn.ReLU())),
+], ids=["functional", "torch", "a module", "modules"])  # fmt: skip
+def test_c09_functions_of_torchs_that_are_replaced(device, where, called, monkeypatch):
+    f = pg.record(lambda x: called(x), warmup=1)
+    for n in range(8):
+        if n == 4:
+            monkeypatch.setattr(where, lambda *args, **_: args[-1] * 3)
+        x = ramp(device, 4) + n - 2
+        assert_same(f(x), called(x))
+    assert pg.stats(f).replayed >= 5, pg.explain(f)
 
 
 @pytest.mark.parametrize("where", ["sys.argv", "environment", "torch", "numpy", "a class of torch's"])
