@@ -1,4 +1,4 @@
-"""Plain values in modules of others: of installed packages, of torch, of the standard library.
+"""Plain values, and functions, in modules of others: of installed packages, of torch, of the standard library.
 
 Such a module's code is not searched for what it names, nor are its objects looked through: they have much that changes and does
 not count. But a flag, a number, a short table of numbers may decide what a call does, and be set between two calls. It may lie
