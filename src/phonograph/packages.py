@@ -156,12 +156,13 @@ def as_they_are(values: Iterable[Value]) -> Holder:
     spaces: dict[int, tuple[Any, list[str]]] = {}
     for v in each:
         spaces.setdefault(identity(v.of), (v.space, []))[1].append(str(v.name))
-    single = _named(each)
-    were, here = single.read(), spaces.values()
-    at = {f"g{i}": space.get for i, (space, _) in enumerate(here)} | {f"n{i}": names for i, (_, names) in enumerate(here)}
-    at |= {f"w{i}": (*map(space.get, names),) for i, (space, names) in enumerate(here)}
-    same = " and ".join(f"(*map(g{i}, n{i}),) == w{i}" for i in range(len(here)))
-    read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({same},)", at)
+    single, at, parts, before = _named(each), dict[str, Any](), "", list[Any]()
+    were = single.read()
+    for i, (space, names) in enumerate(spaces.values()):
+        at |= {f"g{i}": space.get, f"n{i}": names[0] if len(names) == 1 else names}
+        parts += f"g{i}(n{i}), " if len(names) == 1 else f"*map(g{i}, n{i}), "
+        before += map(space.get, names)
+    read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: (({parts}) == before,)", at | {"before": (*before,)})
 
     def named(path: str, i: int, now: tuple[Any, ...]) -> str:
         return next((v.path for v, was, is_ in zip(each, were, single.read(), strict=True) if was is not is_), path)
