@@ -20,9 +20,9 @@ import torch.utils.data
 
 from .where import is_users
 
-__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "contents", "functions_of", "functions_with",
-           "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of",
-           "takes_parameters_only"]  # fmt: skip
+__all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "attributes_after", "contents", "functions_of",
+           "functions_with", "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of",
+           "takes_parameters_only", "words_in"]  # fmt: skip
 
 
 class _Missing:
@@ -81,6 +81,42 @@ def _add_words(constants: Iterable[Any], found: set[str], tuples: bool) -> None:
             found.update(const.split("."))  # also attrgetter("model.scale")
         elif isinstance(const, str) and "{" in const:
             found.update(re.findall(r"[^\W\d]\w*", const))  # "{config.scale}".format(...)
+
+
+@functools.cache
+def words_in(code: CodeType) -> frozenset[str]:
+    """The words among its constants by which code may look something up (``getattr(package, "RATE")``)."""
+    found: set[str] = set()
+    for inner in all_within(code):
+        _add_words([const for const in inner.co_consts if isinstance(const, str)], found, False)
+    return frozenset(found)
+
+
+@functools.cache
+def attributes_after(code: CodeType) -> frozenset[tuple[str, str]]:
+    """Which attributes code reads, or writes, of what has which name: `package.settings.rate` gives (package, settings) and
+    (settings, rate). Of what has no name, the result of a call, say, with ""."""
+    found: set[tuple[str, str]] = set()
+    last: Any
+    for inner in all_within(code):
+        last, asks, also = "", False, dict[str, str]()
+        for i in dis.get_instructions(inner):
+            if i.opname in _SILENT:
+                continue
+            if i.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"):
+                found.add((last, i.argval))
+                last = last if i.opname == "IMPORT_FROM" else i.argval
+            elif i.opname == "IMPORT_NAME" or i.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
+                name = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
+                last, asks = also.get(name, name), asks or name in _BY_NAME
+            elif i.opname == "LOAD_CONST" and asks and isinstance(i.argval, str):
+                found.add((last, i.argval))  # getattr(package, "RATE", 1.0)
+                last, asks = "", False
+            else:
+                if i.opname == "STORE_FAST" and last:
+                    also[i.argval] = last
+                last = last if i.opname.startswith("STORE_FAST") else ""
+    return frozenset(found)
 
 
 # By which code may read any entry of a parameter group, or hand on all of them.

@@ -43,8 +43,6 @@ _SEEN = Refusal("has a gradient of one result with respect to another, through w
                 "record what contains that backward as well")  # fmt: skip
 _PAST = Refusal("has a result with a hook, or one that retains its gradient, which gradients of chosen inputs do not depend on",
                 "record the parts by themselves")  # fmt: skip
-_WAITS = Refusal("has parameters or arguments with a hook that waits for all their gradients (register_multi_grad_hook), of "
-                 "which one gets none", "use register_post_accumulate_grad_hook")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """A backward that is itself to be differentiated has to run live."""
 
@@ -172,11 +170,8 @@ class Joint:
         """Those tensors to which these nodes lead get no gradient: their hooks must not hear of it."""
         leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
         hooked = [t for t in leaves if t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)]
-        if any(waits_for_all(hook) for t in hooked for hook in (t._backward_hooks or {}).values()):
-            self.traced.stop(_WAITS)
-            raise RuntimeError(f"phonograph: a recorded function {_WAITS.reason}. From its next call on, it runs live.")
         for t in hooked:
-            _keep_quiet(t)
+            _keep_quiet(t, {n for n, hook in (t._backward_hooks or {}).items() if _counts_on(hook, nodes)})
 
     def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
         """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
@@ -372,9 +367,16 @@ class _Flight:
 _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them
 
 
-def _keep_quiet(p: torch.Tensor) -> None:
-    """Until the running backward ends, hooks of this parameter hear of it only if a gradient arrives: autograd comes by
-    without one, and in eager it would not."""
+def _counts_on(hook: Any, nodes: list[Any]) -> bool:
+    """Whether this hook is one of several that count how often autograd comes by (`register_multi_grad_hook`), and some of the
+    others hear of a gradient: to none of these nodes."""
+    waiting = waits_for_all(hook)
+    return waiting is not None and any(node not in nodes and will_run(node) for node in waiting if node is not None)
+
+
+def _keep_quiet(p: torch.Tensor, but: Set[int]) -> None:
+    """Until the running backward ends, hooks of this parameter (`but` these) hear of it only if a gradient arrives: autograd
+    comes by without one, and in eager it would not."""
     key = backward_id(), identity(p)
     if key in _quiet:
         return
@@ -387,7 +389,7 @@ def _keep_quiet(p: torch.Tensor) -> None:
     p.requires_grad_(not frozen)
     both: tuple[Any, Any] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
     for hooks in both:
-        own = {key: hook for key, hook in (hooks or {}).items() if key != asks.id}
+        own = {key: hook for key, hook in (hooks or {}).items() if key != asks.id and key not in but}
         if own:
             hooks.update({key: partial(_if_given, given, hook, hooks is p._backward_hooks) for key, hook in own.items()})
             when_backward_ends(partial(_put_back, hooks, own))

@@ -7,10 +7,11 @@ known (`unknown`, `lacks`, `overlooked`), and the function is looked at again wi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import all_within, asks_identity, looks_around, names_in
+from .introspection import all_within, asks_identity, attributes_after, looks_around, names_in, words_in
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
@@ -45,6 +46,7 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.asks_identity = False  # whether code may ask which object it has
+        self._after: defaultdict[str, set[str]] = defaultdict(set)
         self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] | None = (
@@ -55,6 +57,9 @@ class Mentions:
         """A function of the user's called `name` is in reach. Returns what it mentions."""
         named = names_in(code)
         self.names |= named
+        for before, attribute in attributes_after(code):
+            self._after[before].add(attribute)
+        self._after[""] |= words_in(code)
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
         self.generators_catch = self.generators_catch or generators_catch(code)
@@ -72,6 +77,10 @@ class Mentions:
         """Names by which an object that is no code reads attributes."""
         self.names |= words
         self.reads |= words
+
+    def following(self, name: str) -> tuple[set[str], set[str]]:
+        """The names by which code reads attributes of what has this name; and those by which it reads some of what has none."""
+        return self._after.get(name, set()), self._after.get("", set())
 
     @property
     def looks_for_absent(self) -> bool:

@@ -13,6 +13,7 @@ then on. (It changes in no replay, as no code runs.)
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -23,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import places
+from .errors import Refusal
 from .identity import identity
-from .introspection import MISSING, has_attributes, is_users_class
-from .keys import BY_IDENTITY, NoSignature, plain_key
+from .introspection import MISSING, functions_of, has_attributes, is_users_class
+from .keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 from .places import Holder, own_dict
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 
@@ -33,17 +35,25 @@ __all__ = ["Packages", "Value", "as_they_are", "forwards_of", "functions_in", "i
 
 _SHORT = 64  # items of a list or a dictionary that is looked at
 _CONSTANT = (torch.dtype, torch.layout, torch.memory_format)  # of which torch's modules are full
-_CONTAINERS = (list, dict, OrderedDict, set)
+_TABLES, _ROWS = (dict, OrderedDict), (list, set)
 
-Key = tuple[int, str | None]
+_PLAIN = (*SCALARS, float, complex, slice, range, frozenset, enum.Enum)
+
+Key = tuple[int, Any]
+Following = Callable[[str], tuple[Set[str], Set[str]]]
+"""By which names code reads attributes of what is called so, and of what has no name."""
+
+
+class _All:
+    """Stands for what is in a container, in place of a name."""
 
 
 class Value(NamedTuple):
-    """A plain value: what has this `name` in a dictionary or in a class; or all that is in a container."""
+    """What has this `name` in a dictionary or in a class; or all that is in a list or a set, and all keys of a dictionary."""
 
     path: str
     of: Any
-    name: str | None = None
+    name: Any = _All
 
     @property
     def key(self) -> Key:
@@ -57,7 +67,8 @@ class Value(NamedTuple):
 def is_anothers(thing: ModuleType | type) -> bool:
     """Whether a Python module or a class is not the user's, nor ours."""
     if isinstance(thing, type):
-        return not is_users_class(thing) and thing.__module__.partition(".")[0] not in ("builtins", "phonograph")
+        module: Any = thing.__module__  # which code may set to anything
+        return isinstance(module, str) and not is_users_class(thing) and module.partition(".")[0] not in _NEVER
     space = vars(thing)
     where = space.get("__file__") or next(iter(space.get("__path__") or ()), None)
     if where is None:
@@ -65,44 +76,97 @@ def is_anothers(thing: ModuleType | type) -> bool:
     return not is_users(where) and not is_ours(where)
 
 
-def values_in(path: str, thing: ModuleType | type, names: Set[str]) -> Iterator[Value]:
-    """What code that uses these names may read of a module of another's, or of a class."""
+_NEVER = ("builtins", "phonograph")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """As `isinstance`, without asking the value, which may be a proxy."""
+    return issubclass(type(value), kind)
+
+
+def values_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
+    """What code that uses these names may read of a module of another's, or of a class, that is called so."""
+    named, unnamed = following(path.rpartition(".")[2])
     if isinstance(thing, type):
-        return _attributes(path, thing, names)
-    return _globals(vars(thing), names, {identity(thing)})
-
-
-def _globals(space: dict[str, Any], names: Set[str], seen: set[int], *, own: bool = False) -> Iterator[Value]:
-    """Of what lies in a module. With `own`, also of all classes that are defined in it: it's their code that has the names."""
+        yield from _attributes(path, thing, named | unnamed)
+        return
+    space = vars(thing)
     module = str(space.get("__name__"))
-    constant = _CONSTANT if module.partition(".")[0] == "torch" else ()
-    named = names & space.keys()
-    if own:
-        named = named | {n for n, v in space.items() if isinstance(v, type) and v.__module__ == module}
-    for name in sorted(n for n in named if not n.startswith("__")):
+    for name in sorted(n for n in named | (unnamed & space.keys()) if not n.startswith("__")):
+        value = space.get(name, MISSING)
+        if _is(value, ModuleType):
+            if is_anothers(value):
+                yield from values_in(f"{module}.{name}", value, following)
+        elif not callable(value) and not _is(value, _CONSTANT if module.partition(".")[0] == "torch" else ()):
+            yield Value(f"{module}.{name}", space, name)
+            yield from _inside(f"{module}.{name}", value, frozenset().union(*following(name)))
+        elif _is(value, type) and is_anothers(value):
+            yield from _attributes(f"{module}.{name}", value, frozenset().union(*following(name)))
+
+
+def functions_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
+    """Functions and classes of a package or of torch that such code may call: somebody may put others in their place."""
+    if isinstance(thing, type) or origin(vars(thing).get("__file__") or "<frozen>") is not LIBRARY:
+        return
+    space, (named, unnamed) = vars(thing), following(path.rpartition(".")[2])
+    for name in sorted((named | unnamed) & space.keys()):
+        value = space[name]
+        if _is(value, ModuleType):
+            if is_anothers(value):
+                yield from functions_in(name, value, following)
+        elif callable(value) and not name.startswith("__"):
+            yield Value(f"{space.get('__name__')}.{name}", space, name)
+
+
+def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
+    """The `forward` of those of these classes, and of their bases, that are not the user's."""
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        if "forward" in vars(base) and is_anothers(base):
+            yield Value(f"{base.__qualname__}.forward", base, "forward")
+
+
+def _globals(space: dict[str, Any], names: Set[str]) -> Iterator[Value]:
+    """What code of a module that uses these names may read of what lies in it. It is their code that has the names of what all
+    classes in it have."""
+    module = str(space.get("__name__"))
+    own = {n for n, v in space.items() if _is(v, type) and v.__module__ == module}
+    for name in sorted(n for n in (names & space.keys()) | own if not n.startswith("__")):
         value, path = space[name], f"{module}.{name}"
-        inside: list[Value] = []
-        if type(value) in _CONTAINERS:
-            if len(value) <= _SHORT and all(map(_is_plain, (*value, *(value.values() if isinstance(value, dict) else ())))):
-                inside = [Value(path, value)]
-        elif isinstance(value, ModuleType):
-            if is_anothers(value) and identity(value) not in seen:
-                seen.add(identity(value))
-                inside = [*_globals(vars(value), names, seen)]
-        elif is_anothers(value if isinstance(value, type) else type(value)):
-            inside = [*_attributes(path, value, names)]
-        if inside or isinstance(value, torch.Tensor) or (_is_plain(value) and not isinstance(value, constant)):
+        if _is(value, ModuleType):
+            theirs = vars(value) if is_anothers(value) and not is_torchs(str(vars(value).get("__file__"))) else {}
+            for n in sorted(names & theirs.keys()):
+                if _is_plain(theirs[n]) and not n.startswith("__"):
+                    yield Value(f"{path}.{n}", theirs, n)
+        elif _is(value, type):
+            if is_anothers(value):
+                yield from _attributes(path, value, names)
+        elif not callable(value):
             yield Value(path, space, name)
-        yield from inside
+            yield from _inside(path, value, names)
+
+
+def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
+    """What is in a container; which plain attributes an object has."""
+    if type(value) in _TABLES:
+        if len(value) <= _SHORT:
+            yield Value(path, value)
+            yield from [Value(f"{path}[{k!r}]", value, k) for k, v in value.items() if _is_plain(k) and _is_plain(v)]
+    elif type(value) in _ROWS:
+        if len(value) <= _SHORT and all(map(_is_plain, value)):
+            yield Value(path, value)
+    elif not _is_plain(value) and is_anothers(type(value)):
+        yield from _attributes(path, value, names)
 
 
 def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
     """Those of a class or an object that are plain."""
-    kind = thing if isinstance(thing, type) else type(thing)
+    kind: type = thing if _is(thing, type) else type(thing)
     if kind is not thing and not has_attributes(kind):
         return
     found = None if kind is thing else own_dict(thing)
     own = {} if found is None else found
+    members = [vars(base)[n] for base in kind.__mro__ if base is not object for n in names & vars(base).keys()]
+    names = frozenset(names).union(*(f.__code__.co_names for member in members for f in functions_of(member)))
     for base in kind.__mro__:
         held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]
         yield from [Value(f"{path}.{n}", base, n) for n in sorted(held)]
@@ -113,8 +177,11 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) is tuple:
+    kind = type(value)
+    if kind is tuple:
         return all(map(_is_plain, value))
+    if not issubclass(kind, _PLAIN) and kind.__module__ != "numpy":  # a proxy may be asked nothing
+        return False
     try:
         plain_key(value)
     except NoSignature:
@@ -122,32 +189,11 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, (*BY_IDENTITY, set))
 
 
-def functions_in(module: ModuleType, names: Set[str], seen: set[int] | None = None) -> Iterator[Value]:
-    """Functions and classes that code which uses these names may call, of a package or of torch: somebody may put others in
-    their place."""
-    seen, space = set() if seen is None else seen, vars(module)
-    seen.add(identity(module))
-    if origin(space.get("__file__") or "<frozen>") is LIBRARY:
-        for name in sorted(names & space.keys()):
-            value = space[name]
-            if isinstance(value, ModuleType):
-                if is_anothers(value) and identity(value) not in seen:
-                    yield from functions_in(value, names, seen)
-            elif callable(value) and not name.startswith("__"):
-                yield Value(f"{space.get('__name__')}.{name}", space, name)
-
-
-def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
-    """The `forward` of those of these classes, and of their bases, that are not the user's."""
-    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
-        if "forward" in vars(base) and is_anothers(base):
-            yield Value(f"{base.__qualname__}.forward", base, "forward")
-
-
 def together(values: Iterable[Value]) -> list[Holder]:
     """The places of these values."""
-    single = [v for v in values if v.name is not None]
-    return [*([_named(single)] if single else []), *(_container(v.path, v.of) for v in values if v.name is None)]
+    each = list(values)
+    single = [v for v in each if v.name is not _All]
+    return [*([_named(single)] if single else []), *(_container(v.path, v.of) for v in each if v.name is _All)]
 
 
 def as_they_are(values: Iterable[Value]) -> Holder:
@@ -190,8 +236,13 @@ def _named(values: list[Value]) -> Holder:
 
 
 def _container(path: str, thing: Any) -> Holder:
-    if isinstance(thing, dict):
-        return places.dictionary(path, thing)
+    if type(thing) in _TABLES:
+
+        def restore(before: tuple[Any, ...]) -> None:
+            for key in [key for key in thing if key not in before]:
+                del thing[key]
+
+        return Holder(path, lambda: (*thing,), restore)
     return places.ordered(path, thing) if isinstance(thing, list) else places.unordered(path, thing)
 
 
@@ -201,32 +252,50 @@ class Packages:
     def __init__(self) -> None:
         self._known: dict[Key, tuple[Value, Any]] = {}
         self._restless: set[Key] = set()
+        self._open = False  # a capture has begun
 
     def before(self) -> None:
         """A capture begins."""
         self._known = {key: (value, _read(value)) for key, (value, _) in self._known.items()}
+        self._open = True
+
+    def restore(self) -> None:
+        """It is taken back."""
+        known = [(v, before) for v, before in self._known.values() if v.name is not _All] if self._open else []
+        moved = [(v, before) for v, before in known if _is_plain(before) and not _same(_read(v), before)]
+        if moved:
+            _named([v for v, _ in moved]).restore(tuple([before for _, before in moved]))
+        self._open = False
 
     def after(self, ran: Iterable[tuple[CodeType, dict[str, Any]]], apart: Set[Key]) -> list[Holder]:
         """The places that count, going by the functions that ran in it, each given as its code and its globals; but for those
-        `apart`, which are held already."""
+        `apart`, which are held already.
+
+        Raises:
+            Refusal: one has changed that is no count.
+        """
         spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for code, space in ran:
             if "__file__" in space and origin(code.co_filename) is LIBRARY and not is_torchs(code.co_filename):
                 spaces.setdefault(identity(space), (space, set()))[1].update(code.co_names)
         found: dict[Key, Value] = {}
         for space, names in spaces.values():
-            found |= {v.key: v for v in _globals(space, names, set(), own=True)}
-        now = {key: _read(value) for key, (value, _) in self._known.items()}
-        self._restless |= {k for k, (_, before) in self._known.items() if not _same(now[k], before)}
-        self._known |= {key: (v, None) for key, v in found.items() if key not in self._known}
+            found |= {v.key: v for v in _globals(space, names)}
+        for key, (value, before) in self._known.items():
+            now = _read(value)
+            if _same(now, before):
+                continue
+            if key in found and key not in self._restless and _is_plain(now) and not type(now) is type(before) is int:
+                raise Refusal(f"changes {value.path}, which outlives the call", "change it outside", final=False)
+            self._restless.add(key)
+        self._known |= {key: (v, _read(v)) for key, v in found.items() if key not in self._known}
+        self._open = False
         return together([v for key, v in found.items() if key not in self._restless and key not in apart])
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (_is_plain(a) and _is_plain(b) and bool(a == b))
+    return a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b))
 
 
 def _read(value: Value) -> Any:
-    if value.name is not None:
-        return value.space.get(value.name, MISSING)
-    return tuple(value.of.items()) if isinstance(value.of, dict) else tuple(value.of)
+    return tuple(value.of) if value.name is _All else value.space.get(value.name, MISSING)

@@ -337,12 +337,15 @@ def cache(path: str, wrapper: Any) -> Holder:
 
 def array_of_numpys(path: str, array: Any) -> Holder:
     """A small array: what it is, and its bytes. It is read itself, and no view of it: that would keep its shape."""
-    before = array.copy()
 
     def read() -> Values:
         return (array.shape, array.dtype.str, array.tobytes())
 
+    before, was = array.copy(), read()
+
     def restore(_: Values) -> None:
+        if read() == was:
+            return
         if (array.dtype, array.shape) != (before.dtype, before.shape):
             array.dtype = before.dtype
             array.shape = before.shape

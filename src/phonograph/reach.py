@@ -34,6 +34,7 @@ from contextvars import ContextVar
 from mmap import mmap
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -80,7 +81,7 @@ _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0))
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named; an object may have its own.
-_UNNAMED = ("forward", "backward", "setup_context", "jvp", "vmap", "step")
+_UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
 # What every class has, and no object's method.
 _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__",
                        "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
@@ -167,17 +168,19 @@ class Reach:
         if self.optimizers:
             self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
         others, named = self._others.values(), self.mentions.names
-        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, named)}
+        following = self.mentions.following
+        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, following)}
         self.of_others |= values.keys()
         for place in packages.together(values.values()):
             self._hold(place)
-        called = {f.key: f for _, thing in others if isinstance(thing, ModuleType) for f in packages.functions_in(thing, named)}
+        called = {f.key: f for path, thing in others for f in packages.functions_in(path, thing, following)}
         called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
         if called:
             self._hold(packages.as_they_are(called.values()))
-        environment = getattr(os.environ, "_data", None)
-        if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
-            self._hold(places.dictionary("os.environ", environment))
+        variables, environment = sorted(filter(str.isupper, named)), getattr(os.environ, "_data", None)
+        if variables and environment is not None and not named.isdisjoint({"environ", "getenv"}):
+            keys = [*map(os.environ.encodekey, variables)]
+            self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
 
     # -- walking
 
@@ -197,7 +200,7 @@ class Reach:
             for _, other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
-                    if isinstance(value, torch.Tensor):
+                    if issubclass(type(value), torch.Tensor):
                         self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
@@ -376,8 +379,8 @@ class Reach:
     def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        read = self.mentions.reads.union(_UNNAMED)
-        wanted = {n for n in own if self.mentions.looks_around or n in read or n.startswith("__")} - entered
+        wanted = {n for n in own if self.mentions.looks_around or n in self.mentions.reads or n.startswith("__")} - entered
+        wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
@@ -399,6 +402,16 @@ class Reach:
     def _proxy(self, path: str, proxy: Any) -> None:
         with suppress(ReferenceError, AttributeError):  # it may stand for nothing any more
             self._work.append((path, proxy.__init__.__self__))
+
+    def _cell(self, path: str, cell: CellType) -> None:
+        place = places.cells(path, [cell], ["cell_contents"])
+        self._hold(place)
+        self._fixed(path, place.read())
+
+    def _exception(self, path: str, e: BaseException) -> None:
+        self._hold(kept(path, lambda: (*e.args, e.__cause__, e.__context__)))
+        self._fixed(path, e.args)
+        self._object(path, e)
 
     def _default(self, path: str, d: defaultdict[Any, Any]) -> None:
         self._object(path, d)
@@ -742,6 +755,7 @@ _WAYS: list[tuple[type, _Enter]] = [
     (random.Random, lambda reach, path, r: reach.host_rngs.append(r)),
     (FunctionType, Reach._function),
     (MethodType, Reach._method),
+    (CellType, Reach._cell),
     (functools.partial, Reach._partial),
     (type(functools.lru_cache(int)), Reach._cache),
     (operator.attrgetter, Reach._getter),
@@ -756,6 +770,7 @@ _WAYS: list[tuple[type, _Enter]] = [
     (type({}.values()), lambda reach, path, view: reach._view(path, view.mapping)),
     (type({}.items()), lambda reach, path, view: reach._view(path, view.mapping)),
     (ContextVar, Reach._variable),
+    (BaseException, Reach._exception),
     (threading.local, Reach._object),
     *((kind, _iterator) for kind in _ITERATORS),
     _exactly(dict, Reach._dict),
@@ -767,13 +782,25 @@ _WAYS: list[tuple[type, _Enter]] = [
 ]
 
 
+# What has nothing but what is said of it above, unless it is of a class of the user's.
+_BARE = (torch.Generator, torch.Stream, random.SystemRandom, random.Random, weakref.ref)
+
+
+def _with_its_own(enter: _Enter) -> _Enter:
+    def both(reach: Reach, path: str, thing: Any) -> None:
+        enter(reach, path, thing)
+        reach._object(path, thing)
+
+    return both
+
+
 def _way(kind: type) -> _Enter:
     """How to enter objects of this type. (By the type alone: what they say of themselves may be code of the user's.)"""
     if issubclass(kind, defaultdict):
         return Reach._default
     for base, enter in _WAYS:
         if issubclass(kind, base):
-            return enter
+            return _with_its_own(enter) if base in _BARE and is_users_class(kind) else enter
     top = kind.__module__.partition(".")[0]
     if any(base.__module__ == "phonograph.recorded" and base.__name__ == "Recorded" for base in kind.__mro__):
         return Reach._recorded
@@ -789,7 +816,7 @@ def _way(kind: type) -> _Enter:
     if top == "numpy" and (kind.__name__ in ("Generator", "RandomState") or hasattr(kind, "random_raw")):
         return lambda reach, path, rng: reach.host_rngs.append(rng)
     if top == "numpy" and kind.__name__ == "SeedSequence":
-        return lambda reach, path, seeds: reach._hold(kept(path, lambda: (seeds.n_children_spawned,)))
+        return _iterator
     if issubclass(kind, _BUFFERS):
-        return Reach._buffer
+        return _with_its_own(Reach._buffer) if is_users_class(kind) else Reach._buffer
     return Reach._object if has_attributes(kind) else Reach._theirs if top != "phonograph" else _nothing

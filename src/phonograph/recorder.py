@@ -594,6 +594,7 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
         host.restore(changed="draws random numbers on the host (random or numpy.random)")
     except BaseException:
         snapshot.restore()
+        reach.packages.restore()
         grads.restore()
         host.restore()
         put_back(settings)

@@ -774,9 +774,13 @@ def raw_free(address: int) -> None:
     _c("_cuda_cudaCachingAllocator_raw_delete")(address)
 
 
-def waits_for_all(hook: Any) -> bool:
-    """Whether this hook of a tensor is one of several that `register_multi_grad_hook` has set."""
-    return getattr(hook, "__qualname__", "").startswith(torch.autograd.graph.register_multi_grad_hook.__name__)
+def waits_for_all(hook: Any) -> list[Any] | None:
+    """The nodes of all tensors whose gradients this hook waits for, if it is one of those that `register_multi_grad_hook` has
+    set."""
+    if not getattr(hook, "__qualname__", "").startswith(torch.autograd.graph.register_multi_grad_hook.__name__):
+        return None
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return list(cells["grad_fns"].cell_contents) if "grad_fns" in cells else []
 
 
 def clear_cublas_workspaces() -> None:
@@ -818,10 +822,12 @@ def allocations_since(device: int) -> Iterator[list[tuple[int, int]]]:
     """
     found: list[tuple[int, int]] = []
     if _c("_cuda_isHistoryEnabled")():
-        last = _history(device)[-1:]
+        if not (last := _history(device)[-1:]):  # it has just begun
+            raw_free(raw_alloc(1, 0))
+            last = _history(device)[-1:]
         yield found
         now = _history(device)
-        before = next((i for i in range(len(now), 0, -1) if now[i - 1 : i] == last), 0)
+        before = next((i for i in range(len(now), 0, -1) if last and now[i - 1] == last[0]), 0)
         if not before:
             raise Forgotten
         found += _allocations(now[before:])

@@ -333,7 +333,7 @@ class Tracing:
         numbered = self._numbered(found)
         stands = [stand for node, stand in self._stands.items() if node in found.sources]
         parameters = [*(p for p, _ in stands), *found.leaves]
-        if any(waits_for_all(hook) for p in parameters for hook in (p._backward_hooks or {}).values()):
+        if any(waits_for_all(hook) is not None for p in parameters for hook in (p._backward_hooks or {}).values()):
             raise Refusal("has parameters with a hook that waits for all their gradients (register_multi_grad_hook), which "
                           "come in another order from a recording", "use register_post_accumulate_grad_hook")  # fmt: skip
         seeded = found.dropout or (found.attention and self.recomputes)

@@ -146,6 +146,8 @@ class OperatorWatch(TorchDispatchMode):
             blamed = func  # also for what Python code of its own does
             out = self.perform(func, m, args, kwargs)
             blamed = None
+            if self._historic and torch.is_grad_enabled():
+                self._no_history(m, operators.operands(args, kwargs), out)
             if m.converts and operators.made_integers(args, out):
                 self.more = self.more or f"makes integers of floating-point numbers ({m.name}), which may be indices"
             if sizes and sizes != _sizes(m, args, kwargs):
@@ -229,8 +231,6 @@ class OperatorWatch(TorchDispatchMode):
                 touched.add(key)
             elif name is None:
                 self.stranger(m, t)
-        if self._historic and m.name != "aten::detach" and torch.is_grad_enabled():
-            self._no_history(tensors)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
@@ -241,9 +241,13 @@ class OperatorWatch(TorchDispatchMode):
                 self.meet(generator)
         return tensors
 
-    def _no_history(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A backward would go through these to what lies behind them, of which nothing is known."""
-        if not self._historic.isdisjoint(map(identity, tensors)):
+    def _no_history(self, m: operators.Meaning, tensors: Sequence[torch.Tensor], out: Any) -> None:
+        """A backward would go through some of these to what lies behind them, of which nothing is known."""
+        if self._historic.isdisjoint(map(identity, tensors)) or m.name == "aten::detach":
+            return
+        if m.name.startswith("aten::new_") or (m.name.endswith("_like") and m.name != "aten::ones_like"):
+            return  # (Of ones is the gradient with which a backward begins.)
+        if any(t.is_floating_point() or t.is_complex() for t in operators.tensors_in(out, [])):
             raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it")
 
     def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:

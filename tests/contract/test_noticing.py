@@ -2,9 +2,11 @@
 tensors, hooks, an optimizer's settings. Whatever of it changes between two calls, the next call is eager's."""
 
 import abc
+import array
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -15,6 +17,7 @@ import itertools
 import math
 import operator
 import os
+import random
 import sys
 import types
 import weakref
@@ -2378,3 +2381,152 @@ def test_c09_a_view_of_memory_that_is_released(device):
         x = ramp(device, 3) + n
         assert_same(g(x), x * it.view[0])
     assert pg.stats(g).replayed >= 4, pg.explain(g)
+
+
+class Sampler(torch.Generator):
+    temperature = 2.0
+
+
+class Dice(random.Random):
+    temperature = 2.0
+
+
+class Numbers(array.array):
+    temperature = 2.0
+
+
+class Fields(ctypes.Structure):
+    _fields_: ClassVar = [("n", ctypes.c_int)]
+    temperature = 2.0
+
+
+class Reference(weakref.ref):
+    temperature = 2.0
+
+
+BUILT_IN = {
+    "generator": lambda: Sampler(), "random": lambda: Dice(0), "array": lambda: Numbers("f", [1.0]),
+    "structure": lambda: Fields(1), "reference": lambda: Reference(Sampler),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUILT_IN)
+@pytest.mark.parametrize("where", ["object", "class"])
+def test_c09_attributes_of_classes_made_of_built_in_ones(device, case, where, monkeypatch):
+    it = BUILT_IN[case]()
+    f = pg.record(lambda x: x * it.temperature, warmup=1)
+    for n in range(8):
+        if n == 4:
+            monkeypatch.setattr(it if where == "object" else type(it), "temperature", 3.0)
+        x = ramp(device, 3) + n
+        assert_same(f(x), x * it.temperature)
+    assert pg.stats(f).replayed >= 5, pg.explain(f)
+
+
+@may_run_live
+@pytest.mark.parametrize("case", BUILT_IN)
+def test_c11_what_is_counted_on_objects_of_such_classes(device, case):
+    it = BUILT_IN[case]()
+    it.drawn = 0
+
+    def f(x):
+        it.drawn += 1
+        return x * it.drawn
+
+    g = pg.record(f, warmup=1)
+    for n in range(5):
+        x = ramp(device, 3) + n
+        assert_same(g(x), x * (n + 1))
+    assert it.drawn == 5
+
+
+def test_c09_cells_and_exceptions(device):
+    cell, error = types.CellType(2.0), ValueError(2.0)
+    f = pg.record(lambda x: x * cell.cell_contents, warmup=1)
+    g = pg.record(lambda x: x * error.args[0], warmup=1)
+    for n in range(8):
+        if n == 4:
+            cell.cell_contents = 3.0
+            error.args = (3.0,)
+        x = ramp(device, 3) + n
+        assert_same(f(x), x * (3.0 if n >= 4 else 2.0))
+        assert_same(g(x), x * (3.0 if n >= 4 else 2.0))
+
+
+def test_c09_counts_do_not_hide_what_lies_beside_them(device, package):
+    """In the table where a package counts its calls."""
+    f = pg.record(lambda x: package.counting(x) * package.by_table(x), warmup=1)
+    for n in range(24):
+        if n % 6 == 5:
+            package.TABLE["rate"] += 1
+        x = ramp(device, 4) + n
+        result = f(x)
+        assert_same(result, x * package.RATE * (x * package.TABLE["rate"]))
+        package.counting(x)
+    assert pg.stats(f).replayed >= 14, pg.explain(f)
+
+
+_ARMED = """
+armed = False
+
+def once(x):
+    global armed
+    if armed:
+        armed = False
+        return x * 100
+    return x + 0
+"""
+
+
+@may_run_live
+def test_c12_what_a_package_uses_up_is_there_again(device, package):
+    """A capture that is taken back has used it up."""
+    exec(_ARMED, vars(package))
+    package.once.__code__ = package.once.__code__.replace(co_filename=package.__file__)
+    package.factor = 1.0
+    f = pg.record(lambda x: package.once(x) * package.factor, warmup=1)
+    for n in range(12):
+        if n in (5, 6):
+            package.factor, package.armed = 2.0, True
+        x = ramp(device, 4) + n
+        assert_same(f(x), x * (100.0 if n in (5, 6) else 1.0) * package.factor)
+
+
+def test_c09_names_of_methods_are_no_values(device, package):
+    """What has the name of a method that the user's code calls on something else may change."""
+    package.step = 0
+    meter = package.settings
+    meter.update = meter.count = 0
+
+    def f(x):
+        if x.numel() > 100:
+            package.settings.factor.update(x.step, x.count)
+        return package.by_flag(x)
+
+    g = pg.record(f, warmup=1)
+    for n in range(12):
+        package.step += 1
+        meter.count += 1
+        x = ramp(device, 4) + n
+        assert_same(g(x), x)
+    assert pg.stats(g).replayed >= 10, pg.explain(g)
+
+
+def test_c08_a_count_that_has_the_name_of_a_method(device):
+    model = Passes()
+    model.step = 0
+    f = pg.record(lambda x: model(x) * 2, warmup=1)
+    for n in range(10):
+        model.step += 1
+        assert_same(f(ramp(device, 3) + n), (ramp(device, 3) + n) * 2)
+    assert pg.stats(f).replayed == 9, pg.explain(f)
+
+
+def test_c06_tensors_outside_with_a_history_that_are_only_asked_what_they_are(device):
+    weight = nn.Parameter(torch.ones(3, device=device))
+    outer = weight.exp()
+    f = pg.record(lambda x: x * torch.zeros_like(outer) + outer.new_ones(3) + outer.argmax() + (outer > 2).float(), warmup=1)
+    for n in range(6):
+        x = ramp(device, 3) + n
+        assert_same(f(x), x * 0 + 2)
+    assert pg.stats(f).replayed == 5, pg.explain(f)
