@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -86,18 +86,13 @@ def _is(value: Any, kind: Any) -> bool:
 
 def values_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
     """What code that uses these names may read of a module of another's, or of a class, that is called so."""
-    named, unnamed = following(path.rpartition(".")[2])
     if isinstance(thing, type):
+        named, unnamed = following(path.rpartition(".")[2])
         yield from _attributes(path, thing, named | unnamed)
         return
-    space = vars(thing)
-    module = str(space.get("__name__"))
-    for name in sorted(n for n in named | (unnamed & space.keys()) if not n.startswith("__")):
-        value = space.get(name, MISSING)
-        if _is(value, ModuleType):
-            if is_anothers(value):
-                yield from values_in(f"{module}.{name}", value, following)
-        elif not callable(value) and not _is(value, _CONSTANT if module.partition(".")[0] == "torch" else ()):
+    for name, value, space in _named_in(path, thing, following, set()):
+        module = str(space.get("__name__"))
+        if not callable(value) and not _is(value, _CONSTANT if module.partition(".")[0] == "torch" else ()):
             yield Value(f"{module}.{name}", space, name)
             yield from _inside(f"{module}.{name}", value, frozenset().union(*following(name)))
         elif _is(value, type) and is_anothers(value):
@@ -106,16 +101,26 @@ def values_in(path: str, thing: ModuleType | type, following: Following) -> Iter
 
 def functions_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
     """Functions and classes of a package or of torch that such code may call: somebody may put others in their place."""
-    if isinstance(thing, type) or origin(vars(thing).get("__file__") or "<frozen>") is not LIBRARY:
-        return
-    space, (named, unnamed) = vars(thing), following(path.rpartition(".")[2])
-    for name in sorted((named | unnamed) & space.keys()):
-        value = space[name]
-        if _is(value, ModuleType):
-            if is_anothers(value):
-                yield from functions_in(name, value, following)
-        elif callable(value) and not name.startswith("__"):
+    for name, value, space in _named_in(path, thing, following, set()) if isinstance(thing, ModuleType) else ():
+        if callable(value) and origin(space.get("__file__") or "<frozen>") is LIBRARY:
             yield Value(f"{space.get('__name__')}.{name}", space, name)
+
+
+def _named_in(
+    path: str, module: ModuleType, following: Following, seen: set[tuple[int, str]]
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """What such code names of a module that is called so, and of modules in it: the name, what it is now, and the globals."""
+    called, space = path.rpartition(".")[2], vars(module)
+    if (identity(module), called) in seen:  # they refer to each other
+        return
+    seen.add((identity(module), called))
+    named, unnamed = following(called)
+    for name in sorted(n for n in named | (unnamed & space.keys()) if not n.startswith("__")):
+        value = space.get(name, MISSING)
+        if not _is(value, ModuleType):
+            yield name, value, space
+        elif is_anothers(value):
+            yield from _named_in(name, value, following, seen)
 
 
 def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
@@ -166,7 +171,8 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
     found = None if kind is thing else own_dict(thing)
     own = {} if found is None else found
     members = [vars(base)[n] for base in kind.__mro__ if base is not object for n in names & vars(base).keys()]
-    names = frozenset(names).union(*(f.__code__.co_names for member in members for f in functions_of(member)))
+    code = [f.__code__ for member in members for f in functions_of(member) if isinstance(f, FunctionType)]
+    names = frozenset(names).union(*(c.co_names for c in code))
     for base in kind.__mro__:
         held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]
         yield from [Value(f"{path}.{n}", base, n) for n in sorted(held)]

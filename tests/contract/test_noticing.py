@@ -2274,6 +2274,7 @@ UNNAMED = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Setting the .* on a NumPy array:DeprecationWarning")
 @pytest.mark.parametrize("case", UNNAMED)
 @pytest.mark.parametrize("changes", [(3,), (2, 5), (0, 3, 4)])
 def test_c09_what_no_code_names(device, case, changes):
