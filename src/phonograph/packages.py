@@ -7,8 +7,9 @@ in the module, or be an attribute of a class or an object there. There are two w
 * the user's code names it (`package.RATE`, `package.settings.rate`): then it is in reach like a global of the user's own;
 * code of a package that ran in a capture names it: then it is found after that capture.
 
-A package may change what is its own business, and count calls, say. What has changed while a call was captured is left out from
-then on. (It changes in no replay, as no code runs.)
+A package may change what is its own business. A count that has moved on while a call was captured is left out from then on (it
+moves in no replay, as no code runs), and so is an object in place of which another has come. Any other value that has changed
+would have to change in each replay: such a call is refused, and what it has changed is put back.
 """
 
 from __future__ import annotations
