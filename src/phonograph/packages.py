@@ -155,7 +155,8 @@ def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
     """What is in a container; which plain attributes an object has."""
     if type(value) in _TABLES:
         if len(value) <= _SHORT:
-            yield Value(path, value)
+            if all(map(_is_plain, value.values())):  # or it is a cache, in which there may be more in each call
+                yield Value(path, value)
             yield from [Value(f"{path}[{k!r}]", value, k) for k, v in value.items() if _is_plain(k) and _is_plain(v)]
     elif type(value) in _ROWS:
         if len(value) <= _SHORT and all(map(_is_plain, value)):
@@ -259,20 +260,17 @@ class Packages:
     def __init__(self) -> None:
         self._known: dict[Key, tuple[Value, Any]] = {}
         self._restless: set[Key] = set()
-        self._open = False  # a capture has begun
 
     def before(self) -> None:
         """A capture begins."""
         self._known = {key: (value, _read(value)) for key, (value, _) in self._known.items()}
-        self._open = True
 
     def restore(self) -> None:
         """It is taken back."""
-        known = [(v, before) for v, before in self._known.values() if v.name is not _All] if self._open else []
-        moved = [(v, before) for v, before in known if _is_plain(before) and not _same(_read(v), before)]
+        known = [(v, before) for v, before in self._known.values() if v.name is not _All and _is_plain(before)]
+        moved = [(v, before) for v, before in known if not _same(_read(v), before)]
         if moved:
             _named([v for v, _ in moved]).restore(tuple([before for _, before in moved]))
-        self._open = False
 
     def after(self, ran: Iterable[tuple[CodeType, dict[str, Any]]], apart: Set[Key]) -> list[Holder]:
         """The places that count, going by the functions that ran in it, each given as its code and its globals; but for those
@@ -296,7 +294,6 @@ class Packages:
                 raise Refusal(f"changes {value.path}, which outlives the call", "change it outside", final=False)
             self._restless.add(key)
         self._known |= {key: (v, _read(v)) for key, v in found.items() if key not in self._known}
-        self._open = False
         return together([v for key, v in found.items() if key not in self._restless and key not in apart])
 
 

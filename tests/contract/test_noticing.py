@@ -2531,3 +2531,17 @@ def test_c06_tensors_outside_with_a_history_that_are_only_asked_what_they_are(de
         x = ramp(device, 3) + n
         assert_same(f(x), x * 0 + 2)
     assert pg.stats(f).replayed == 5, pg.explain(f)
+
+
+def test_c09_a_cache_of_a_package_is_no_table(device, package):
+    """More comes into it with each size, which is no change to what was recorded with others."""
+    package.CACHE = {}
+    exec("def cached(x):\n    n = len(x)\n    if n not in CACHE:\n        CACHE[n] = torch.full_like(x, 2.0)\n    return x * 2",
+         vars(package))  # fmt: skip
+    package.cached.__code__ = package.cached.__code__.replace(co_filename=package.__file__)
+    f = pg.record(lambda x: package.cached(x), warmup=1)
+    for n in range(40):
+        x = ramp(device, 3 + n % 10) + n
+        assert_same(f(x), x * 2)
+    assert pg.stats(f).recorded == 10, pg.explain(f)
+    assert pg.stats(f).replayed == 30, pg.explain(f)
