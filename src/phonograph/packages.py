@@ -118,9 +118,8 @@ def _named_in(
     named, unnamed = following(called)
     for name in sorted(n for n in named | (unnamed & space.keys()) if not n.startswith("__")):
         value = space.get(name, MISSING)
-        if not _is(value, ModuleType):
-            yield name, value, space
-        elif is_anothers(value):
+        yield name, value, space
+        if _is(value, ModuleType) and is_anothers(value):
             yield from _named_in(name, value, following, seen)
 
 
@@ -131,14 +130,15 @@ def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
             yield Value(f"{base.__qualname__}.forward", base, "forward")
 
 
-def _globals(space: dict[str, Any], names: Set[str]) -> Iterator[Value]:
+def _globals(space: dict[str, Any], names: Set[str], ran: Set[int]) -> Iterator[Value]:
     """What code of a module that uses these names may read of what lies in it. It is their code that has the names of what all
-    classes in it have."""
+    classes in it have, and objects of which a method `ran` (code, by identity)."""
     module = str(space.get("__name__"))
-    own = {n for n, v in space.items() if _is(v, type) and v.__module__ == module}
+    own = {n for n, v in space.items() if (v.__module__ == module if _is(v, type) else _ran_for(v, ran))}
     for name in sorted(n for n in (names & space.keys()) | own if not n.startswith("__")):
         value, path = space[name], f"{module}.{name}"
         if _is(value, ModuleType):
+            yield Value(path, space, name)
             theirs = vars(value) if is_anothers(value) and not is_torchs(str(vars(value).get("__file__"))) else {}
             for n in sorted(names & theirs.keys()):
                 if _is_plain(theirs[n]) and not n.startswith("__"):
@@ -149,6 +149,15 @@ def _globals(space: dict[str, Any], names: Set[str]) -> Iterator[Value]:
         elif not callable(value):
             yield Value(path, space, name)
             yield from _inside(path, value, names)
+
+
+def _ran_for(thing: Any, ran: Set[int]) -> bool:
+    """Whether a method of this object ran."""
+    kind = type(thing)
+    if kind.__module__ in _NEVER or _is(thing, (FunctionType, ModuleType)) or not is_anothers(kind):
+        return False
+    members = [member for base in kind.__mro__ if base is not object for member in list(vars(base).values())]
+    return any(identity(code) in ran for member in members for code in _code_of(member))
 
 
 def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
@@ -172,9 +181,8 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
         return
     found = None if kind is thing else own_dict(thing)
     own = {} if found is None else found
-    members = [vars(base)[n] for base in kind.__mro__ if base is not object for n in names & vars(base).keys()]
-    code = [f.__code__ for member in members for f in functions_of(member) if isinstance(f, FunctionType)]
-    names = frozenset(names).union(*(c.co_names for c in code))
+    asked = [vars(base)[n] for base in kind.__mro__ for n in names & vars(base).keys() if isinstance(vars(base)[n], property)]
+    names = frozenset(names).union(*(code.co_names for member in asked for code in _code_of(member)))
     for base in kind.__mro__:
         held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]
         yield from [Value(f"{path}.{n}", base, n) for n in sorted(held)]
@@ -182,6 +190,10 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
             yield from [Value(f"{path}.{n}", own, n) for n in sorted(held) if n not in own]
     held = [n for n in names & own.keys() if _is_plain(own[n])]
     yield from [Value(f"{path}.{n}", own, n) for n in sorted(held)]
+
+
+def _code_of(member: Any) -> list[CodeType]:
+    return [f.__code__ for f in functions_of(member) if isinstance(f, FunctionType)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -279,13 +291,15 @@ class Packages:
         Raises:
             Refusal: one has changed that is no count.
         """
-        spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        spaces: dict[int, tuple[dict[str, Any], set[str], set[int]]] = {}
         for code, space in ran:
             if "__file__" in space and origin(code.co_filename) is LIBRARY and not is_torchs(code.co_filename):
-                spaces.setdefault(identity(space), (space, set()))[1].update(code.co_names)
+                _, names, codes = spaces.setdefault(identity(space), (space, set(), set()))
+                names.update(code.co_names)
+                codes.add(identity(code))
         found: dict[Key, Value] = {}
-        for space, names in spaces.values():
-            found |= {v.key: v for v in _globals(space, names)}
+        for space, names, codes in spaces.values():
+            found |= {v.key: v for v in _globals(space, names, codes)}
         for key, (value, before) in self._known.items():
             now = _read(value)
             if _same(now, before):
