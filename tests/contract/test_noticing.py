@@ -2550,3 +2550,34 @@ def test_c09_a_cache_of_a_package_is_no_table(device, package):
         assert_same(f(x), x * 2)
     assert pg.stats(f).recorded == 10, pg.explain(f)
     assert pg.stats(f).replayed == 30, pg.explain(f)
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", ["getstate", "spawn"])
+def test_c09_states_of_generators_on_the_host(device, kind):
+    """They are read, or moved on, in no replay."""
+    np = pytest.importorskip("numpy")
+    seeds = np.random.SeedSequence(3), np.random.SeedSequence(3)
+    dice = random.Random(3)
+
+    def of(seeds):
+        if kind == "spawn":
+            return lambda x: x * float(np.random.default_rng(seeds.spawn(1)[0]).random())
+        return lambda x: x * (dice.getstate()[1][0] % 1000)
+
+    ours, theirs = (of(s) for s in seeds)
+    g = pg.record(ours, warmup=1)
+    for n in range(5):
+        dice.seed(n)
+        x = ramp(device, 3) + n
+        assert_same(g(x), theirs(x))
+
+
+def test_c09_an_array_that_cannot_be_written(device):
+    np = pytest.importorskip("numpy")
+    array = np.arange(3.0)
+    array.setflags(write=False)
+    f = pg.record(lambda x: x * float(array[1]), warmup=1)
+    for n in range(4):
+        assert_same(f(ramp(device, 3) + n), ramp(device, 3) + n)
+    assert pg.stats(f).replayed == 3, pg.explain(f)

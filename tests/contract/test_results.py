@@ -1432,3 +1432,16 @@ def test_c07_results_made_in_inference_mode_inside(device, count):
         for a, b in [(ours, theirs)] if count == 1 else zip(ours, theirs, strict=True):
             assert a.is_inference() is b.is_inference()
     assert pg.stats(recorded).replayed >= 3
+
+
+@may_run_live
+def test_c04_a_result_that_knows_no_other_names(device):
+    class Bunch(dict):
+        __getattr__ = dict.__getitem__
+
+    f = pg.record(lambda x: Bunch(y=x * 2), warmup=1)
+    for n in range(4):
+        found = f(torch.full((3,), float(n), device=device))
+        assert type(found) is Bunch
+        assert found.y.tolist() == [n * 2.0] * 3
+    assert "itself failed" not in pg.explain(f)
