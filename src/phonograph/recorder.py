@@ -52,7 +52,7 @@ from .spans import Spans
 from .torch_private import in_inference, on_thread_of_autograds, parametrizations_are_cached, share_version, transforms_undone
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
-from .watch import OperatorWatch, storage_id
+from .watch import BACKWARD, OperatorWatch, storage_id
 
 __all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "refuse", "settled"]
 
@@ -423,7 +423,7 @@ def _capture(
         given.update(identity(c) for c in (*containers((args, kwargs)), *sets.values()))
         before, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        heard = watch.frames() if tracing is None else {**watch.frames(), **tracing.refused()}
+        heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
         with (
@@ -477,7 +477,7 @@ def _capture(
                 arguments, fixed, shared, terms.expected, reach, run, leaving, kept, protected, dials, most, rewind,
                 () if release is None else release.places,
             )  # fmt: skip
-        backward = any(code.co_name == _BACKWARD for code in chain(*ran))
+        backward = any(code.co_name == BACKWARD for code in chain(*ran))
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
@@ -498,14 +498,13 @@ def _capture(
             grads.leave_alone()
 
 
-_BACKWARD = "_engine_run_backward"  # the function of torch's that each backward goes through
 _SETTERS = frozenset({"setattr", "__setattr__", "delattr", "__delattr__"})
 
 
 def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
     """Whether a call may have given parameters other gradients, going by the code that ran."""
     asks = reach.looks_at_gradients or reach.mentions.reads_gradients or reach.mentions.looks_around
-    return asks or any(c.co_name == _BACKWARD or "grad" in c.co_names or not _SETTERS.isdisjoint(c.co_names) for c in ran)
+    return asks or any(c.co_name == BACKWARD or "grad" in c.co_names or not _SETTERS.isdisjoint(c.co_names) for c in ran)
 
 
 def _state_of(function: Any) -> Sequence[Any]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import operators
 from .casting import Casts
 from .dials import Dials
-from .effects import Starts
+from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .listening import unheard
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["OperatorWatch", "storage_id"]
+__all__ = ["BACKWARD", "OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -61,6 +62,10 @@ _REMEDIES = {
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
+
+BACKWARD = "_engine_run_backward"
+"""The function of torch's that each backward goes through."""
+_HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
@@ -86,7 +91,7 @@ class OperatorWatch(TorchDispatchMode):
                 if t.is_leaf and t.grad is not None:
                     self._born(t.grad, f"{name}.grad")
         tensors = [t for _, t in reach.tensors.values()]
-        self._historic = {identity(t) for t in tensors if t.requires_grad and t.grad_fn is not None}
+        self._historic = {identity(t): t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         self.outside = set(self.known) - self.slot_ids
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
@@ -243,12 +248,22 @@ class OperatorWatch(TorchDispatchMode):
 
     def _no_history(self, m: operators.Meaning, tensors: Sequence[torch.Tensor], out: Any) -> None:
         """A backward would go through some of these to what lies behind them, of which nothing is known."""
-        if self._historic.isdisjoint(map(identity, tensors)) or m.name == "aten::detach":
+        if self._historic.keys().isdisjoint(map(identity, tensors)) or m.name == "aten::detach":
             return
         if m.name.startswith("aten::new_") or (m.name.endswith("_like") and m.name != "aten::ones_like"):
             return  # (Of ones is the gradient with which a backward begins.)
         if any(t.is_floating_point() or t.is_complex() for t in operators.tensors_in(out, [])):
-            raise Refusal("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it")
+            raise Refusal(_HISTORIC.reason, _HISTORIC.remedy)
+
+    def backwards(self) -> Starts:
+        """The function that begins each backward: it may begin with one of those, which no operator need have read."""
+        rule = os.path.join("torch", "autograd", "graph.py"), self._begins_outside, _HISTORIC
+        return {BACKWARD: [rule]} if self._historic else {}
+
+    def _begins_outside(self, frame: FrameType) -> bool:
+        roots = frame.f_locals.get("t_outputs", ())
+        nodes = [getattr(root, "node", None) for root in roots]
+        return any(identity(root) in self._historic for root in roots) or any(n in self._historic.values() for n in nodes if n)
 
     def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         if m.random or m.communicates:

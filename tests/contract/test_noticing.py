@@ -2342,6 +2342,20 @@ def _with_a_history(kind, device):
         (outer * x).sum().backward()
         return x * 2
 
+    total = outer.sum()
+
+    def itself(x):
+        total.backward(retain_graph=True)
+        return x * 2
+
+    def with_a_gradient(x):
+        outer.backward(x, retain_graph=True)
+        return x * 2
+
+    def edge(x):
+        torch.autograd.backward(torch.autograd.graph.get_gradient_edge(outer), x, retain_graph=True)
+        return x * 2
+
     def call(f, x, n):
         nonlocal inner, outer
         weight.grad = None
@@ -2352,10 +2366,11 @@ def _with_a_history(kind, device):
             outer = inner.exp()
         return f(x), None if weight.grad is None else weight.grad.clone()
 
-    return {"a hook": chosen, "used up": once}.get(kind, step), call
+    others = {"a hook": chosen, "used up": once, "itself": itself, "with a gradient": with_a_gradient, "an edge": edge}
+    return others.get(kind, step), call
 
 
-@pytest.mark.parametrize("kind", ["gradients", "on the host", "a hook", "used up"])
+@pytest.mark.parametrize("kind", ["gradients", "on the host", "a hook", "used up", "itself", "with a gradient", "an edge"])
 @may_run_live
 def test_c06_tensors_outside_that_have_a_history(device, kind):
     found = []
