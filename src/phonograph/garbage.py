@@ -2,16 +2,20 @@
 
 It must not run a destructor with CUDA calls in the middle of a capture. And it starts whenever some hundred objects more are
 there than before: looking at all that a function can reach makes ten thousand, none of them garbage, most of them gone soon.
+
+Where it runs, it may run anywhere, and with it what others have it call (`gc.callbacks`) and the destructors of anybody's
+garbage: nothing of that is part of the function that runs just then.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["collected", "uncollected"]
+__all__ = ["collected", "telling_collections", "uncollected"]
 
 _here = threading.local()  # `starts`: whether it would start in this thread, were it not held off
 
@@ -45,3 +49,26 @@ def collected() -> Iterator[None]:
 
 def _starts() -> bool:
     return getattr(_here, "starts", False)
+
+
+@contextmanager
+def telling_collections() -> Iterator[Callable[[], bool]]:
+    """A function that says, inside the block, whether the collector is at work in this thread."""
+    at_work: list[int] = []
+
+    def begins(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            at_work.append(threading.get_ident())
+
+    def ends(phase: str, info: dict[str, Any]) -> None:
+        if phase == "stop":
+            at_work.clear()
+
+    gc.callbacks.append(ends)  # first: it may start between these two lines
+    gc.callbacks.insert(0, begins)  # so that they lie around all others
+    try:
+        yield lambda: threading.get_ident() in at_work
+    finally:
+        for ours in (begins, ends):
+            if ours in gc.callbacks:
+                gc.callbacks.remove(ours)

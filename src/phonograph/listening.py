@@ -12,6 +12,8 @@ What an effect is, `effects` decides; here are the two ways to hear of calls:
 Monitoring hears all threads: the one that captures counts, and autograd's, which are not of Python's making. A profile
 function hears its own thread only, so that before Python 3.12 an effect in a hook that autograd calls on a thread of its
 own (on a GPU) is not heard.
+
+What the garbage collector calls is not listened to: it may come up anywhere, and is no part of the function.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch
 
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
+from .garbage import telling_collections
 from .identity import identity
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
@@ -65,10 +68,11 @@ def watching_python(
     besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
     function was looked at, of the code that starts.
     """
-    listener = Listener(outer, more, caching, left_out, follower)
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
-    with source(listener):
-        yield listener
+    with telling_collections() as collecting:
+        listener = Listener(outer, more, caching, left_out, follower, collecting)
+        with source(listener):
+            yield listener
 
 
 class Listener:
@@ -78,7 +82,7 @@ class Listener:
     `overlooked` what one of them was left out for."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
-                 follower: FollowsRandomStates) -> None:  # fmt: skip
+                 follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
         self.overlooked: Overlooked | None = None
         self._left_out = left_out
         self._follower = follower
@@ -91,6 +95,7 @@ class Listener:
         self.more = more
         self._outer = outer
         self._thread = threading.get_ident()
+        self._collecting = collecting
 
     def called(self, function: Any, owner: Any, frame: FrameType) -> None:
         self._judge(of_call(function, owner, frame, self._outer), frame)
@@ -125,7 +130,7 @@ class Listener:
         self._globals[identity(frame.f_code)] = frame.f_globals
         self._met[identity(frame.f_code)] = frame.f_code
         left_out = self._left_out(frame)
-        if left_out is not None and self.concerned():
+        if left_out is not None:
             if isinstance(left_out, Refusal):
                 self.found.append(left_out)
             else:
@@ -138,8 +143,8 @@ class Listener:
             raise self.found[-1]
 
     def concerned(self) -> bool:
-        """Whether this thread is part of the capture."""
-        return threading.get_ident() == self._thread or on_thread_of_autograds()
+        """Whether what runs now is part of the capture."""
+        return (threading.get_ident() == self._thread or on_thread_of_autograds()) and not self._collecting()
 
 
 # -- sys.monitoring
@@ -162,7 +167,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     def started(code: CodeType, offset: int) -> Any:
         if listener.is_new(code):
             if not listener.concerned():
-                return None  # another thread is the first to run it: this one is still to be heard
+                return None  # another thread, or the collector, is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
         if identity(code) in listener.caching or code in SETS:
             return listener.started(sys._getframe(1))
@@ -229,7 +234,7 @@ def _profiling(listener: Listener) -> Iterator[None]:
                 listener.called(arg, arg.__self__, frame)
         elif event == "call":
             code = frame.f_code
-            if is_new(code):
+            if is_new(code) and listener.concerned():
                 listener.met(frame)
             if code.co_name in starts or identity(code) in caching or code in SETS:
                 listener.started(frame)

@@ -2596,3 +2596,73 @@ def test_c09_an_array_that_cannot_be_written(device):
     for n in range(4):
         assert_same(f(ramp(device, 3) + n), ramp(device, 3) + n)
     assert pg.stats(f).replayed == 3, pg.explain(f)
+
+
+# ---------------------------------------------------------------------------------------------------
+# C9, C11: what the garbage collector calls is no part of the function that runs just then
+
+_TIMING = """
+import time
+began = took = 0.0
+
+def timing(phase, info):
+    global began, took
+    if phase == "start": began = time.perf_counter()
+    else: took += time.perf_counter() - began
+"""
+
+
+def _collecting(x):
+    gc.collect()
+    return x * 2
+
+
+def test_c09_a_package_that_counts_collections(device, package):
+    """It has the collector call it: its values change from call to call, and have no part in the result."""
+    exec(compile(_TIMING, package.__file__, "exec"), vars(package))
+    f = pg.record(lambda x: _collecting(package.by_flag(x)), warmup=1)
+    gc.callbacks.append(package.timing)
+    try:
+        for n in range(8):
+            assert_same(f(ramp(device, 3) + n), (ramp(device, 3) + n) * 2)
+            gc.collect()
+    finally:
+        gc.callbacks.remove(package.timing)
+    assert counts(f) == (1, 1, 7)
+
+
+def test_c11_effects_of_what_the_collector_calls(device, tmp_path):
+    """They happen, all of them, and refuse nothing: callbacks of the user's own, and destructors of garbage from before."""
+    log = open(tmp_path / "log", "w", buffering=1)  # noqa: SIM115 - closed below
+
+    def told(phase, info):
+        log.write(f"{phase}\n")
+
+    class Noisy:
+        def __init__(self, n):
+            self.n, self.me = n, self
+
+        def __del__(self):
+            log.write("gone ")
+            log.write(f"{self.n}\n")
+
+    def f(x):
+        return _collecting(x)
+
+    gc.collect()
+    recorded = pg.record(f, warmup=1)
+    gc.callbacks.append(told)
+    gc.disable()  # so that it is our call that finds it
+    try:
+        for n in range(4):
+            Noisy(n)
+            assert_same(recorded(ramp(device, 3) + n), (ramp(device, 3) + n) * 2)
+    finally:
+        gc.enable()
+        gc.callbacks.remove(told)
+        gc.collect()
+        log.close()
+    assert counts(recorded) == (1, 1, 3)
+    lines = (tmp_path / "log").read_text().split("\n")
+    assert lines[:6] == ["start", "gone 0", "stop", "start", "gone 1", "stop"]
+    assert told not in gc.callbacks

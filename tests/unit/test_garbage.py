@@ -2,7 +2,7 @@
 
 import gc
 
-from phonograph.garbage import collected, uncollected
+from phonograph.garbage import collected, telling_collections, uncollected
 
 
 def test_code_of_the_users_runs_with_the_collector_on():
@@ -24,3 +24,30 @@ def test_who_has_switched_it_off_finds_it_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_whether_it_is_at_work():
+    heard, before = [], list(gc.callbacks)
+    with telling_collections() as collecting:
+
+        def callback(phase, info):
+            heard.append((phase, collecting()))
+
+        gc.callbacks.append(callback)  # before ours, as one may come at any time
+        gc.callbacks[-2:] = reversed(gc.callbacks[-2:])
+        gc.collect()
+        assert not collecting()
+        gc.callbacks.remove(callback)
+    assert heard == [("start", True), ("stop", True)]
+    assert gc.callbacks == before
+
+
+def test_where_it_starts_at_any_line():
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(20):
+            with telling_collections() as collecting:
+                assert not collecting()
+    finally:
+        gc.set_threshold(*before)
