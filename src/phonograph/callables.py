@@ -31,6 +31,7 @@ R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
 Sample = Sequence[Any]
 
+_MODES = ("global", "thread_local", "relaxed")
 _OTHERS = 16  # recordings besides those of a schedule: for evaluation, or a last batch
 
 _TRANSFORMER_ENGINE = frozenset(
@@ -42,22 +43,23 @@ _TRANSFORMER_ENGINE = frozenset(
 @overload
 def make_graphed_callables(
     callables: M, sample_args: Sample, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Any = None,
-    **options: Any,
+    capture_error_mode: str = "global", enable_annotations: bool = False, **options: Any,
 ) -> M: ...  # fmt: skip
 @overload
 def make_graphed_callables(
     callables: Callable[P, R], sample_args: Sample, num_warmup_iters: int = 3, allow_unused_input: bool = False,
-    pool: Any = None, **options: Any,
+    pool: Any = None, capture_error_mode: str = "global", enable_annotations: bool = False, **options: Any,
 ) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def make_graphed_callables(
     callables: tuple[Any, ...], sample_args: Sequence[Sample], num_warmup_iters: int = 3, allow_unused_input: bool = False,
-    pool: Any = None, **options: Any,
+    pool: Any = None, capture_error_mode: str = "global", enable_annotations: bool = False, **options: Any,
 ) -> tuple[Any, ...]: ...  # fmt: skip
 
 
 def make_graphed_callables(
-    callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Any = None, *,
+    callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Any = None,
+    capture_error_mode: str = "global", enable_annotations: bool = False, *,
     sample_kwargs: Any = None, _order: Sequence[int] | None = None,
     _num_layers_per_chunk: int | Sequence[int] | None = None, retain_graph_in_backward: bool = False,
     _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
@@ -86,7 +88,11 @@ def make_graphed_callables(
             against the parameters that the callable has.
         num_warmup_iters: live calls of each signature before it is recorded; they are your own first calls.
         allow_unused_input: accepted. An input that is not used has no gradient, as in eager; that is no error either way.
-        pool: a handle of `torch.cuda.graph_pool_handle()`, accepted. All recordings of a device share one pool.
+        pool: a handle of `torch.cuda.graph_pool_handle()` or a `torch.cuda.MemPool`, accepted. All recordings of a device share
+            one pool.
+        capture_error_mode: ``global``, ``thread_local`` or ``relaxed``, accepted. A capture leaves other threads alone, and
+            what must not be captured in this one is no error: the call runs live.
+        enable_annotations: must be False: kernels of a recording are not annotated.
         sample_kwargs: keyword arguments of a call: a dict, or one for each of `sample_args`.
         _order: ``c`` for a forward of chunk c, counted from 1, ``-c`` for a backward.
         _num_layers_per_chunk: how many of `callables` each chunk has; by default all the same.
@@ -110,9 +116,10 @@ def make_graphed_callables(
 
     Raises:
         TypeError: an argument has the wrong type, or a sample does not fit the callable's parameters.
-        ValueError: `_order` is no schedule, or numbers of callables, samples, keyword arguments and hooks do not agree.
+        ValueError: `_order` is no schedule, `capture_error_mode` none of these, or numbers of callables, samples, keyword
+            arguments and hooks do not agree.
         ModuleNotFoundError: an option needs Transformer Engine, which is not installed.
-        NotImplementedError: an option needs Transformer Engine, which is.
+        NotImplementedError: an option needs Transformer Engine, which is; or `enable_annotations` is True.
         RuntimeError: (in a call) a capture-time hook returned something.
 
     Example:
@@ -130,9 +137,13 @@ def make_graphed_callables(
     """
     _refuse_low_precision(options)
     at_least("num_warmup_iters", num_warmup_iters, 0)
-    _check_bools(allow_unused_input=allow_unused_input, retain_graph_in_backward=retain_graph_in_backward,
+    _check_mode(capture_error_mode)
+    _check_bools(enable_annotations=enable_annotations, allow_unused_input=allow_unused_input,
+                 retain_graph_in_backward=retain_graph_in_backward,
                  _reuse_graph_input_output_buffers=_reuse_graph_input_output_buffers,
                  clone_param_grads_on_return=clone_param_grads_on_return)  # fmt: skip
+    if enable_annotations:
+        raise NotImplementedError("enable_annotations: phonograph does not annotate kernels; take a profile of a live call")
     _check_functions(pre_warmup_hook=pre_warmup_hook, post_warmup_hook=post_warmup_hook)
     _check_pool(pool)
     if _order is None and (_reuse_graph_input_output_buffers or _num_layers_per_chunk is not None):
@@ -182,8 +193,15 @@ def _check_functions(**given: Any) -> None:
 
 
 def _check_pool(pool: Any) -> None:
-    if pool is not None and not (isinstance(pool, tuple) and len(pool) == 2 and all(type(n) is int for n in pool)):
-        raise TypeError(f"pool must be a handle (torch.cuda.graph_pool_handle(), CUDAGraph.pool()), not {pool!r}")
+    if pool is None or isinstance(pool, torch.cuda.MemPool):
+        return
+    if not (isinstance(pool, tuple) and len(pool) == 2 and all(type(n) is int for n in pool)):
+        raise TypeError(f"pool must be a handle (torch.cuda.graph_pool_handle(), CUDAGraph.pool()) or a MemPool, not {pool!r}")
+
+
+def _check_mode(mode: Any) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"capture_error_mode must be one of {', '.join(_MODES)}, not {mode!r}")
 
 
 def _check_callables(callables: tuple[Any, ...]) -> None:

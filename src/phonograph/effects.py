@@ -215,6 +215,11 @@ def _of_the_system(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), random.SystemRandom)
 
 
+def _is_told(frame: FrameType) -> bool:
+    """Not the getter of a property."""
+    return frame.f_code.co_argcount > 1 or "self" not in frame.f_locals
+
+
 def _seeds(frame: FrameType) -> bool:
     """Not the constructor of a generator that is given a seed."""
     caller = frame.f_back.f_code if frame.f_back is not None else frame.f_code
@@ -237,8 +242,6 @@ for _name, _rule in (
     *_functions(f"{_TORCH}/_tensor_str.py", "_str", Effect("prints a tensor, which reads its values on the host",
                 "return the tensor and print it outside", ANYONE)),
     *_functions(f"{_LIB}/logging/__init__.py", "handle", Effect("logs a message", by=ANYONE)),
-    *_functions(f"{_LIB}/logging/__init__.py", "debug info warning warn error exception critical fatal log isEnabledFor "
-                "getEffectiveLevel", Effect("logs a message ({})")),
     *_functions(".py", "write writelines", Effect("writes output ({})"), _not_theirs),
     *_functions(f"{_LIB}/random.py", "random getrandbits randbytes", Effect("reads entropy of the system", _DRAW),
                 _of_the_system),
@@ -263,7 +266,7 @@ for _name, _rule in (
                 Effect("works with other tasks ({})", by=DIRECTLY)),
     *_functions(f"{_LIB}/multiprocessing/synchronize.py", "set clear wait is_set notify notify_all acquire release",
                 Effect("works with other processes ({})")),
-    *_functions(f"{_LIB}/logging/__init__.py", "setLevel disable", Effect("changes what is logged ({})")),
+    *_functions(f"{_LIB}/logging/__init__.py", "setLevel disable", Effect("changes what is logged ({})"), _is_told),
     *_functions(f"{_LIB}/concurrent/futures/_base.py", "done result exception cancelled running",
                 Effect("works with other threads ({})", by=DIRECTLY)),
     *_functions(f"{_LIB}/concurrent/futures/thread.py", "submit", Effect("works with other threads ({})")),

@@ -23,6 +23,7 @@ import threading
 from _queue import SimpleQueue
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from logging import Logger
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -40,12 +41,16 @@ from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusa
 from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
+from .loggers import ASKING
+from .loggers import asked as asked_logger
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
 from .where import users_line
 
 __all__ = ["Listener", "unheard", "watching_python"]
 
+
+_FOLLOWED = ASKING.union(SETS)  # functions of which each start is heard, and no effect by itself
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
@@ -79,7 +84,7 @@ class Listener:
     """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran,
-    `overlooked` what one of them was left out for."""
+    `overlooked` what one of them was left out for, `loggers` those that were asked what they let through, by identity."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
                  follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
@@ -87,6 +92,7 @@ class Listener:
         self._left_out = left_out
         self._follower = follower
         self.found: list[Refusal] = []
+        self.loggers: dict[int, Logger] = {}
         self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self._met.values()
         self._globals: dict[int, dict[str, Any]] = {}
@@ -101,6 +107,10 @@ class Listener:
         self._judge(of_call(function, owner, frame, self._outer), frame)
 
     def started(self, frame: FrameType) -> None:
+        if frame.f_code in ASKING and self.concerned():
+            logger = asked_logger(frame)
+            if logger is not None:
+                self.loggers[identity(logger)] = logger
         if frame.f_code in SETS and self.concerned():
             try:
                 self._follower.state_set(frame.f_locals["new_state"], asked(frame))
@@ -169,7 +179,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             if not listener.concerned():
                 return None  # another thread, or the collector, is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
-        if identity(code) in listener.caching or code in SETS:
+        if identity(code) in listener.caching or code in _FOLLOWED:
             return listener.started(sys._getframe(1))
         if code in READS:
             heard.append(code)
@@ -236,7 +246,7 @@ def _profiling(listener: Listener) -> Iterator[None]:
             code = frame.f_code
             if is_new(code) and listener.concerned():
                 listener.met(frame)
-            if code.co_name in starts or identity(code) in caching or code in SETS:
+            if code.co_name in starts or identity(code) in caching or code in _FOLLOWED:
                 listener.started(frame)
         elif event == "return" and frame.f_code in READS and arg is not None:
             listener.returned(frame, arg)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from .torch_private import saved_tensors_hooks
+from .torch_private import saved_tensors_hooks, unseen_by_checkpoint
 
 __all__ = ["MARK", "Marked", "is_marked"]
 
@@ -37,7 +37,7 @@ class Marked:
         pack, _ = saved_tensors_hooks() or (None, None)
         if getattr(pack, "__module__", "") != _CHECKPOINT:
             return self.function(*args, **kwargs)
-        with graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+        with graph.saved_tensors_hooks(unseen_by_checkpoint(torch.Tensor.detach), _as_it_is):
             return self.function(*args, **kwargs)
 
 

@@ -61,6 +61,7 @@ from .introspection import (
     globals_set_in,
     has_attributes,
     is_users_class,
+    looks_around,
     names_in,
     slots_of,
 )
@@ -70,7 +71,7 @@ from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
 from .where import is_users, users_line, written_out
 
-__all__ = ["FEW", "Reach"]
+__all__ = ["FEW", "Reach", "uses_iterator"]
 
 FEW = 64  # so many parameters are all looked at before each replay
 _ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
@@ -92,6 +93,7 @@ _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _NOTES = "_per_optimizer_states"  # of gradient scalers
+TRAINERS = "._trainer."  # in the path of what a LightningModule reaches by its trainer
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
@@ -108,6 +110,7 @@ class Reach:
         self.streams: list[torch.Stream] = []
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
+        self._idle: dict[str, str] = {}  # paths of iterators in objects of others, by the names of the attributes
         self.arrays: list[str] = []
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
@@ -212,6 +215,7 @@ class Reach:
             for path, tensor in self.tensors.values() if self.mentions.looks_for_absent else self._attributed:
                 self._enter_own(path, tensor)
         self.truncated = bool(self._work)
+        self.iterators += [path for n, path in self._idle.items() if n in self.mentions.reads or self.mentions.looks_around]
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
                 self._hold(places.some(path, thing, self.mentions.reads))
@@ -240,6 +244,9 @@ class Reach:
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
         the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
+        for name, path in self._idle.items():
+            if name in names_in(code) or (is_users(code.co_filename) and looks_around(code)):
+                return uses_iterator(path, users_line(frame))
         if not self.mentions.unknown(code):
             return None
         if self.mentions.lacks(code.co_name):
@@ -351,7 +358,7 @@ class Reach:
             self._selected.append((path, thing, set()))
         elif own is not None:
             self._hold(places.attributes(path, thing))
-            self._items(path, own)
+            self._enter_others(path, own)
         self._slots(path, thing)
         for kind, enter in _CONTENTS:
             if issubclass(type(thing), kind):
@@ -385,6 +392,13 @@ class Reach:
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
+
+    def _enter_others(self, path: str, own: dict[str, Any]) -> None:
+        """The attributes of an object of which a class is another library's. An iterator may be left there from when the object
+        was made; it counts if code runs that names it."""
+        idle = {n: f"{path}.{n}" for n, v in own.items() if hasattr(type(v), "__next__") and TRAINERS not in path}
+        self._idle |= idle
+        self._items(path, {n: v for n, v in own.items() if n not in idle})
 
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
@@ -459,7 +473,8 @@ class Reach:
         if self._is_plain(type(module)):
             self._selected.append((path, module, set()))
         else:
-            self._dict(path, own, watched=True)
+            self._hold(places.dictionary(path, own, watched=True))
+            self._enter_others(path, own)
         self._slots(path, module)
         self._class_of(type(module))
 
@@ -710,6 +725,13 @@ class Reach:
         self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def uses_iterator(path: str, where: str = "") -> Refusal:
+    """What is said of a function that takes items of one: nobody could put them back."""
+    remedy = ("a LightningModule refers to its trainer: call pg.record on the network in it" if TRAINERS in path else
+              "take the next item outside and pass it as an argument")  # fmt: skip
+    return Refusal(f"uses an iterator ({path})", remedy, where)
 
 
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from logging import Logger
 from operator import is_
 from types import CodeType
 from typing import Any
@@ -38,11 +39,12 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .listening import watching_python
+from .loggers import levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
-from .reach import Reach
+from .reach import Reach, uses_iterator
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
 from .reliance import Grads, Reliances, Snapshot
@@ -170,6 +172,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
         snapshot.also(reach.packages.after(captured.ran, reach.of_others))
+        if captured.loggers:
+            snapshot.also([levels(captured.loggers)])
         slots = tuple(
             Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
             for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
@@ -272,10 +276,7 @@ _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped
 def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
-        trained = "._trainer." in reach.iterators[0]
-        raise Refusal(f"uses an iterator ({reach.iterators[0]})",
-                      "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
-                      "take the next item outside and pass it as an argument")  # fmt: skip
+        raise uses_iterator(reach.iterators[0])
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
     parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
@@ -399,6 +400,7 @@ def _capture(
     stood: list[torch.Tensor] = []
     ran: list[Iterable[CodeType]] = []
     functions: list[tuple[CodeType, dict[str, Any]]] = []
+    loggers: list[Logger] = []
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
@@ -448,6 +450,7 @@ def _capture(
         for refusal in (*said, *listener.found):
             raise refusal
         functions.extend(listener.functions())
+        loggers.extend(listener.loggers.values())
         dials.ran(listener.ran)
         overlooked = listener.overlooked or reach.overlooked(listener.ran)
         if overlooked is not None:
@@ -482,7 +485,7 @@ def _capture(
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
-                                 seen=tuple(stood), ran=functions)  # fmt: skip
+                                 seen=tuple(stood), ran=functions, loggers=loggers)  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

@@ -39,9 +39,9 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
            "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
-           "storage_at", "take_cublas_workspace",
-           "tensor_check", "transformed", "transforms_undone", "unbacked", "use_count", "view_like", "waits_for_all",
-           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
+           "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -518,6 +518,14 @@ def _end_dual_level() -> None:
 _hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
+
+
+def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A hook of ours for what autograd saves, as `checkpoint` marks its own. Any other it takes for the user's: from torch 2.14
+    on it warns of one where it recomputes selectively, and is to show it what it keeps itself."""
+    hook: Any = partial(pack)
+    hook._checkpoint_internal, hook._user_hooks = True, None
+    return hook  # type: ignore[no-any-return]
 
 
 # -- compilers

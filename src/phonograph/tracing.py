@@ -46,6 +46,7 @@ from .torch_private import (
     original_views,
     recomputed_part,
     share_version,
+    unseen_by_checkpoint,
     use_count,
     waits_for_all,
 )
@@ -182,7 +183,7 @@ class Tracing:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """What autograd saves inside the block is noted."""
-        with saved_tensors_hooks(self._pack, self._unpack), original_views():
+        with saved_tensors_hooks(unseen_by_checkpoint(self._pack), self._unpack), original_views():
             yield
         if any(t._version != version for t, version in self._versions):
             raise Refusal("writes a tensor that autograd has saved for backward", final=False)

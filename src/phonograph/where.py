@@ -103,19 +103,30 @@ def called_by(frame: FrameType | None, code: CodeType) -> bool:
 
 
 def users_line(frame: FrameType | None = None) -> str:
-    """``file:line`` of the innermost frame of the user's own code, or of any code outside torch and this library."""
+    """``file:line`` of the innermost frame of the user's own code; and, if a package runs by then, of the package's:
+    ``train.py:80, in einops/einops.py:512``."""
     at: FrameType | None = frame or sys._getframe(1)
-    fallback: FrameType | None = None
+    theirs: FrameType | None = None
     while at is not None:
         filename = at.f_code.co_filename
         if is_users(filename):
-            return f"{filename}:{at.f_lineno}"
-        if fallback is None and _elsewhere(filename):
-            fallback = at
+            line = f"{filename}:{at.f_lineno}"
+            return line if theirs is None else f"{line}, in {_in_package(theirs)}"
+        if theirs is None and _elsewhere(filename):
+            theirs = at
         at = at.f_back
-    return f"{fallback.f_code.co_filename}:{fallback.f_lineno}" if fallback is not None else ""
+    return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
+
+
+def _in_package(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    for part in _LIBRARIES:
+        path = path.rpartition(part)[2]
+    return f"{path}:{frame.f_lineno}"
 
 
 @cache
 def _elsewhere(filename: str) -> bool:
-    return not filename.startswith((_OURS, _TORCH, *_STDLIB))
+    """Whether a file is nobody's of those, and was not written by a compiler."""
+    others = any(part in filename for part in _LIBRARIES) or not filename.startswith(_STDLIB)
+    return others and not filename.startswith(("<", _OURS, _TORCH)) and not is_compiled(filename)

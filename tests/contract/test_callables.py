@@ -991,7 +991,27 @@ def test_c11_options_of_a_library_that_is_not_installed(option, monkeypatch):
 
 
 def test_the_signature_begins_as_torchs_does():
+    """As that of a later release: what an earlier one does not have yet comes last."""
     ours = list(inspect.signature(pg.make_graphed_callables).parameters.values())
     theirs = list(inspect.signature(torch.cuda.make_graphed_callables).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
-    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[len(theirs) :])
+    others = [p.name for p in ours[len(theirs) :] if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    assert others in ([], ["capture_error_mode", "enable_annotations"])
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_mode_of_capturing(device, mode):
+    x = torch.ones(3, device=device)
+    f = pg.make_graphed_callables(lambda x: x * 2, (x,), 1, False, None, mode)
+    for n in range(3):
+        assert_same(f(x + n), (x + n) * 2)
+    assert counts(f) == (1, 1, 2)
+
+
+def test_what_is_no_mode_and_annotations():
+    with pytest.raises(ValueError, match="capture_error_mode must be one of global, thread_local, relaxed, not 'local'"):
+        pg.make_graphed_callables(lambda x: x, (torch.ones(1),), capture_error_mode="local")
+    with pytest.raises(TypeError, match="enable_annotations must be a bool"):
+        pg.make_graphed_callables(lambda x: x, (torch.ones(1),), enable_annotations=1)
+    with pytest.raises(NotImplementedError, match="does not annotate kernels"):
+        pg.make_graphed_callables(lambda x: x, (torch.ones(1),), enable_annotations=True)

@@ -293,12 +293,45 @@ def test_c11_an_effect_names_the_users_line_and_what_to_do(device, tmp_path):
     assert "do it outside" in said
 
 
+SAYING = {
+    "info": lambda log: log.info("said"),
+    "log": lambda log: log.log(logging.DEBUG, "said"),
+    "adapter": lambda log: logging.LoggerAdapter(log, {}).debug("said"),
+    "asked": lambda log: log.isEnabledFor(logging.INFO) and log.info("said"),
+    "level": lambda log: log.getEffectiveLevel() <= logging.INFO and log.info("said"),
+}
+TURNED_ON = {
+    "itself": lambda log, on: log.setLevel(logging.DEBUG if on else logging.WARNING),
+    "its parent": lambda log, on: log.parent.setLevel(logging.DEBUG if on else logging.WARNING),
+    "all": lambda log, on: logging.disable(logging.NOTSET if on else logging.CRITICAL),
+    "enabled": lambda log, on: setattr(log, "disabled", not on),
+}
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """A logger whose messages are kept, and one that is all that lies between it and the root."""
+    log, parent = logging.getLogger("user.inner"), logging.getLogger("user")
+    log.said, handler = [], logging.Handler()
+    handler.emit = lambda record: log.said.append(record.getMessage())
+    log.addHandler(handler)
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "disabled", False)
+    yield log
+    log.removeHandler(handler)
+    logging.disable(logging.NOTSET)
+    for each in (log, parent):
+        each.setLevel(logging.NOTSET)
+
+
 @may_run_live
-@pytest.mark.parametrize("say", [lambda log: log.info("said"), lambda log: log.log(logging.DEBUG, "said"),
-                                 lambda log: logging.LoggerAdapter(log, {}).debug("said")],
-                         ids=["info", "log", "adapter"])  # fmt: skip
-def test_c09_a_message_of_a_level_that_is_turned_on_later(device, caplog, say):
-    log = logging.getLogger("user")
+@pytest.mark.parametrize("turn", TURNED_ON.values(), ids=TURNED_ON)
+@pytest.mark.parametrize("say", SAYING.values(), ids=SAYING)
+def test_c09_a_message_of_a_level_that_is_turned_on_later(device, log, say, turn):
+    if turn in (TURNED_ON["all"], TURNED_ON["enabled"]):
+        log.setLevel(logging.DEBUG)
+    if say is SAYING["level"] and turn in (TURNED_ON["all"], TURNED_ON["enabled"]):
+        turn = TURNED_ON["itself"]  # it asks for nothing else
 
     def f(x):
         say(log)
@@ -306,9 +339,27 @@ def test_c09_a_message_of_a_level_that_is_turned_on_later(device, caplog, say):
 
     recorded = pg.record(f, warmup=1)
     for n in range(8):
-        with caplog.at_level(logging.DEBUG if n in (4, 5, 7) else logging.WARNING, "user"):
-            assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
-    assert [r.getMessage() for r in caplog.records if r.name == "user"] == ["said"] * 3
+        turn(log, n in (4, 5, 7))
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+        if n == 3:
+            assert counts(recorded) == (1, 1, 3)
+    assert log.said == ["said"] * 3
+    assert "logs a message" in pg.explain(recorded)
+
+
+def test_c09_a_message_that_nobody_wants(device, log):
+    """Is no effect."""
+
+    def f(x):
+        log.debug("shape %s", x.shape)
+        return x + 1
+
+    log.setLevel(logging.INFO)
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert counts(recorded) == (1, 1, 5)
+    assert log.said == []
 
 
 # ---------------------------------------------------------------------------------------------------
