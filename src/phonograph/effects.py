@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .identity import identity
+from .loggers import decides_itself
 from .randomness import sets_for_torch
 from .where import STDLIB, USER, is_ours, origin, works_for
 
@@ -241,7 +242,9 @@ _STARTS: dict[str, list[tuple[str, Callable[[FrameType], bool], Effect]]] = {}
 for _name, _rule in (
     *_functions(f"{_TORCH}/_tensor_str.py", "_str", Effect("prints a tensor, which reads its values on the host",
                 "return the tensor and print it outside", ANYONE)),
-    *_functions(f"{_LIB}/logging/__init__.py", "handle", Effect("logs a message", by=ANYONE)),
+    *_functions(f"{_LIB}/logging/__init__.py", "_log handle", Effect("logs a message", by=ANYONE)),
+    *_functions(f"{_LIB}/logging/__init__.py", "debug info warning warn error exception critical fatal log isEnabledFor "
+                "getEffectiveLevel", Effect("logs a message ({})"), decides_itself),
     *_functions(".py", "write writelines", Effect("writes output ({})"), _not_theirs),
     *_functions(f"{_LIB}/random.py", "random getrandbits randbytes", Effect("reads entropy of the system", _DRAW),
                 _of_the_system),

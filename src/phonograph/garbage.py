@@ -64,11 +64,11 @@ def telling_collections() -> Iterator[Callable[[], bool]]:
         if phase == "stop":
             at_work.clear()
 
-    gc.callbacks.append(ends)  # first: it may start between these two lines
-    gc.callbacks.insert(0, begins)  # so that they lie around all others
+    gc.callbacks += [ends, ends]  # first: it may start between these two lines. Of two one is called also where a callback
+    gc.callbacks.insert(0, begins)  # takes itself from the list, which goes on after the next then
     try:
         yield lambda: threading.get_ident() in at_work
     finally:
-        for ours in (begins, ends):
+        for ours in (begins, ends, ends):
             if ours in gc.callbacks:
                 gc.callbacks.remove(ours)

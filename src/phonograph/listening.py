@@ -23,7 +23,6 @@ import threading
 from _queue import SimpleQueue
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
-from logging import Logger
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -41,7 +40,7 @@ from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusa
 from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
-from .loggers import ASKING
+from .loggers import ASKING, Question
 from .loggers import asked as asked_logger
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
@@ -84,7 +83,7 @@ class Listener:
     """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran,
-    `overlooked` what one of them was left out for, `loggers` those that were asked what they let through, by identity."""
+    `overlooked` what one of them was left out for, `loggers` what these were asked."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
                  follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
@@ -92,7 +91,7 @@ class Listener:
         self._left_out = left_out
         self._follower = follower
         self.found: list[Refusal] = []
-        self.loggers: dict[int, Logger] = {}
+        self.loggers: dict[tuple[int, int | None], Question] = {}
         self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self._met.values()
         self._globals: dict[int, dict[str, Any]] = {}
@@ -108,9 +107,9 @@ class Listener:
 
     def started(self, frame: FrameType) -> None:
         if frame.f_code in ASKING and self.concerned():
-            logger = asked_logger(frame)
-            if logger is not None:
-                self.loggers[identity(logger)] = logger
+            question = asked_logger(frame)
+            if question is not None:
+                self.loggers[identity(question[0]), question[1]] = question
         if frame.f_code in SETS and self.concerned():
             try:
                 self._follower.state_set(frame.f_locals["new_state"], asked(frame))

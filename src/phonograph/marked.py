@@ -37,7 +37,7 @@ class Marked:
         pack, _ = saved_tensors_hooks() or (None, None)
         if getattr(pack, "__module__", "") != _CHECKPOINT:
             return self.function(*args, **kwargs)
-        with graph.saved_tensors_hooks(unseen_by_checkpoint(torch.Tensor.detach), _as_it_is):
+        with graph.saved_tensors_hooks(unseen_by_checkpoint(torch.Tensor.detach, pack), _as_it_is):
             return self.function(*args, **kwargs)
 
 

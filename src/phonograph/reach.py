@@ -61,7 +61,6 @@ from .introspection import (
     globals_set_in,
     has_attributes,
     is_users_class,
-    looks_around,
     names_in,
     slots_of,
 )
@@ -71,7 +70,7 @@ from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
 from .where import is_users, users_line, written_out
 
-__all__ = ["FEW", "Reach", "uses_iterator"]
+__all__ = ["FEW", "Reach"]
 
 FEW = 64  # so many parameters are all looked at before each replay
 _ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
@@ -79,6 +78,7 @@ _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are a
 _BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
+_COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named; an object may have its own.
@@ -93,7 +93,6 @@ _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _NOTES = "_per_optimizer_states"  # of gradient scalers
-TRAINERS = "._trainer."  # in the path of what a LightningModule reaches by its trainer
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
@@ -110,7 +109,6 @@ class Reach:
         self.streams: list[torch.Stream] = []
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
-        self._idle: dict[str, str] = {}  # paths of iterators in objects of others, by the names of the attributes
         self.arrays: list[str] = []
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
@@ -215,7 +213,6 @@ class Reach:
             for path, tensor in self.tensors.values() if self.mentions.looks_for_absent else self._attributed:
                 self._enter_own(path, tensor)
         self.truncated = bool(self._work)
-        self.iterators += [path for n, path in self._idle.items() if n in self.mentions.reads or self.mentions.looks_around]
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
                 self._hold(places.some(path, thing, self.mentions.reads))
@@ -244,9 +241,6 @@ class Reach:
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
         the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
-        for name, path in self._idle.items():
-            if name in names_in(code) or (is_users(code.co_filename) and looks_around(code)):
-                return uses_iterator(path, users_line(frame))
         if not self.mentions.unknown(code):
             return None
         if self.mentions.lacks(code.co_name):
@@ -358,7 +352,7 @@ class Reach:
             self._selected.append((path, thing, set()))
         elif own is not None:
             self._hold(places.attributes(path, thing))
-            self._enter_others(path, own)
+            self._items(path, own)
         self._slots(path, thing)
         for kind, enter in _CONTENTS:
             if issubclass(type(thing), kind):
@@ -392,13 +386,6 @@ class Reach:
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
-
-    def _enter_others(self, path: str, own: dict[str, Any]) -> None:
-        """The attributes of an object of which a class is another library's. An iterator may be left there from when the object
-        was made; it counts if code runs that names it."""
-        idle = {n: f"{path}.{n}" for n, v in own.items() if hasattr(type(v), "__next__") and TRAINERS not in path}
-        self._idle |= idle
-        self._items(path, {n: v for n, v in own.items() if n not in idle})
 
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
@@ -473,8 +460,7 @@ class Reach:
         if self._is_plain(type(module)):
             self._selected.append((path, module, set()))
         else:
-            self._hold(places.dictionary(path, own, watched=True))
-            self._enter_others(path, own)
+            self._dict(path, own, watched=True)
         self._slots(path, module)
         self._class_of(type(module))
 
@@ -727,13 +713,6 @@ class Reach:
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
-def uses_iterator(path: str, where: str = "") -> Refusal:
-    """What is said of a function that takes items of one: nobody could put them back."""
-    remedy = ("a LightningModule refers to its trainer: call pg.record on the network in it" if TRAINERS in path else
-              "take the next item outside and pass it as an argument")  # fmt: skip
-    return Refusal(f"uses an iterator ({path})", remedy, where)
-
-
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     """One hyper-parameter that a replay may follow."""
 
@@ -755,7 +734,11 @@ def _nothing(reach: Reach, path: str, thing: Any) -> None:
 
 
 def _iterator(reach: Reach, path: str, it: Any) -> None:
-    reach.iterators.append(path)
+    """One that has nothing left gives nothing more, as long as its list does not grow. Others nobody could put back."""
+    if type(it) in _COUNTED and operator.length_hint(it) == 0:
+        reach._hold(kept(path, lambda: (operator.length_hint(it),)))
+    else:
+        reach.iterators.append(path)
 
 
 _CONTENTS: list[tuple[Any, _Enter]] = [

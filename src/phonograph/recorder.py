@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from logging import Logger
 from operator import is_
 from types import CodeType
 from typing import Any
@@ -39,12 +38,12 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .listening import watching_python
-from .loggers import levels
+from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
-from .reach import Reach, uses_iterator
+from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
 from .reliance import Grads, Reliances, Snapshot
@@ -276,7 +275,10 @@ _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped
 def _check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse at once what makes a recording impossible, whatever the function does."""
     if reach.iterators:
-        raise uses_iterator(reach.iterators[0])
+        trained = "._trainer." in reach.iterators[0]
+        raise Refusal(f"uses an iterator ({reach.iterators[0]})",
+                      "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
+                      "take the next item outside and pass it as an argument")  # fmt: skip
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
     parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
@@ -400,7 +402,7 @@ def _capture(
     stood: list[torch.Tensor] = []
     ran: list[Iterable[CodeType]] = []
     functions: list[tuple[CodeType, dict[str, Any]]] = []
-    loggers: list[Logger] = []
+    loggers: list[Question] = []
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:

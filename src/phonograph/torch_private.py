@@ -520,11 +520,13 @@ saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
 
 
-def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """A hook of ours for what autograd saves, as `checkpoint` marks its own. Any other it takes for the user's: from torch 2.14
-    on it warns of one where it recomputes selectively, and is to show it what it keeps itself."""
+def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any], over: Any = None) -> Callable[[torch.Tensor], Any]:
+    """A hook of ours for what autograd saves, as `checkpoint` marks its own; `over` is the one that it lies over. Any other it
+    takes for the user's: from torch 2.14 on it warns of one where it recomputes selectively, and is to show it what it keeps
+    itself."""
     hook: Any = partial(pack)
-    hook._checkpoint_internal, hook._user_hooks = True, None
+    hook.__module__ = getattr(pack, "__module__", "")  # by which it is known whose it is
+    hook._checkpoint_internal, hook._user_hooks = True, getattr(over, "_user_hooks", None)
     return hook  # type: ignore[no-any-return]
 
 

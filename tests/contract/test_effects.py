@@ -63,7 +63,7 @@ def writes_text(tmp):
 
 
 def writes_to_a_database(tmp):
-    base = sqlite3.connect(tmp / "log")
+    base = at_the_end.enter_context(contextlib.closing(sqlite3.connect(tmp / "log")))
     base.execute("create table log (n)")
     return lambda: base.execute("insert into log values (1)"), lambda: base.execute("select count(*) from log").fetchone()[0]
 
@@ -360,6 +360,158 @@ def test_c09_a_message_that_nobody_wants(device, log):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
     assert counts(recorded) == (1, 1, 5)
     assert log.said == []
+
+
+class _Verbose(logging.Logger):
+    """Decides itself what it lets through."""
+
+    verbose = False
+
+    def isEnabledFor(self, level):  # noqa: N802 - logging's names
+        return self.verbose
+
+
+class _Direct(logging.Logger):
+    """Sends a message nowhere else."""
+
+    def _log(self, level, message, *args, **options):
+        self.said.append(message)
+
+
+class _Handling(logging.Logger):
+    def handle(self, record):
+        self.said.append(record.getMessage())
+
+
+class _Prefixing(logging.LoggerAdapter):
+    def log(self, level, message, *args, **options):
+        self.logger.log(level, message, *args, **options)
+
+
+def set_debug(log, on):
+    log.setLevel(logging.DEBUG if on else logging.WARNING)
+
+
+def set_verbose(log, on):
+    log.verbose = on
+
+
+@may_run_live
+@pytest.mark.parametrize(("kind", "turn"), [(_Verbose, set_verbose), (_Direct, set_debug), (_Handling, set_debug)])
+def test_c09_a_logger_that_decides_itself(device, log, kind, turn):
+    """It is got by its name, so that nothing of it is in reach."""
+    made = kind(f"user.{kind.__name__}")
+    made.said, made.parent, made.propagate = log.said, logging.root, False
+    made.addHandler(log.handlers[0])
+    logging.root.manager.loggerDict[made.name] = made
+    name = made.name
+
+    def f(x):
+        logging.getLogger(name).debug("said")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(8):
+        turn(made, n in (3, 4, 6))
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert log.said == ["said"] * 3
+
+
+@may_run_live
+@pytest.mark.parametrize("adapter", [logging.LoggerAdapter, _Prefixing])
+def test_c09_a_package_that_logs_for_the_user(device, log, adapter):
+    """Its own class of adapters, a function that is given the logger, a hook that is the logger's method."""
+    space = {"adapter": adapter(log, {}), "log": log}
+    exec(compile("def says(x):\n    adapter.debug('adapted')\n    log.debug('said')\n    return x", "/site-packages/says.py",
+                 "exec"), space)  # fmt: skip
+    says, adapted = space["says"], space["adapter"]
+    net = torch.nn.Identity()
+    net.register_forward_hook(lambda *_: None)
+    net._forward_hooks[0] = log.debug  # torch calls it
+
+    def f(x):
+        adapted.debug("seen")
+        return says(x) + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        set_debug(log, n in (3, 4))
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert log.said == ["seen", "adapted", "said"] * 2
+
+
+def other_logger(log, adapter):
+    adapter.logger = logging.getLogger("user.other")
+    adapter.logger.addHandler(log.handlers[0])
+    adapter.logger.setLevel(logging.DEBUG)
+
+
+def by_hand(log, adapter):
+    log.level = logging.DEBUG  # what it remembers of its level is not that yet
+    logging.getLogger("user.other").setLevel(logging.INFO)
+
+
+@may_run_live
+@pytest.mark.parametrize("turn", [other_logger, by_hand])
+def test_c09_a_level_that_is_set_in_another_way(device, log, turn):
+    adapter = logging.LoggerAdapter(log, {})
+    log.setLevel(logging.WARNING)
+
+    def f(x):
+        adapter.debug("said")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        if n == 3:
+            turn(log, adapter)
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    logging.getLogger("user.other").handlers.clear()
+    assert log.said == ["said"] * 3
+
+
+@may_run_live
+def test_c09_several_loggers_are_asked(device, log):
+    others = [logging.getLogger(f"user.inner.{n}") for n in range(3)]
+
+    def f(x):
+        for each in others:
+            each.debug("said")
+        return x + 1
+
+    log.setLevel(logging.WARNING)
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        others[2].setLevel(logging.DEBUG if n in (3, 5) else logging.NOTSET)
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert log.said == ["said"] * 2
+
+
+@may_run_live
+def test_c09_messages_that_have_numbers(device, log, monkeypatch):
+    """None is made in a capture."""
+    numbers = itertools.count()
+
+    class Numbered(logging.LogRecord):
+        def getMessage(self):  # noqa: N802 - logging's name
+            return f"{super().getMessage()} {self.number}"
+
+    def made(*args, **options):
+        record = Numbered(*args, **options)
+        record.number = next(numbers)
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", made)
+    log.setLevel(logging.DEBUG)
+
+    def f(x):
+        log.debug("said")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(4):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert log.said == [f"said {n}" for n in range(4)]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Where the garbage collector is held off, and where code of the user's runs within."""
 
 import gc
+import threading
 
 from phonograph.garbage import collected, telling_collections, uncollected
 
@@ -33,13 +34,43 @@ def test_whether_it_is_at_work():
         def callback(phase, info):
             heard.append((phase, collecting()))
 
-        gc.callbacks.append(callback)  # before ours, as one may come at any time
-        gc.callbacks[-2:] = reversed(gc.callbacks[-2:])
+        gc.callbacks.insert(1, callback)  # between ours
         gc.collect()
         assert not collecting()
         gc.callbacks.remove(callback)
     assert heard == [("start", True), ("stop", True)]
     assert gc.callbacks == before
+
+
+def test_a_callback_that_takes_itself_from_the_list():
+    """The one after it is passed over then."""
+
+    def once(phase, info):
+        if phase == "stop":
+            gc.callbacks.remove(once)
+
+    before = list(gc.callbacks)
+    gc.callbacks.append(once)
+    with telling_collections() as collecting:
+        gc.collect()
+        assert not collecting()
+    assert gc.callbacks == before
+
+
+def test_another_thread_is_not_at_work():
+    answers = []
+
+    def callback(phase, info):
+        asking = threading.Thread(target=lambda: answers.append(collecting()))
+        asking.start()
+        asking.join()
+        answers.append(collecting())
+
+    with telling_collections() as collecting:
+        gc.callbacks.insert(1, callback)
+        gc.collect()
+        gc.callbacks.remove(callback)
+    assert answers == [False, True] * 2
 
 
 def test_where_it_starts_at_any_line():

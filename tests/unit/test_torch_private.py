@@ -3,9 +3,12 @@
 import ctypes
 import sys
 import types
+import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch.utils import checkpoint
 
 from phonograph import torch_private
 
@@ -143,3 +146,23 @@ def test_the_numbers_of_a_pool_outlive_being_asked_for_its_segments(monkeypatch,
     assert torch_private.segments((0, 300)) == [{"segment_pool_id": (0, 300)}]
     mine = torch_private._Number(0), torch_private._Number(300)
     assert [*map(sys.getrefcount, given[0])] == [*map(sys.getrefcount, mine)]
+
+
+def test_a_hook_of_ours_is_not_the_users():
+    """From torch 2.14 on `checkpoint` warns of those where it recomputes selectively; one of its own it asks for the user's."""
+    kept = partial(checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    over = partial(torch.clone)
+    over._user_hooks = None
+    for hook in (
+        torch_private.unseen_by_checkpoint(torch.Tensor.detach),
+        torch_private.unseen_by_checkpoint(torch.clone, over),
+    ):
+        assert (hook._checkpoint_internal, hook._user_hooks) == (True, None)
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(hook, lambda t: t), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y = checkpoint.checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False, context_fn=kept)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, -x.sin().sin().detach() * x.cos().detach())
+    over._user_hooks = users = (torch.clone, torch.clone)
+    assert torch_private.unseen_by_checkpoint(torch.Tensor.detach, over)._user_hooks is users

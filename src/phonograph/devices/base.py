@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from logging import Logger
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..dials import Dials
+from ..loggers import Question
 from ..pool import Pool
 from ..randomness import Rewind
 from ..reach import Reach
@@ -39,7 +39,7 @@ class Captured(NamedTuple):
     that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
     `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
     `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
-    globals of each. `loggers`: those that were asked what they let through.
+    globals of each. `loggers`: what these were asked.
     """
 
     result: Any
@@ -56,7 +56,7 @@ class Captured(NamedTuple):
     names_gradients: bool = False
     seen: tuple[torch.Tensor, ...] = ()
     ran: Sequence[tuple[CodeType, dict[str, Any]]] = ()
-    loggers: Sequence[Logger] = ()
+    loggers: Sequence[Question] = ()
 
 
 class Device(Protocol):
