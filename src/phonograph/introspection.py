@@ -21,8 +21,8 @@ import torch.utils.data
 from .where import is_users
 
 __all__ = ["LOOKUPS", "MISSING", "all_within", "asks_identity", "attributes_after", "contents", "functions_of",
-           "functions_with", "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "slots_of",
-           "takes_parameters_only", "words_in"]  # fmt: skip
+           "functions_with", "globals_set_in", "has_attributes", "is_users_class", "looks_around", "names_in", "set_at",
+           "slots_of", "takes_parameters_only", "words_in"]  # fmt: skip
 
 
 class _Missing:
@@ -117,6 +117,16 @@ def attributes_after(code: CodeType) -> frozenset[tuple[str, str]]:
                     also[i.argval] = last
                 last = last if i.opname.startswith("STORE_FAST") else ""
     return frozenset(found)
+
+
+def set_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code gives a value to an attribute, a global or a variable of an outer function of this name."""
+    begins, line, found = dict(dis.findlinestarts(code)), 0, list[int]()
+    for i in dis.get_instructions(code):
+        line = begins.get(i.offset) or line
+        if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF") and i.argval == name:
+            found.append(line)
+    return found
 
 
 # By which code may read any entry of a parameter group, or hand on all of them.

@@ -24,7 +24,11 @@ __all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "nested_key", "p
 
 
 class NoSignature(Exception):
-    """The call has an argument that cannot be described; the message says which kind."""
+    """The call has an argument that cannot be described; the message says which kind, and `remedy` what to do."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class Identity:
@@ -76,7 +80,8 @@ def plain_key(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return (kind, value.dtype.str, value.tobytes())
-    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}")
+    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}",
+                      "pass what the function needs of it: tensors, numbers, strings")  # fmt: skip
 
 
 def nested_key(value: Any) -> Any:

@@ -62,7 +62,7 @@ R = TypeVar("R")
 
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
 _CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
-_FORGIVEN = 50  # ...where each is forgotten after so many replays
+_FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
@@ -122,8 +122,9 @@ class History:
 
     def changed(self, replays: int) -> int:
         """Count a change of what a recording relied on; how many have come in too quick succession."""
-        self.changes = max(0, self.changes - (replays - self.replays) // _FORGIVEN) + 1
-        self.replays = replays
+        forgiven, rest = divmod(replays - self.replays, _FORGIVEN)
+        self.changes = max(0, self.changes - forgiven) + 1
+        self.replays = replays - rest
         return self.changes
 
 
@@ -281,7 +282,7 @@ class Recorded(Observed, Generic[P, R]):
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
             except NoSignature as e:
-                refusal = Refusal(str(e))
+                refusal = Refusal(str(e), e.remedy)
             except Diverged as e:
                 self._count_divergence(call, e)
                 if e.torn:

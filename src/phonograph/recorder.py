@@ -37,6 +37,7 @@ from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
+from .introspection import set_at
 from .listening import watching_python
 from .loggers import Question, levels
 from .marked import Marked
@@ -54,6 +55,7 @@ from .torch_private import in_inference, on_thread_of_autograds, parametrization
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import BACKWARD, OperatorWatch, storage_id
+from .where import is_users
 
 __all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "refuse", "settled"]
 
@@ -151,8 +153,11 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         changes = snapshot.changes()  # `self.seen = []` is none
         if changes:
-            raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call",
-                          "return the new value, or mark the part that changes it @pg.live", final=False)  # fmt: skip
+            remedy = (
+                "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
+            )
+            where = _where_set(changes[0], captured.ran)
+            raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
         captured.watch.handed_out(captured.result)
         for part in captured.watch.parts:
             part.settle(captured.watch.undone)
@@ -206,6 +211,16 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
     )
+
+
+def _where_set(path: str, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
+    """Where the user's code that ran sets what has this path, or the memory of a tensor, if that is one line."""
+    codes = [code for code, _ in ran if is_users(code.co_filename)]
+    for name in (path.rpartition(".")[2], "data"):
+        found = {f"{code.co_filename}:{line}" for code in codes for line in set_at(code, name)}
+        if found:
+            return found.pop() if len(found) == 1 else ""
+    return ""
 
 
 def settled(tracing: Tracing | None) -> None:
@@ -551,8 +566,6 @@ def _ordinary(t: torch.Tensor) -> bool:
 
 
 def _line_of(e: BaseException) -> str:
-    from .where import is_users
-
     line, at = "", e.__traceback__
     while at is not None:
         if is_users(at.tb_frame.f_code.co_filename):

@@ -186,7 +186,8 @@ class Tracing:
         with saved_tensors_hooks(unseen_by_checkpoint(self._pack), self._unpack), original_views():
             yield
         if any(t._version != version for t, version in self._versions):
-            raise Refusal("writes a tensor that autograd has saved for backward", final=False)
+            raise Refusal("writes a tensor that autograd has saved for backward",
+                          "return results that have no backward detached (y.detach())", final=False)  # fmt: skip
         if any(t.retains_grad for t in self._given):
             raise Refusal("asks for the gradient of an argument (retain_grad)", "ask for it outside")
         self._versions.clear()

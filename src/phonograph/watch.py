@@ -57,8 +57,12 @@ _cdata: Any = operator.attrgetter("_cdata")
 _STRIDED = torch.strided
 
 # Libraries that look at values where their user need not let them.
+_VALIDATES = ("pass validate_args=False to the distribution, which looks at its arguments' values, or turn that off for all "
+              "(torch.distributions.Distribution.set_default_validate_args(False))")  # fmt: skip
 _REMEDIES = {
-    "torch/distributions/": "pass validate_args=False to the distribution, which looks at its arguments' values",
+    "torch/distributions/distribution.py:__init__": _VALIDATES,
+    "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
+    "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask, which is looked at else",
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }

@@ -86,10 +86,11 @@ def works_for(frame: FrameType | None) -> str:
 
 
 def runs_through(frame: FrameType | None, place: str) -> bool:
-    """Whether a frame is called, directly or not, by code of this package or file of a library: `torch/distributions/`."""
-    place = os.sep + place.replace("/", os.sep)
+    """Whether a frame is called, directly or not, by code of this file of a library, or by this function there:
+    `torch/nn/modules/transformer.py:_detect_is_causal_mask`."""
+    file, _, function = (os.sep + place.replace("/", os.sep)).partition(":")
     while frame is not None:
-        if place in frame.f_code.co_filename:
+        if frame.f_code.co_filename.endswith(file) and function in ("", frame.f_code.co_name):
             return True
         frame = frame.f_back
     return False

@@ -1356,6 +1356,38 @@ def test_c11_a_distribution_that_looks_at_its_arguments(device, monkeypatch):
 
 
 @may_run_live
+def test_c11_what_a_distribution_reads_otherwise(device):
+    """Turning its checks off would not help."""
+    x = torch.tensor([0.2, 0.8], device=device)
+    kind = torch.distributions.Categorical(x, validate_args=False)
+    f = pg.record(lambda x: x * kind.sample().item(), warmup=0)
+    f(x)
+    assert "reads a tensor's value on the host" in reasons(f)
+    assert "validate_args" not in reasons(f)
+
+
+@may_run_live
+def test_c11_a_mask_of_which_torch_asks_whether_it_is_causal(device):
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).to(device)
+    x = torch.ones(2, 4, 8, device=device)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(4, device=device)
+    f, g = (pg.record(lambda x, kw=kw: encoder(x, mask=mask, **kw), warmup=0) for kw in ({}, {"is_causal": True}))
+    f(x)
+    assert "pass is_causal as well as the mask" in reasons(f)
+    g(x)
+    assert pg.stats(g).recorded == 1, reasons(g)
+
+
+@may_run_live
+def test_c11_an_array_as_an_argument(device):
+    np = pytest.importorskip("numpy")
+    f = pg.record(lambda x, rows: x[torch.as_tensor(rows, device=device)], warmup=0)
+    assert_same(f(ramp(device, 3), np.arange(2)), ramp(device, 3)[:2])
+    assert "takes an argument of class numpy.ndarray" in reasons(f)
+    assert "pass what the function needs of it: tensors" in reasons(f)
+
+
+@may_run_live
 def test_c11_a_constant_that_is_copied_from_the_host(device):
     f = pg.record(lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device), warmup=0)
     for n in range(4):

@@ -2698,3 +2698,56 @@ def test_c12_an_iterator_whose_list_grows_later(device):
         x = ramp(device, 4 if n in (4, 5, 7) else 3) + n
         assert_same(recorded(x), f(theirs)(x))
     assert "uses an iterator" in pg.explain(recorded)
+
+
+@pytest.mark.parametrize("every", [45, 50])
+def test_c08_what_changes_every_so_many_steps_is_recorded_anew(device, every):
+    """As weights do for an evaluation. It never comes to be too often."""
+    state = types.SimpleNamespace(scale=2.0)
+    f = pg.record(lambda x: x * state.scale, warmup=1)
+    x = ramp(device, 2)
+    for n in range(14 * every):
+        if n % every == 0:
+            state.scale += 1.0
+        result = f(x)
+    assert_same(result, x * state.scale)
+    assert pg.stats(f).recorded == 14, pg.explain(f)
+    assert pg.stats(f).replayed >= 14 * (every - 2)
+
+
+class _Counting:
+    def __init__(self, device):
+        self.n, self.seen, self.weight = 0, None, nn.Parameter(torch.ones(3, device=device))
+
+    def counts(self, x):
+        self.n += 1
+        return x * 2
+
+    def keeps(self, x):
+        y = x * 2
+        self.seen = y.detach()
+        return y
+
+    def replaces(self, x):
+        self.weight.data = self.weight * 0.5
+        return x * self.weight
+
+    def twice(self, x):
+        self.n += 1
+        self.n += 1
+        return x * 2
+
+
+@may_run_live
+@pytest.mark.parametrize(("method", "line"), [("counts", 1), ("keeps", 2), ("replaces", 1), ("twice", None)])
+def test_c11_a_change_names_its_line(device, method, line):
+    """If there is one only that sets what has changed."""
+    function = getattr(_Counting(device), method)
+    f = pg.record(function, warmup=1)
+    for n in range(3):
+        f(ramp(device, 3) + n)
+    said = pg.explain(f)
+    assert "which outlives the call" in said
+    assert "write into a tensor that is there (copy_)" in said
+    begin = function.__func__.__code__.co_firstlineno
+    assert [n for n in range(1, 5) if f"{__file__}:{begin + n} " in said] == ([] if line is None else [line])
