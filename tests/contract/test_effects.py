@@ -488,20 +488,35 @@ def test_c09_several_loggers_are_asked(device, log):
 
 
 @may_run_live
+def test_c09_the_root_gets_a_handler_where_it_has_none(device, log, monkeypatch):
+    """`logging.debug` sees to that, whether or not it says something."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    logging.root.manager._clear_cache()
+
+    def f(x):
+        logging.debug("said")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        if n % 3 == 0:
+            logging.root.handlers.clear()
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+        assert len(logging.root.handlers) == 1
+
+
+@may_run_live
 def test_c09_messages_that_have_numbers(device, log, monkeypatch):
     """None is made in a capture."""
     numbers = itertools.count()
 
     class Numbered(logging.LogRecord):
-        def getMessage(self):  # noqa: N802 - logging's name
-            return f"{super().getMessage()} {self.number}"
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.msg = f"{self.msg} {next(numbers)}"
 
-    def made(*args, **options):
-        record = Numbered(*args, **options)
-        record.number = next(numbers)
-        return record
-
-    monkeypatch.setattr(logging, "_logRecordFactory", made)
+    monkeypatch.setattr(logging, "_logRecordFactory", Numbered)
     log.setLevel(logging.DEBUG)
 
     def f(x):
