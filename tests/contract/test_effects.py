@@ -495,7 +495,7 @@ def test_c09_the_root_gets_a_handler_where_it_has_none(device, log, monkeypatch)
     logging.root.manager._clear_cache()
 
     def f(x):
-        logging.debug("said")
+        logging.debug("said")  # noqa: LOG015 - it is what is tested
         return x + 1
 
     recorded = pg.record(f, warmup=1)
