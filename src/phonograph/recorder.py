@@ -156,7 +156,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
             remedy = (
                 "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
             )
-            where = _where_set(changes[0], captured.ran)
+            where = _where_set(changes[0], reach, captured.ran)
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
         captured.watch.handed_out(captured.result)
         for part in captured.watch.parts:
@@ -213,14 +213,12 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     )
 
 
-def _where_set(path: str, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
-    """Where the user's code that ran sets what has this path, or the memory of a tensor, if that is one line."""
+def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
+    """Where the user's code that ran sets what has this path, or a tensor's memory, if there is one such line only."""
+    names = [path.rpartition(".")[2], *(["data"] if path in {name for name, _ in reach.tensors.values()} else [])]
     codes = [code for code, _ in ran if is_users(code.co_filename)]
-    for name in (path.rpartition(".")[2], "data"):
-        found = {f"{code.co_filename}:{line}" for code in codes for line in set_at(code, name)}
-        if found:
-            return found.pop() if len(found) == 1 else ""
-    return ""
+    found = {f"{code.co_filename}:{line}" for name in names for code in codes for line in set_at(code, name)}
+    return found.pop() if len(found) == 1 else ""
 
 
 def settled(tracing: Tracing | None) -> None:

@@ -2717,7 +2717,7 @@ def test_c08_what_changes_every_so_many_steps_is_recorded_anew(device, every):
 
 class _Counting:
     def __init__(self, device):
-        self.n, self.seen, self.weight = 0, None, nn.Parameter(torch.ones(3, device=device))
+        self.n, self.seen, self.table, self.weight = 0, None, {"n": 0}, nn.Parameter(torch.ones(3, device=device))
 
     def counts(self, x):
         self.n += 1
@@ -2732,6 +2732,11 @@ class _Counting:
         self.weight.data = self.weight * 0.5
         return x * self.weight
 
+    def enters(self, x):
+        self.table["n"] = self.table["n"] + 1
+        self.weight.data = self.weight.data
+        return x * 2
+
     def twice(self, x):
         self.n += 1
         self.n += 1
@@ -2739,7 +2744,7 @@ class _Counting:
 
 
 @may_run_live
-@pytest.mark.parametrize(("method", "line"), [("counts", 1), ("keeps", 2), ("replaces", 1), ("twice", None)])
+@pytest.mark.parametrize(("method", "line"), [("counts", 1), ("keeps", 2), ("replaces", 1), ("enters", None), ("twice", None)])
 def test_c11_a_change_names_its_line(device, method, line):
     """If there is one only that sets what has changed."""
     function = getattr(_Counting(device), method)
