@@ -107,7 +107,7 @@ class Listener:
 
     def started(self, frame: FrameType) -> None:
         if frame.f_code in ASKING and self.concerned():
-            question = asked_logger(frame)
+            question = asked_logger(frame, self._outer)
             if question is not None:
                 self.loggers[identity(question[0]), question[1]] = question
         if frame.f_code in SETS and self.concerned():

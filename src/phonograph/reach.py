@@ -734,11 +734,25 @@ def _nothing(reach: Reach, path: str, thing: Any) -> None:
 
 
 def _iterator(reach: Reach, path: str, it: Any) -> None:
-    """One that has nothing left gives nothing more, as long as its list does not grow. Others nobody could put back."""
-    if type(it) in _COUNTED and operator.length_hint(it) == 0:
+    """One that is used up gives nothing more. What others have left nobody could put back."""
+    if type(it) in _COUNTED and _used_up(it):
         reach._hold(kept(path, lambda: (operator.length_hint(it),)))
     else:
         reach.iterators.append(path)
+
+
+def _used_up(it: Any) -> bool:
+    """Whether it has nothing left, and cannot get more: nobody else has its list, which could grow."""
+    return operator.length_hint(it) == 0 and _references(it) <= _ITS_OWN
+
+
+def _references(it: Any) -> int:
+    """To the list that an iterator goes through."""
+    values = it.__reduce__()[1][0]
+    return sys.getrefcount(values) if isinstance(values, list) else 0
+
+
+_ITS_OWN = _references(iter([]))
 
 
 _CONTENTS: list[tuple[Any, _Enter]] = [

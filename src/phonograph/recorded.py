@@ -362,7 +362,7 @@ class Recorded(Observed, Generic[P, R]):
         if found.broken is not None and (gone or not self.options.warmup):
             self._count_change(found, history)
         if history.attached and found.blocked >= self.options.max_recordings:
-            raise Refusal("more calls than max_recordings wait for their backward, or have a result that it reads and that is kept",
+            raise Refusal("more calls than max_recordings wait for their backward, or for a result that it reads and you keep",
                           "raise it, keep a clone of such results, or record the whole sequence")  # fmt: skip
         if not (history.attached or isinstance(self._function, Backward)) and found.blocked > _BLOCKED:
             raise Refusal("outputs of earlier calls are held in the memory of all its recordings", "drop or clone them")

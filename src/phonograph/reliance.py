@@ -77,8 +77,9 @@ class Snapshot:
 
     def also(self, holders: Sequence[Holder]) -> None:
         """Places that were found only after a call, as they are now."""
+        values = [h.read() for h in holders]
         self.holders = [*self.holders, *holders]
-        self.values += [h.read() for h in holders]
+        self.values += values
 
     def changes(self) -> list[str]:
         """The names of places and tensors that are something else now. Objects that are equal to those that were there, not the

@@ -488,6 +488,85 @@ def test_c09_several_loggers_are_asked(device, log):
 
 
 @may_run_live
+def test_c09_a_logger_of_torchs_that_the_user_asks(device):
+    log = logging.getLogger("torch.users")
+
+    def f(x):
+        return x * 5 if log.isEnabledFor(logging.DEBUG) else x
+
+    recorded = pg.record(f, warmup=1)
+    try:
+        for n in range(7):
+            set_debug(log, n in (3, 5))
+            assert_same(recorded(ramp(device, 3, start=n)), f(ramp(device, 3, start=n)))
+    finally:
+        log.setLevel(logging.NOTSET)
+
+
+@may_run_live
+@pytest.mark.parametrize("name", ["debug", "isEnabledFor"])
+def test_c09_a_method_of_a_logger_that_is_replaced(device, log, monkeypatch, name):
+    """As `mock.patch.object` does."""
+    log.setLevel(logging.WARNING)
+
+    def f(x):
+        log.debug("said")
+        return x + 1
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(6):
+        if n == 3:
+            monkeypatch.setattr(log, name, log.said.append if name == "debug" else lambda level: True, raising=False)
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    assert log.said == ["said"] * 3
+
+
+@may_run_live
+def test_c12_a_logger_that_cannot_be_asked(device, log):
+    """A level that is none, which the function takes for off; an adapter that has lost its logger."""
+    p = torch.ones(3, device=device, requires_grad=True)
+    adapter = logging.LoggerAdapter(log, {})
+
+    def f(x):
+        with contextlib.suppress(TypeError):
+            log.isEnabledFor("INFO")
+        with contextlib.suppress(AttributeError):
+            adapter.debug("said")
+        loss = (p * x).sum()
+        loss.backward()
+        return loss.detach()
+
+    log.setLevel(logging.WARNING)
+    recorded = pg.record(f, warmup=1)
+    for n in range(7):
+        if n == 3:
+            del adapter.logger
+        x, p.grad = ramp(device, 3, start=n), None
+        assert_same(recorded(x), x.sum())
+        assert_same(p.grad, x)
+
+
+def test_c17_an_adapter_made_in_a_call_is_not_kept(device, log):
+    log.setLevel(logging.WARNING)
+    recorded = pg.record(lambda x: says_with_a_context(log, x), warmup=1)
+    contexts = len([x for x in gc.get_objects() if type(x) is _Context])
+    for n in range(4):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) + 1)
+    gc.collect()
+    assert counts(recorded) == (1, 1, 3)
+    assert len([x for x in gc.get_objects() if type(x) is _Context]) == contexts
+
+
+class _Context:
+    pass
+
+
+def says_with_a_context(log, x):
+    logging.LoggerAdapter(log, {"context": _Context()}).debug("said")
+    return x + 1
+
+
+@may_run_live
 def test_c09_the_root_gets_a_handler_where_it_has_none(device, log, monkeypatch):
     """`logging.debug` sees to that, whether or not it says something."""
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -2679,25 +2679,39 @@ def test_c09_an_iterator_that_has_nothing_left(device, make):
     assert counts(f) == (1, 1, 4)
 
 
+def grows_first(values, it):
+    def f(x):
+        values[len(values) :] = [3.0]
+        return x * next(it, -100.0)
+
+    return f
+
+
+def grows_for_a_time(values, it):
+    def f(x):
+        values[:] = [2.0]
+        y = x * next(it, -100.0)
+        values[:] = []
+        return y
+
+    return f
+
+
 @may_run_live
-def test_c12_an_iterator_whose_list_grows_later(device):
-    """While nobody has asked it in vain."""
-    lists = [2.0], [2.0]
-    ours, theirs = map(iter, lists)
-    assert next(ours) == next(theirs) == 2.0
-
-    def f(it):
-        return lambda x: x * (next(it) if operator.length_hint(it) and len(x) > 2 else 1.0)
-
-    recorded = pg.record(f(ours), warmup=1)
-    for n in range(9):
-        if n == 3:
-            assert counts(recorded) == (1, 1, 2)
+@pytest.mark.parametrize("make", [grows_first, grows_for_a_time, lambda _, it: lambda x: x * next(it, -100.0)])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c12_an_iterator_of_a_list_that_grows(device, make, warmup):
+    """It has nothing left, and may get more."""
+    lists = [], []
+    recorded, live = (make(values, iter(values)) for values in lists)
+    f = pg.record(recorded, warmup=warmup)
+    for n in range(7):
+        if n in (0, 3, 5):
             for values in lists:
-                values.extend([3.0, 4.0, 5.0])
-        x = ramp(device, 2 if n == 5 else 3) + n
-        assert_same(recorded(x), f(theirs)(x))
-    assert "uses an iterator" in pg.explain(recorded)
+                values.append(float(n))
+        x = ramp(device, 3) + n
+        assert_same(f(x), live(x))
+    assert "uses an iterator" in pg.explain(f)
 
 
 @pytest.mark.parametrize("every", [30, 45, 50])
