@@ -1,6 +1,10 @@
-"""Which values may stand for each other."""
+"""Which values may stand for each other; what is put back."""
 
-from phonograph.reliance import _equal
+import pytest
+
+from phonograph.places import kept
+from phonograph.reach import Reach
+from phonograph.reliance import Snapshot, _equal
 
 
 def test_values_of_two_kinds_are_not_equal():
@@ -14,3 +18,14 @@ def test_what_can_change_by_itself_stands_for_nothing_else():
     assert not _equal([1], [1])
     assert not _equal(([1],), ([1],))
     assert _equal((1, "a"), (1, "a"))
+
+
+def test_places_found_later_that_cannot_be_read():
+    """All else is put back."""
+    state = {"n": 1}
+    snapshot = Snapshot(Reach([("state", state)]))
+    state["n"] = 2
+    with pytest.raises(ZeroDivisionError):
+        snapshot.also([kept("one", lambda: (1,)), kept("other", lambda: (1 / 0,))])
+    snapshot.restore()
+    assert state == {"n": 1}
