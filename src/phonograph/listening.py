@@ -40,8 +40,7 @@ from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusa
 from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
-from .loggers import ASKING, Question
-from .loggers import asked as asked_logger
+from .loggers import ASKING, Question, question
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
 from .where import users_line
@@ -107,9 +106,9 @@ class Listener:
 
     def started(self, frame: FrameType) -> None:
         if frame.f_code in ASKING and self.concerned():
-            question = asked_logger(frame, self._outer)
-            if question is not None:
-                self.loggers[identity(question[0]), question[1]] = question
+            put = question(frame, self._outer)
+            if put is not None:
+                self.loggers[identity(put[0]), put[1]] = put
         if frame.f_code in SETS and self.concerned():
             try:
                 self._follower.state_set(frame.f_locals["new_state"], asked(frame))

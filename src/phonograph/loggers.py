@@ -17,7 +17,7 @@ from .introspection import MISSING
 from .places import Holder, kept, own_dict
 from .where import USER, works_for
 
-__all__ = ["ASKING", "Question", "asked", "decides_itself", "levels"]
+__all__ = ["ASKING", "Question", "decides_itself", "levels", "question"]
 
 Question = tuple[Any, int | None]
 """A logger, or an adapter of one, and the level of which it is asked whether it lets that through; None: which is its level."""
@@ -29,7 +29,7 @@ _DECIDING = frozenset({"isEnabledFor", "getEffectiveLevel", "log", "_log", "hand
 _SAYING = frozenset({"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal"})
 
 
-def asked(frame: FrameType, there: Container[int]) -> Question | None:
+def question(frame: FrameType, there: Container[int]) -> Question | None:
     """What is asked where such a function starts. But not what torch asks loggers of its own, and we ours; nor of an adapter
     that was not `there` (by identity) before the call: it asks its logger."""
     asks: Any = frame.f_locals["self"]

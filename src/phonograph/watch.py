@@ -62,7 +62,8 @@ _VALIDATES = ("pass validate_args=False to the distribution, which looks at its 
 _REMEDIES = {
     "torch/distributions/distribution.py:__init__": _VALIDATES,
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
-    "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask, which is looked at else",
+    "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
+    "values otherwise",
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
