@@ -102,17 +102,19 @@ def keeping(call: Callable[..., Any], *things: object) -> Callable[..., Any]:
     return call
 
 
-def capture(function: Callable[[], Any], warmup: int = 5) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph of one call of `function`, and what that call returned."""
+def capture(
+    function: Callable[[], Any], warmup: int = 5, pool: Any = None, before: Callable[[], Any] | None = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of one call of `function`, and what that call returned. `before` runs instead of it to warm up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(warmup):
-            function()
+            (before or function)()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         outputs = function()
     return graph, outputs
 

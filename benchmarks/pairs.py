@@ -5,8 +5,10 @@
 Three training steps: PPO (two MLPs of 2 x 64), GPT-2 124M, ResNet-50. The peers wrap the model as well. `reduce-overhead`
 compiles it before; so "compiled" is beside it, a pair of the model that is compiled in the same way.
 
-Besides, what `loss.backward()` costs at least: through one node that hands out nothing, to as many parameters as PPO has. A
-pair has that, and three replays (forward, backward, optimizer) where the whole step has one.
+Besides, what a pair of PPO costs at least ("by hand"): three graphs captured by hand (forward, backward, optimizer) and one
+node of autograd that replays the first two and hands the gradients to the parameters. It checks nothing, and its gradients are
+overwritten by the next call's. "by hand, past autograd" has no edges to the parameters, and sets `.grad` itself: what hooks of
+theirs, `torch.autograd.grad` and other uses of them in the same graph would not hear of.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpt2_step
 import harness
@@ -71,23 +73,63 @@ def compiled_pair(model: Any) -> Any:
     return pg.record(torch.compile(model))
 
 
-class _Nothing(torch.autograd.Function):
-    """A node that hands out no gradients."""
+class _ByHand(torch.autograd.Function):
+    """The forward and the backward of a captured pair."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = len(parameters)
-        return x.view_as(x)
+    def forward(ctx: Any, pair: Captured, *inputs: Tensor) -> Tensor:
+        ctx.pair = pair
+        pair.forward.replay()
+        return pair.loss.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *[None] * ctx.parameters
+        pair: Captured = ctx.pair
+        pair.seed.copy_(grad)
+        pair.backward.replay()
+        if not pair.past_autograd:
+            return None, *[g.detach() for g in pair.grads]
+        for p, g in zip(pair.parameters, pair.grads, strict=True):
+            p.grad = g
+        return None, None
 
 
-def only_backward(device: str) -> harness.Step:
-    parameters = [*ppo_update.Agent().to(device).parameters()]
-    x = torch.zeros((), device=device)
-    return lambda: _Nothing.apply(x, *parameters).backward()  # type: ignore[no-untyped-call]
+class Captured:
+    """PPO's update as three graphs that share a pool."""
+
+    def __init__(self, device: str, example: list[Tensor], past_autograd: bool) -> None:
+        torch.manual_seed(0)
+        agent = ppo_update.Agent().to(device)
+        self.past_autograd, self.parameters = past_autograd, [*agent.parameters()]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=3e-4, fused=True, capturable=True)
+        self.static = [tensor.clone() for tensor in example]
+        self.seed = torch.ones((), device=device)
+        self.inputs = [torch.zeros((), device=device, requires_grad=True)] if past_autograd else self.parameters
+
+        def clip_and_step() -> None:
+            nn.utils.clip_grad_norm_(self.parameters, 0.5)
+            self.optimizer.step()
+
+        def live() -> None:
+            self.optimizer.zero_grad()
+            agent(*self.static).backward()
+            clip_and_step()
+
+        self.forward, self.loss = harness.capture(lambda: agent(*self.static), before=live)
+        self.backward, self.grads = harness.capture(
+            lambda: torch.autograd.grad(self.loss, self.parameters, self.seed), 0, self.forward.pool()
+        )
+        for p, g in zip(self.parameters, self.grads, strict=True):
+            p.grad = g
+        self.apply, _ = harness.capture(clip_and_step, 0, self.forward.pool())
+
+    def __call__(self, *minibatch: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        torch._foreach_copy_(self.static, minibatch)
+        loss = _ByHand.apply(self, *self.inputs)
+        loss.backward()
+        self.apply.replay()
+        return loss.detach()  # type: ignore[no-any-return]
 
 
 def ignoring_its_batch(step: harness.Step) -> Callable[..., Any]:
@@ -122,7 +164,10 @@ def main() -> int:
             make, batches = work(arguments.device)
             makers = methods(name, make, batches, not arguments.quick, arguments.device)
             if name == "PPO":
-                makers["only a backward, PPO"] = lambda: only_backward(arguments.device)
+                makers |= {
+                    method: lambda past=past: looping(Captured(arguments.device, batches[0], past), batches)
+                    for method, past in {"by hand, PPO": False, "by hand, past autograd, PPO": True}.items()
+                }
             steps = harness.prepare(report, makers)
             harness.measure(report, steps, calls=100 if name == "PPO" else 20, reference=WHOLE)
         ratios = {m: report.ratio(f"{m}, {name}") for m in (PAIR, "compiled", "reduce-overhead", "make_graphed_callables")}

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import all_within, asks_identity, attributes_after, looks_around, names_in, words_in
+from .introspection import LOOKUPS, SPACES, Used, all_within, asks_identity, looks_around, names_in, used_in, words_in
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "LIVE", "Mentions"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -28,7 +28,9 @@ _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_threa
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
-_NO_FUNCTIONS = frozenset({"<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
+_MODULES = frozenset({"import_module", "__import__"})  # or at a module
+EVALUATED = "<module>"  # the name of what `eval` and `exec` run
+_NO_FUNCTIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
 _ANYTHING = "__dict__"  # as a name that was lacking: some code reads attributes that it does not name
 
@@ -47,17 +49,19 @@ class Mentions:
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.asks_identity = False  # whether code may ask which object it has
         self._after: defaultdict[str, set[str]] = defaultdict(set)
+        self._computes_globals = False
         self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] | None = (
             None  # what was added, and the functions in it; found when first asked for
         )
 
-    def add(self, code: CodeType, name: str) -> set[str]:
-        """A function of the user's called `name` is in reach. Returns what it mentions."""
-        named = names_in(code)
+    def add(self, code: CodeType, name: str) -> tuple[set[str], Used]:
+        """A function of the user's called `name` is in reach. Returns what it mentions, and what it does with that."""
+        named, used = names_in(code), used_in(code)
         self.names |= named
-        for before, attribute in attributes_after(code):
+        self._computes_globals = self._computes_globals or used.computes
+        for before, attribute in used.attributes:
             self._after[before].add(attribute)
         self._after[""] |= words_in(code)
         self._added.append(code)
@@ -65,7 +69,7 @@ class Mentions:
         self.generators_catch = self.generators_catch or generators_catch(code)
         if name not in CONSTRUCTORS:
             self.add_reads(code)
-        return named
+        return named, used
 
     def add_reads(self, code: CodeType) -> None:
         """This code may run, and read what it names."""
@@ -78,9 +82,30 @@ class Mentions:
         self.names |= words
         self.reads |= words
 
+    def add_lookup(self, name: str) -> None:
+        """A function of the standard library's, or a built-in one, is in reach, perhaps by another name than its own, for which
+        code is searched."""
+        self.looks_around = self.looks_around or name in LOOKUPS
+        self._computes_globals = self._computes_globals or name == "globals"
+        self.names |= {name} & (SPACES | _MODULES)
+
     def following(self, name: str) -> tuple[set[str], set[str]]:
         """The names by which code reads attributes of what has this name; and those by which it reads some of what has none."""
         return self._after.get(name, set()), self._after.get("", set())
+
+    @property
+    def names_globals(self) -> bool:
+        """Whether some code may get at global variables otherwise than as such, by any name that stands in code."""
+        return not self.names.isdisjoint(SPACES) or self._gets_modules
+
+    @property
+    def computes_globals(self) -> bool:
+        """Whether it may do so by names that do not."""
+        return self._computes_globals or (self.looks_around and self._gets_modules)
+
+    @property
+    def _gets_modules(self) -> bool:
+        return not self.names.isdisjoint(_MODULES) or {"sys", "modules"} <= self.names
 
     @property
     def looks_for_absent(self) -> bool:
@@ -115,8 +140,8 @@ class Mentions:
     # -- afterwards
 
     def unknown(self, code: CodeType) -> bool:
-        """Whether this is code of a function of the user's that was not added."""
-        if code.co_filename == "<string>" or not is_users(code.co_filename):
+        """Whether this is code of a function of the user's that was not added, or was evaluated there."""
+        if (code.co_filename == "<string>" and code.co_name != EVALUATED) or not is_users(code.co_filename):
             return False
         if code.co_name in CONSTRUCTORS or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
             return False
@@ -147,7 +172,9 @@ class Mentions:
 
 
 def _which(code: CodeType) -> tuple[object, ...]:
-    """What code has in common with what torch.compile makes of it."""
+    """What code has in common with what torch.compile makes of it; of what is evaluated, with the same evaluated again."""
+    if code.co_name == EVALUATED:
+        return (code.co_filename, code)
     return (code.co_filename, code.co_firstlineno, code.co_name, code.co_argcount, code.co_freevars)
 
 

@@ -54,18 +54,17 @@ from .borrowed import Borrowed
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import (
-    LOOKUPS,
     MISSING,
+    SPACES,
     functions_of,
     functions_with,
-    globals_set_in,
     has_attributes,
     is_users_class,
     names_in,
     slots_of,
 )
 from .marked import is_marked
-from .mentions import CONSTRUCTORS, CYCLED, LIVE, Mentions
+from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
 from .where import is_users, users_line, written_out
@@ -80,6 +79,7 @@ _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
+_CODE = (FunctionType, BuiltinFunctionType)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named; an object may have its own.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
@@ -132,6 +132,8 @@ class Reach:
         self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
+        self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}  # the globals of functions
+        self._any_module = False  # whether some code may read attributes of a module that it does not name
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -197,7 +199,10 @@ class Reach:
             for kind, bases in list(self._kinds.items()):
                 self._enter_methods(kind, bases)
             for module, held in list(self._python_modules.values()):
-                self._members(module, held)
+                self._members(module.__dict__, held, self._any_module)
+            if self.mentions.names_globals:
+                for space, held in list(self._spaces.values()):
+                    self._members(space, held, self.mentions.computes_globals)
             for _, other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
@@ -241,7 +246,7 @@ class Reach:
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
         the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
-        if not self.mentions.unknown(code):
+        if not self.mentions.unknown(code) or (code.co_name == EVALUATED and not self._lasts(frame.f_globals)):
             return None
         if self.mentions.lacks(code.co_name):
             return Overlooked(frozenset({code.co_name}))
@@ -253,6 +258,12 @@ class Reach:
                            users_line(frame))  # fmt: skip
         found = [f for f in found if identity(f) not in self._seen]
         return Overlooked(frozenset(), found) if found else None
+
+    def _lasts(self, space: dict[str, Any]) -> bool:
+        """Whether globals outlast the call: those of a function, or of a module; but not of one that is being imported."""
+        module = sys.modules.get(str(space.get("__name__")))
+        of_module = module is not None and vars(module) is space
+        return identity(space) in self._spaces or (of_module and not getattr(space.get("__spec__"), "_initializing", False))
 
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)
@@ -565,7 +576,7 @@ class Reach:
 
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
-        self.mentions.looks_around = self.mentions.looks_around or f.__name__ in LOOKUPS
+        self.mentions.add_lookup(f.__name__)
         if not isinstance(f.__self__, (ModuleType, type)):
             self._work.append((path, f.__self__))
 
@@ -589,6 +600,7 @@ class Reach:
         if getattr(compiled, "__name__", "") == "step" or (code is not None and "step" in names_in(code)):
             self.compiles_a_step = True
         if not is_users(f.__code__.co_filename):
+            self.mentions.add_lookup(f.__name__)
             return
         self._functions.append(f)
         self._fixed(f"{f.__qualname__}'s default", (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()))
@@ -600,8 +612,10 @@ class Reach:
 
     def _code(self, f: FunctionType) -> None:
         """What the code of a function of the user's names."""
-        named = self.mentions.add(f.__code__, f.__name__)
-        package = f.__globals__.get("__package__") or ""
+        named, used = self.mentions.add(f.__code__, f.__name__)
+        g = f.__globals__
+        self._any_module = self._any_module or any(_may_be_module(path, g) for path in used.around)
+        package = g.get("__package__") or ""
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
         imported = sorted(candidates & sys.modules.keys())  # `import` inside the function
@@ -610,19 +624,20 @@ class Reach:
         theirs = [name for name in imported if identity(sys.modules[name]) in self._python_modules]
         if theirs:
             self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, theirs))))
-        g = f.__globals__
-        absent = named - g.keys() if named & {"NameError", "globals", "eval", "exec"} else globals_set_in(f.__code__) - g.keys()
-        self._globals(g, sorted((named & g.keys()) | absent))
-        hidden = sorted(named & vars(builtins).keys() - g.keys() - absent)
+        evaluated = f.__code__.co_name == EVALUATED
+        by_name = used.variables if evaluated or "NameError" in named else used.sets
+        absent = (by_name if named.isdisjoint(SPACES) else named) - g.keys()
+        held = self._spaces.setdefault(identity(g), (g, set()))[1]
+        new = ((used.variables & g.keys()) | absent) - held
+        held |= new
+        if new:
+            self._hold(places.space("globals", g, sorted(new)))
+        self._work.extend((n, g[n]) for n in sorted(new & g.keys()))
+        hidden = sorted(used.variables & vars(builtins).keys() - g.keys() - absent)
         if hidden:  # a global that appears later may shadow a builtin
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
             read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": vars(builtins).get})
             self._hold(kept("builtins", read))
-
-    def _globals(self, space: dict[str, Any], names: list[str]) -> None:
-        if names:
-            self._hold(places.space("globals", space, names))
-            self._work.extend((name, space.get(name)) for name in names)
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
         space = vars(module)  # and no attributes, for which it may have a `__getattr__`
@@ -637,15 +652,27 @@ class Reach:
         elif packages.is_anothers(module):
             self._others[identity(module)] = path, module
 
-    def _members(self, module: ModuleType, held: set[str]) -> None:
-        """Those attributes of a Python module that some code names and that are not held yet."""
-        new = (self.mentions.names & module.__dict__.keys()) - held
+    def _members(self, space: dict[str, Any], held: set[str], any_of_them: bool) -> None:
+        """Those attributes of a Python module of the user's that some code names and that are not held yet; or `any_of_them`:
+        then functions are not looked into, which is done where they run."""
+        named = self.mentions.names
+        new = {n for n in [*space] if n in named or (any_of_them and type(n) is str and not n.startswith("__"))} - held
         held |= new
-        self._globals(module.__dict__, sorted(new))
+        if new:
+            self._hold(places.space("globals", space, sorted(new)))
+        self._work.extend((n, space[n]) for n in sorted(new) if n in named or not issubclass(type(space[n]), _CODE))
+        path = space.get("__name__", "module")
         if self.mentions.looks_for_absent and "" not in held:
             held.add("")
-            space, names = module.__dict__, self.mentions.names
-            self._hold(kept(space.get("__name__", "module"), lambda: tuple(sorted(names & space.keys()))))
+            self._hold(kept(path, lambda: tuple(sorted(named & space.keys()))))
+        if any_of_them and "*" not in held:
+            held.add("*")
+
+            def restore(values: tuple[Any, ...]) -> None:
+                for n in space.keys() - set(values):
+                    del space[n]
+
+            self._hold(Holder(path, lambda: tuple(space), restore))
 
     def _kind(self, path: str, kind: type) -> None:
         if kind in (operator.attrgetter, operator.methodcaller) and path != kind.__name__:
@@ -711,6 +738,15 @@ class Reach:
         self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _may_be_module(path: str, space: dict[str, Any]) -> bool:
+    """Whether this (of `Used.around`) may be one of the user's modules, going by the globals."""
+    name, _, rest = path.partition(".")
+    if name not in space:
+        return name != "self"
+    value = space[name]
+    return not packages.is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
 
 
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
