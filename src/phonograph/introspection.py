@@ -252,9 +252,10 @@ def _first_argument(following: list[dis.Instruction]) -> str:
 
 
 def _named(loading: list[dis.Instruction]) -> str:
-    first, *rest = (i for i in loading if i.opname not in _SILENT)
-    if first.opname not in _LOADS or any(i.opname not in ("LOAD_ATTR", "LOAD_METHOD") for i in rest):
+    loads = [i for i in loading if i.opname not in _SILENT]
+    if not loads or loads[0].opname not in _LOADS or any(i.opname not in ("LOAD_ATTR", "LOAD_METHOD") for i in loads[1:]):
         return ""
+    first, *rest = loads
     if first.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
         return ".".join(str(i.argval) for i in (first, *rest))
     return "" if rest else _own_object(first.argval)

@@ -296,7 +296,7 @@ class Reach:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
             named = type(k) is str
-            if type(v) not in _LEAVES:
+            if type(v) not in _LEAVES and not (named and k == "__builtins__"):  # `exec` puts all of them there
                 if named and k == "param_groups":
                     self._called_groups.append((f"{path}.{k}", v))
                 elif identity(v) not in seen:
@@ -633,8 +633,8 @@ class Reach:
         if new:
             self._hold(places.space("globals", g, sorted(new)))
         self._work.extend((n, g[n]) for n in sorted(new & g.keys()))
-        hidden = sorted(used.variables & vars(builtins).keys() - g.keys() - absent)
-        if hidden:  # a global that appears later may shadow a builtin
+        hidden = sorted(used.variables - g.keys() - absent | (absent & used.variables - used.sets))
+        if hidden:  # a global that appears later may shadow a builtin, or a builtin appear
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
             read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": vars(builtins).get})
             self._hold(kept("builtins", read))

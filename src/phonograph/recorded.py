@@ -63,6 +63,7 @@ R = TypeVar("R")
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
 _CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
 _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
+_AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _SIGNATURES = 4096  # signatures that are remembered
@@ -102,8 +103,8 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "left", "notes", "ran_backward", "refusal", "replays", "split", "torn",
-                 "untold", "warm", "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "left", "notes", "patience", "ran_backward", "refusal", "replays", "split",
+                 "torn", "untold", "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -119,6 +120,22 @@ class History:
         self.changes = 0
         self.replays = 0  # of the function, when the last change was counted
         self.refusal: Refusal | None = None
+        self.patience = _AGAIN
+        self.waits = 0  # live calls until the refusal is over, of one that need not be for ever
+
+    def wait(self, refusal: Refusal) -> Refusal:
+        """Something has changed too often: it runs live, for a while."""
+        self.refusal, self.waits = refusal, self.patience
+        self.patience *= 2
+        return refusal
+
+    def still(self) -> Refusal | None:
+        """Why this call runs live, if it does."""
+        if self.waits:
+            self.waits -= 1
+            if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
+                self.refusal, self.changes = None, _CHANGES - 1
+        return self.refusal
 
     def changed(self, replays: int) -> int:
         """Count a change of what a recording relied on; how many have come in too quick succession."""
@@ -258,8 +275,9 @@ class Recorded(Observed, Generic[P, R]):
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
                     return True, self._play(found.player, call)
                 history = self._history(call.key)
-                if history.refusal is not None:
-                    raise history.refusal
+                refusal = history.still()
+                if refusal is not None:
+                    raise refusal
                 if history.warm < self.options.warmup:
                     history.warm += 1
                     self._note_signature(call)
@@ -388,8 +406,7 @@ class Recorded(Observed, Generic[P, R]):
     def _count_change(self, found: Found, history: History) -> None:
         if history.changed(self._counters.replayed) > _CHANGES:
             remedy = _STEADY if found.broken == GRAD else "pass it as an argument, or keep it out of the recorded function"
-            history.refusal = Refusal(f"{found.broken} changes from call to call", remedy)
-            raise history.refusal
+            raise history.wait(Refusal(f"{found.broken} changes from call to call", remedy))
 
     def _needs_a_look(self, refusal: Refusal, history: History) -> bool:
         """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or

@@ -1909,3 +1909,42 @@ def test_c05_placeholders_are_no_peak(cuda):
     assert pg.stats(g).replayed == 2, pg.explain(g)
     slots = x.nbytes + w.nbytes
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * live + slots + (34 << 20)  # cuBLAS has a workspace
+
+
+def test_what_a_checkpoint_keeps_is_in_nobodys_way(cuda):
+    """What its parts have of the forward lasts as long as the recording: the backward lies in the same pool all the same, and
+    not in another of the same size."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+        def forward(self, x):
+            by = x.cos()
+            for part in self.parts:
+                x = checkpoint(lambda y, part=part: part(y).tanh() * by, x, use_reentrant=False)
+            return x.square().mean()
+
+    x = torch.randn(4096, 1024, device=cuda)
+    first = pg.record(lambda x: (x * 2).sum())
+    for _ in range(2):
+        first(x)
+    before = pools_in_use()
+    live = Net().to(cuda)
+    recorded = pg.record(copy.deepcopy(live))
+    for n in range(4):
+        for net in (recorded, live):
+            net.zero_grad()
+            net(x * n).backward()
+        for p, q in zip(recorded.parameters(), live.parameters(), strict=True):
+            assert_same(p.grad, q.grad)
+    assert pg.stats(recorded).replayed == 3
+    assert pools_in_use() <= before
+
+
+def pools_in_use():
+    """The private pools of the allocator that have memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {tuple(s["segment_pool_id"]) for s in torch.cuda.memory_snapshot()} - {(0, 0)}

@@ -2,6 +2,7 @@
 merely have the name of an attribute, a key or a keyword are not, so that `out.loss` is no reason to record anew where the main
 loop of a script has a `loss` as well."""
 
+import builtins
 import sys
 import types
 
@@ -114,6 +115,18 @@ def test_c09_an_output_with_a_loss_in_a_script_with_a_loss(device, script):
     assert len({float(loss) for loss in user.space["losses"]}) == 8
 
 
+def test_c09_a_namespace_of_exec_looks_nothing_up(device, script):
+    """There are the builtins in it, and `globals` among them."""
+    user = script("""space = {}
+exec("def g(x): return x * 2", space)
+def f(x): return space["g"](x)""")
+    recorded = pg.record(user.f, warmup=1)
+    for n in range(6):
+        user.space["other"] = n
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+    assert counts(recorded) == (1, 1, 5)
+
+
 READ = {
     "in a nested function": """
         def f(x):
@@ -212,6 +225,7 @@ READ = {
         def change(): global twice; twice = thrice
         def f(x): return getattr(script_of_the_test, ''.join(['tw', 'ice']))(x)
     """,
+    "vars of nothing": "def f(x): return vars()['x'] * RATE",
     "vars of a module": """
         import script_of_the_test as settings
         def f(x): return x * vars(settings)[''.join(['RA', 'TE'])]
@@ -271,6 +285,19 @@ def test_c09_a_global_that_is_read_in_another_way(device, script, source):
     assert replayed >= 4 or live == 7  # nothing changes before, and after
 
 
+@may_run_live
+def test_c09_a_builtin_that_appears(device, script, monkeypatch):
+    """As profilers of lines have one."""
+    user = script("""def f(x):
+    try: return x * RATE_OF_ALL
+    except NameError: return x""")
+    recorded = pg.record(user.f, warmup=1)
+    for n in range(6):
+        if n == 3:
+            monkeypatch.setattr(builtins, "RATE_OF_ALL", 3.0, raising=False)
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * (1 if n < 3 else 3))
+
+
 SET = {
     "globals()[...]": "globals()['COUNT'] += 1",
     "globals()[computed]": "globals()[''.join(['CO', 'UNT'])] += 1",
@@ -293,3 +320,31 @@ def test_c09_a_global_that_is_set_in_another_way(device, script, statement):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
         assert user.space["COUNT"] + user.space.get("FRESH", 0) == n + 1
     assert counts(recorded) == (6, 0, 0)
+
+
+@may_run_live
+def test_c09_what_has_changed_for_a_time_is_recorded_in_the_end(device, script):
+    """A weight that grows to 1, and stays there."""
+    user = script("def f(x): return x * weight", weight=0.0)
+    recorded = pg.record(user.f, warmup=1)
+    for n in range(120):
+        user.space["weight"] = min(1.0, n / 30)
+        assert_same(recorded(ramp(device, 3, start=n)), user.f(ramp(device, 3, start=n)))
+    before = counts(recorded)
+    for n in range(4):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n))
+    assert counts(recorded) == (*before[:2], before[2] + 4)
+
+
+@may_run_live
+def test_c09_what_keeps_changing_is_seldom_tried_again(device, script):
+    user = script("def f(x): return x * weight", weight=0.0)
+    recorded = pg.record(user.f, warmup=1)
+    made = []
+    for n in range(400):
+        user.space["weight"] = float(n)
+        assert_same(recorded(ramp(device, 3, start=n)), user.f(ramp(device, 3, start=n)))
+        made.append(counts(recorded)[1])
+    assert made[40] == 9
+    assert made.index(10) > 70
+    assert made[-1] <= 12

@@ -505,8 +505,10 @@ class CudaDevice:
         footprint of another recording, that one must not be played again."""
         there = [b for b in cuda_memory.blocks(self._anchor.handle) if not b.free]
         mine = [b for b in there if recording.footprint.meets(b.address, b.nbytes)]
-        given = Spans((x.address, x.nbytes) for x in recording.leases)
+        kept = recording.backward.held if recording.backward is not None else ()
+        given = Spans((x.address, x.nbytes) for x in recording.leases) - Spans(map(memory_of, kept))
         # What waits for another stream, or is garbage that lies where a result does, is nobody's: it will be free any time.
+        # (Not so what code keeps for the backward, as `checkpoint` does: that stays for as long as the recording.)
         left = [b for b in mine if b.pending or given.meets(b.address, b.nbytes)]
         self._unsettled = (self._unsettled - recording.footprint) | Spans((b.address, b.nbytes) for b in left)
         active = [(b.address, b.nbytes) for b in there]
