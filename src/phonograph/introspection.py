@@ -245,7 +245,7 @@ def _first_argument(following: list[dis.Instruction]) -> str:
         if depth == 1:
             end = n + 1
         if depth <= 0:
-            return _named(following[:end]) if i.opname.startswith("CALL") else ""
+            return _named(following[:end]) if i.opname.startswith(("CALL", "PRECALL")) else ""
         if isinstance(i.argval, tuple) and i.opname.startswith("LOAD_FAST") and depth == len(i.argval):
             return _own_object(i.argval[0])  # both arguments are loaded at once
     return ""

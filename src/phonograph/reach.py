@@ -261,8 +261,7 @@ class Reach:
 
     def _lasts(self, space: dict[str, Any]) -> bool:
         """Whether globals outlast the call: those of a function, or of a module; but not of one that is being imported."""
-        module = sys.modules.get(str(space.get("__name__")))
-        of_module = module is not None and vars(module) is space
+        of_module = own_dict(sys.modules.get(str(space.get("__name__")))) is space
         return identity(space) in self._spaces or (of_module and not getattr(space.get("__spec__"), "_initializing", False))
 
     def _hold(self, place: Holder) -> None:

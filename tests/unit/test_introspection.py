@@ -1,0 +1,86 @@
+"""What code tells about itself, on each version of Python."""
+
+import pytest
+
+from phonograph.introspection import used_in
+
+AROUND = {
+    "getattr(self, n)": "self",
+    "getattr(self, n, None)": "self",
+    "getattr(self, f'layer{n}')": "self",
+    "getattr(self, 'a' + n)": "self",
+    "getattr(cfg, n)": "cfg",
+    "getattr(cfg.sub, n)": "cfg.sub",
+    "getattr(cfg.sub, n + g(n))": "cfg.sub",
+    "vars(cfg)": "cfg",
+    "dir(cfg.sub)": "cfg.sub",
+    "setattr(cfg, n, 3)": "cfg",
+    "getattr(n, n)": "",
+    "getattr(n.m, n)": "",
+    "getattr(self.m, n)": "",
+    "getattr(self[0], n)": "",
+    "getattr(self(), n)": "",
+    "getattr(table[0], n)": "",
+    "getattr(table[n], n)": "",
+    "getattr(g(n), n)": "",
+    "getattr(self if n else cfg, n)": "",
+    "getattr(*n)": "",
+    "self.__dict__": "",
+    "vars()": "",
+    "copy(n)": "",
+}
+
+
+@pytest.mark.parametrize("expression", AROUND)
+def test_of_what_attributes_are_read_by_names_that_are_made_up(expression):
+    space = {}
+    exec(f"def f(self, n): return {expression}", space)
+    assert used_in(space["f"].__code__).around == {AROUND[expression]}
+
+
+@pytest.mark.parametrize("expression", ["getattr(self, 'a')", "getattr(cfg.sub, 'a', None)", "self.vars", "hasattr(n, 'a')"])
+def test_literal_names_are_not_made_up(expression):
+    space = {}
+    exec(f"def f(self, n): return {expression}", space)
+    assert not used_in(space["f"].__code__).around
+
+
+SPACES = {
+    "globals()['a']": False,
+    "globals().get('a')": False,
+    "globals().get('a', n)": False,
+    "'a' in globals()": False,
+    "n.__globals__['a']": False,
+    "globals()[n]": True,
+    "globals()['a' + n]": True,
+    "globals().get('a' + n)": True,
+    "globals().get(''.join(n))": True,
+    "n in globals()": True,
+    "{**globals()}": True,
+    "n(globals)": True,
+    "n.__globals__[n]": True,
+    "n.f_globals": True,
+}
+
+
+@pytest.mark.parametrize("expression", SPACES)
+def test_whether_globals_are_looked_up_by_names_that_are_made_up(expression):
+    space = {}
+    exec(f"def f(n): return {expression}", space)
+    assert used_in(space["f"].__code__).computes is SPACES[expression]
+
+
+def test_variables_are_globals_only():
+    space = {}
+    exec(
+        "def f(x):\n"
+        "    global made\n"
+        "    made = read(x.attribute, keyword=3)['key']\n"
+        "    def inner(): return [also(y) for y in x]\n"
+        "    class Local: by = rate\n"
+        "    return inner()",
+        space,
+    )
+    used = used_in(space["f"].__code__)
+    assert used.sets == {"made"}
+    assert used.variables - {"__name__"} == {"made", "read", "also", "rate"}
