@@ -46,6 +46,14 @@ NOT_READ = {
     """,
     "evaluated": "def f(x): return eval('made(x).name')",
     "a function's": "def f(x): return made(x).noisy()",
+    "by a method that looks up its own attributes": """
+        import script_of_the_test as module
+        class Own:
+            def __init__(self): self.by_2 = 2.0
+            def of(self, n): return getattr(self, f'by_{n}')
+        own = Own()
+        def f(x): return module.twice(x) * own.of(2)
+    """,
     "a builtin's": "def f(x): return made(x).sum()",
 }
 BEFORE = """
@@ -196,6 +204,13 @@ READ = {
         holder = Holder()
         def f(x): return x * holder.of(''.join(['RA', 'TE']))
     """,
+    "getattr of an object's attribute": """
+        import script_of_the_test
+        class Holder: pass
+        holder = Holder()
+        holder.settings = script_of_the_test
+        def f(x): return x * getattr(holder.settings, ''.join(['RA', 'TE']))
+    """,
     "getattr of an item": """
         import script_of_the_test
         table = [script_of_the_test]
@@ -242,6 +257,24 @@ READ = {
         def of(source): return eval(source)
         def f(x): return x * of('RATE + 0') * of('SHIFT + 0')
     """,
+    "eval, twice": """
+        def change(): globals().update(SHIFT=3.0)
+        def of(source): return eval(source)
+        def f(x): return x * of('STILL + 0') * of('SHIFT + 0')
+    """,
+    "eval in the namespace of a function": """
+        space = {'STILL': 2.0}
+        exec('def g(x): return x * eval("STILL + 0")', space)
+        exec('def change(): global STILL; STILL = 3.0', space)
+        g, change = space.pop('g'), space.pop('change')
+        del space
+        def f(x): return g(x)
+    """,
+    "an item of what has a computed name": """
+        TABLE = [2.0]
+        def change(): TABLE[0] = 3.0
+        def f(x): return x * globals()[''.join(['TAB', 'LE'])][0]
+    """,
     "eval of a name that is missing": """
         def f(x):
             try:
@@ -271,12 +304,12 @@ READ = {
 @may_run_live
 @pytest.mark.parametrize("source", READ.values(), ids=READ)
 def test_c09_a_global_that_is_read_in_another_way(device, script, source):
-    user = script(unindented(source), RATE=2.0, SHIFT=1.0)
+    user = script(unindented(source), RATE=2.0, SHIFT=1.0, STILL=2.0)
     recorded = pg.record(user.f, warmup=1)
     for n in range(7):
         if n == 4:
             before = user.f(ramp(device, 3, start=1))
-            user.space["RATE"] = user.space["LATER"] = 3.0
+            user.space["LATER" if "LA" in source else "RATE"] = 3.0
             user.space.get("change", lambda: None)()
             with pytest.raises(AssertionError):
                 assert_same(user.f(ramp(device, 3, start=1)), before)
@@ -298,12 +331,22 @@ def test_c09_a_builtin_that_appears(device, script, monkeypatch):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * (1 if n < 3 else 3))
 
 
+@may_run_live
+def test_c09_a_global_that_exec_sets(device, script):
+    """It is there after each call, whoever deletes it."""
+    user = script("def f(x):\n    exec('FRESH = 1', globals())\n    return x * 2")
+    recorded = pg.record(user.f, warmup=1)
+    for n in range(5):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+        assert user.space.pop("FRESH") == 1
+
+
 SET = {
     "globals()[...]": "globals()['COUNT'] += 1",
     "globals()[computed]": "globals()[''.join(['CO', 'UNT'])] += 1",
     "globals().update": "globals().update(COUNT=COUNT + 1)",
     "absent": "globals()['FRESH'] = globals().get('FRESH', 0) + 1",
-    "absent and computed": "globals()[''.join(['FRE', 'SH'])] = globals().get('FRESH', 0) + 1",
+    "absent and computed": "globals()[''.join(['FRE', 'SH'])] = globals().get(''.join(['FRE', 'SH']), 0) + 1",
     "exec": "exec('global COUNT; COUNT += 1')",
     "exec, absent": "exec('FRESH = 1 if \"FRESH\" not in globals() else FRESH + 1', globals())",
     "setattr": "setattr(sys.modules[__name__], ''.join(['CO', 'UNT']), COUNT + 1)",
