@@ -7,7 +7,7 @@ compiles it before; so "compiled" is beside it, a pair of the model that is comp
 
 Besides, what a pair of PPO costs at least ("by hand"): three graphs captured by hand (forward, backward, optimizer) and one
 node of autograd that replays the first two and hands the gradients to the parameters. It checks nothing, and its gradients are
-overwritten by the next call's. "by hand, past autograd" has no edges to the parameters, and sets `.grad` itself: what hooks of
+overwritten by the next call's. "by hand past autograd" has no edges to the parameters, and sets `.grad` itself: what hooks of
 theirs, `torch.autograd.grad` and other uses of them in the same graph would not hear of.
 """
 
@@ -166,7 +166,7 @@ def main() -> int:
             if name == "PPO":
                 makers |= {
                     method: lambda past=past: looping(Captured(arguments.device, batches[0], past), batches)
-                    for method, past in {"by hand, PPO": False, "by hand, past autograd, PPO": True}.items()
+                    for method, past in {"by hand, PPO": False, "by hand past autograd, PPO": True}.items()
                 }
             steps = harness.prepare(report, makers)
             harness.measure(report, steps, calls=100 if name == "PPO" else 20, reference=WHOLE)

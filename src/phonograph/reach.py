@@ -80,6 +80,7 @@ _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0))
 _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _CODE = (FunctionType, BuiltinFunctionType)
+_BUILTINS = vars(builtins)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named; an object may have its own.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
@@ -295,7 +296,7 @@ class Reach:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
             named = type(k) is str
-            if type(v) not in _LEAVES and not (named and k == "__builtins__"):  # `exec` puts all of them there
+            if type(v) not in _LEAVES and v is not _BUILTINS:  # `exec` puts all of them there
                 if named and k == "param_groups":
                     self._called_groups.append((f"{path}.{k}", v))
                 elif identity(v) not in seen:
@@ -635,8 +636,11 @@ class Reach:
         hidden = sorted(used.variables - g.keys() - absent | (absent & used.variables - used.sets))
         if hidden:  # a global that appears later may shadow a builtin, or a builtin appear
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
-            read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": vars(builtins).get})
+            read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": _BUILTINS.get})
             self._hold(kept("builtins", read))
+        others: dict[str, Any] = f.__builtins__  # type: ignore[attr-defined]
+        if others is not _BUILTINS:  # `exec` was given them
+            self._work.append(("builtins", others))
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
         space = vars(module)  # and no attributes, for which it may have a `__getattr__`

@@ -130,7 +130,7 @@ class History:
         return refusal
 
     def still(self) -> Refusal | None:
-        """Why this call runs live, if it does."""
+        """Why this call runs live, if it does. Each call that asks counts as one that does."""
         if self.waits:
             self.waits -= 1
             if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
@@ -430,7 +430,7 @@ class Recorded(Observed, Generic[P, R]):
         history.torn = history.torn or bool(diverged.torn)
         history.notes = Notes(history.split, reach, self._marked, diverged.done)
         if history.changed(self._counters.replayed) > _CHANGES:
-            history.refusal = Refusal(diverged.reason, diverged.remedy, diverged.where)
+            history.waits, history.refusal = 0, Refusal(diverged.reason, diverged.remedy, diverged.where)
 
     def _note_signature(self, call: Call) -> None:
         """Say so if nearly every call has a signature of its own."""

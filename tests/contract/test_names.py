@@ -292,6 +292,28 @@ READ = {
         exec('def g(x): return x * RATE')
         def f(x): return g(x)
     """,
+    "builtins of its own": """
+        own = {'STILL': 2.0}
+        def change(): own['STILL'] = 3.0
+        space = {'__builtins__': own}
+        exec('def g(x): return x * STILL', space)
+        g = space['g']
+        def f(x): return g(x)
+    """,
+    "eval with builtins of its own": """
+        own = {'STILL': 2.0}
+        space = {'__builtins__': own}
+        def change(): own['STILL'] = 3.0
+        def f(x): return x * eval('STILL + 0', space)
+    """,
+    "a container among builtins of its own": """
+        table = [2.0]
+        def change(): table[0] = 3.0
+        exec('def g(x): return x * TABLE[0]', space := {'__builtins__': {'TABLE': table}})
+        g = space.pop('g')
+        del space
+        def f(x): return g(x)
+    """,
     "with another namespace": """
         space = {'RATE': RATE}
         def change(): space['RATE'] = 3.0
@@ -339,6 +361,18 @@ def test_c09_a_global_that_exec_sets(device, script):
     for n in range(5):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
         assert user.space.pop("FRESH") == 1
+
+
+@may_run_live
+def test_c09_a_global_with_a_new_name_in_each_call(device, script):
+    """What a capture has added is gone after it: the live call in its place adds it once."""
+    user = script("""def f(x):
+    globals()[f"NEW{sum(name.startswith('NEW') for name in globals())}"] = 1
+    return x * 2""")
+    recorded = pg.record(user.f, warmup=1)
+    for n in range(5):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+        assert sum(name.startswith("NEW") for name in user.space) == n + 1
 
 
 SET = {
