@@ -638,9 +638,9 @@ class Reach:
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
             read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": _BUILTINS.get})
             self._hold(kept("builtins", read))
-        others: dict[str, Any] = f.__builtins__  # type: ignore[attr-defined]
-        if others is not _BUILTINS:  # `exec` was given them
-            self._work.append(("builtins", others))
+        function: Any = f  # not every version of the types knows that it has builtins
+        if function.__builtins__ is not _BUILTINS:  # `exec` was given others
+            self._work.append(("builtins", function.__builtins__))
 
     def _module_of_the_user(self, path: str, module: ModuleType) -> None:
         space = vars(module)  # and no attributes, for which it may have a `__getattr__`
