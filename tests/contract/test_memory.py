@@ -1943,6 +1943,23 @@ def test_what_a_checkpoint_keeps_is_in_nobodys_way(cuda):
     assert pools_in_use() <= before
 
 
+def test_what_is_recorded_next_finds_room_where_others_were(cuda):
+    """As long as a small recording needs the pool, all of it stays: a large one lies there, and not in another of that size."""
+    x = torch.randn(4096, 1024, device=cuda)
+    small = pg.record(lambda x: (x * 2).sum())
+    for _ in range(3):
+        small(x)
+    before = pools_in_use()
+    for scale in range(2):
+        large = pg.record(lambda x, scale=scale: (x.repeat(16, 1) * scale).sum())
+        for _ in range(3):
+            assert_same(large(x), (x.repeat(16, 1) * scale).sum())
+        assert pg.stats(large).replayed == 2
+        assert pools_in_use() <= before
+        pg.reset(large)
+    assert pg.stats(small).pool_bytes > 16 * x.nbytes
+
+
 def pools_in_use():
     """The private pools of the allocator that have memory."""
     gc.collect()

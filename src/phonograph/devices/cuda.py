@@ -15,6 +15,7 @@ captures keep off memory that is still held, in `cuda_memory`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -57,8 +58,8 @@ _REMEDIES: Mapping[str, str] = {
         "or run it on another stream",
 }  # fmt: skip
 
-
 _FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
+_ALONE = 2  # references to what only one attribute has, seen by who counts them
 
 
 class _Anchor:
@@ -578,13 +579,12 @@ class CudaDevice:
         return self._anchor
 
     def tidy(self) -> None:
-        """When most of the pool is not needed any more, later recordings begin a new one; the old one goes with its last
-        recording and its last held output."""
+        """When nobody needs the pool any more, it goes. As long as somebody does (a recording, or who holds an output), all of
+        it stays, so that the next recording had better find room in it than begin another."""
         if self.pool.untidy:
             self.pool.untidy = False
             self._leave_backwards()
-            footprints, (_, workspace) = self.pool.footprints().nbytes, self._anchor.workspace or (0, 0)
-            if not footprints or 2 * (footprints + workspace) < self.pool_bytes:
+            if sys.getrefcount(self._anchor) <= _ALONE:
                 self._anchor = _Anchor(self.index, self._stream)
             torch.cuda.empty_cache()
 
