@@ -29,9 +29,10 @@ import torch
 
 from .errors import Refusal
 from .identity import identity
-from .torch_private import steps_itself
+from .torch_private import has_memory, steps_itself
 
-__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "stepped"]
+__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "states_to_come",
+           "stepped"]  # fmt: skip
 
 SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
 _COUNTS = ("step", "mu_product")  # what is kept on the host for a parameter; the latter by NAdam
@@ -82,14 +83,29 @@ def _ignored_counts(optimizers: Sequence[torch.optim.Optimizer]) -> _Counts:
 def stepped(function: Any) -> None:
     """If the function that now runs is an optimizer's own step, say so as schedulers expect: they have `optimizer.step` note
     that it was called, and one that was recorded before they were made goes around that."""
+    if _is_step(function):
+        function.__self__.__dict__["_opt_called"] = True
+
+
+def _is_step(function: Any) -> bool:
+    """Whether the function is an optimizer's own step."""
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
-        owner.__dict__["_opt_called"] = True
+    return isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step"
+
+
+def states_to_come(function: Any) -> int:
+    """About how many bytes of states it makes, if the function is an optimizer's own step: Adam's two tensors like each
+    parameter that has none yet."""
+    if not _is_step(function):
+        return 0
+    optimizer = function.__self__
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(2 * p.nbytes for p in parameters if p not in optimizer.state and has_memory(p))
 
 
 def never(function: Any) -> Refusal | None:
     """Why a function that is an optimizer's own step can never be recorded."""
-    if getattr(function, "__name__", "") == "step" and isinstance(getattr(function, "__self__", None), torch.optim.LBFGS):
+    if _is_step(function) and isinstance(function.__self__, torch.optim.LBFGS):
         return Refusal("decides on the host how often it calls its closure", "record the model that the closure calls")
     return None
 

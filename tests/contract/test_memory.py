@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
-from phonograph.devices import device_for
+from phonograph.devices import cuda_memory, device_for
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
 
@@ -1958,6 +1958,25 @@ def test_what_is_recorded_next_finds_room_where_others_were(cuda):
         assert pools_in_use() <= before
         pg.reset(large)
     assert pg.stats(small).pool_bytes > 16 * x.nbytes
+
+
+@pytest.mark.parametrize("room", ["plenty", "none on the device", "none allowed"])
+def test_an_optimizers_states_fill_no_segment_that_is_larger_than_they_are(cuda, monkeypatch, room):
+    """They stay; and what is as large as that segment would need another. But a live call is not to run out of memory."""
+    if room == "none on the device":
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 80 << 30))
+    if room == "none allowed":
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 0.0)
+    asked, before = [], cuda_memory.hold_large
+    monkeypatch.setattr(cuda_memory, "hold_large", lambda pool, most: asked.append(most) or before(pool, most))
+    weight, scale = nn.Parameter(torch.randn(64, 64, device=cuda)), nn.Parameter(torch.randn(64, device=cuda))
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.Adam([weight, scale])
+    update = pg.record(optimizer.step)
+    for _ in range(3):
+        update()
+    assert pg.stats(update).replayed == 2
+    assert asked == [2 * (weight.nbytes + scale.nbytes)] * (room == "plenty")
 
 
 def pools_in_use():

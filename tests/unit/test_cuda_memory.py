@@ -197,6 +197,29 @@ def test_what_is_larger_than_all_that_is_wanted_stays_free(allocator: Allocator,
         assert max(asked) == 40 * MIB, asked
 
 
+def test_large_segments_stay_whole(allocator: Allocator) -> None:
+    """Also one in which something lies that may go. In smaller ones there is room, and in those of the allocator's own size."""
+    large, middle = [allocator.alloc(200 * MIB) for _ in range(2)], allocator.alloc(60 * MIB)
+    stays, others = allocator.alloc(3 * MIB), list(allocator.segments)
+    allocator.free(large[0])
+    goes = allocator.alloc(90 * MIB)
+    allocator.free(large[1])
+    allocator.free(middle)
+    held = cuda_memory.hold_large(POOL, 100 * MIB)
+    made = {allocator.alloc(n): n for n in (80 * MIB, 50 * MIB, 5 * MIB)}
+    if not allocator.grows:  # then there is one segment, and it is large
+        assert [middle <= at < middle + 60 * MIB or at > stays for at in made] == [True] * 3
+        assert len(allocator.segments) == len(others) + 1
+    held.release()
+    allocator.free(goes)
+    for place in large:
+        assert not Spans([(place, 200 * MIB)]).meets(stays, 3 * MIB)
+        assert not any(Spans([(place, 200 * MIB)]).meets(*one) for one in made.items())
+    before = [s[1] for s in allocator.segments]
+    assert {allocator.alloc(200 * MIB) for _ in range(2)} == set(large)
+    assert [s[1] for s in allocator.segments] == before
+
+
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
     monkeypatch.setattr(torch_private, "route_to_pool", lambda *_: nullcontext())

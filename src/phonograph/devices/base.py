@@ -74,9 +74,9 @@ class Device(Protocol):
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
 
-    def beside(self, arguments: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
-        places for these `arguments`."""
+        places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes."""
 
     def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
         """The backward of such a call begins, or goes on in what another has made. It reads these, which others have made."""

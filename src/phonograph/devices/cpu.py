@@ -480,7 +480,7 @@ class CpuDevice:
         self.pool = Pool(self.torch_device)
         self._arena = Arena()
 
-    def beside(self, arguments: Sequence[torch.Tensor]) -> Any:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Any:
         return nullcontext()
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:

@@ -167,10 +167,12 @@ class CudaDevice:
         return any(s.cuda_stream == current for s in mine)
 
     @contextmanager
-    def beside(self, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Iterator[None]:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
-        slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes."""
+        slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes.
+        Nor, where much of it is known to be `lasting`, in a segment with more room than it needs, which others would have to
+        do without."""
         self._leave_backwards()
         torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
@@ -180,12 +182,29 @@ class CudaDevice:
                 yield
             return
         with self._on_stream(), self._undisturbed(clear_of):
-            with torch_private.route_to_pool(self.index, self._anchor.handle):
+            apart = self._keeping_whole(lasting) if lasting else nullcontext()
+            with apart, torch_private.route_to_pool(self.index, self._anchor.handle):
                 places = _places(arguments)
                 yield
                 del places
             self._end_workspace(lone=True)
             self._pool_is()
+
+    @contextmanager
+    def _keeping_whole(self, most: int) -> Iterator[None]:
+        """Nothing is taken from segments of the pool with more than so many bytes inside the block. But where the device is
+        nearly full, a live call finds memory wherever there is some."""
+        free, total = torch.cuda.mem_get_info(self.index)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(self.index) - torch.cuda.memory_reserved(self.index)
+        if min(free, allowed) < 2 * most:  # for these, and for temporaries
+            yield
+            return
+        with torch_private.route_to_pool(self.index, self._anchor.handle, all_streams=True):
+            held = cuda_memory.hold_large(self._anchor.handle, most)
+        try:
+            yield
+        finally:
+            held.release()
 
     def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
         """It works on the capture stream and in the pool as well, where the memory of its forward becomes free as it goes.

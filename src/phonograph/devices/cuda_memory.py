@@ -34,8 +34,8 @@ from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "is_cached", "is_part", "pool_bytes",
-           "taken"]  # fmt: skip
+__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "hold_large", "is_cached", "is_part",
+           "pool_bytes", "taken"]  # fmt: skip
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
@@ -181,6 +181,16 @@ def hold_all(pool: Handle, places: Spans | None = None) -> tuple[Hold, list[Bloc
                 held.take(piece, b.stream)
         there = blocks(pool)
     return held, there
+
+
+def hold_large(pool: Handle, most: int) -> Hold:
+    """Hold what is free in segments of more than so many bytes, and of more than a `SEGMENT`: also in those in which something
+    lies that may go. All streams must be routed to the pool."""
+    least = max(SEGMENT, most)
+    large = Spans((s["address"], s["total_size"]) for s in segments(pool) if s["total_size"] > least)
+    held, _ = hold_all(pool, large)
+    held.keep_only(large)
+    return held
 
 
 def is_part(pool: Handle, address: int, nbytes: int) -> bool:
