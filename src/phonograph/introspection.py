@@ -177,6 +177,19 @@ def set_at(code: CodeType, name: str) -> list[int]:
     return found
 
 
+def read_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code reads a variable, an attribute or an item of this name, its inner functions included."""
+    found = list[int]()
+    for inner in all_within(code):
+        begins, line = dict(dis.findlinestarts(inner)), inner.co_firstlineno
+        for i in dis.get_instructions(inner):
+            line = begins.get(i.offset) or line
+            loaded = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            if i.opname.startswith("LOAD_") and name in loaded:
+                found.append(line)
+    return found
+
+
 # By which code may read any entry of a parameter group, or hand on all of them.
 _ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "values", "keys", "get", "pop", "setdefault",
                       "update", "copy", "deepcopy", "dict", "vars", "__dict__", "__getitem__", "itemgetter",

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import LOOKUPS, SPACES, Used, all_within, asks_identity, looks_around, names_in, used_in, words_in
+from .introspection import LOOKUPS, SPACES, Used, all_within, asks_identity, looks_around, names_in, read_at, used_in, words_in
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
@@ -136,6 +136,10 @@ class Mentions:
     def orders_streams(self) -> bool:
         """Whether some code may rely on which stream is current, with threads of its own for instance."""
         return not self.names.isdisjoint(_THREADS)
+
+    def read_at(self, name: str) -> str:
+        """Where code first reads a variable, an attribute or an item of this name: ``file:line``, or "" if none does."""
+        return next((f"{code.co_filename}:{line}" for code in self._added for line in read_at(code, name)), "")
 
     # -- afterwards
 

@@ -34,6 +34,7 @@ from .progress import progress
 from .recorded import History, Ours, Recorded, waited
 from .signature import Call, describe
 from .trial import Moulds, Pad, Pads, cut, gradients, judged, objection, replaced, with_zeros
+from .where import users_level
 from .within import inside
 
 __all__ = ["Padded"]
@@ -132,7 +133,7 @@ class Padded(Recorded[..., Any]):
         try:
             found = self._shelf.find(padded)
             if found.broken is not None:
-                self._count_change(found, history)
+                self._count_change(found.broken, history, padded)
             player = found.player or self._made(padded, found, history)
         except Refusal as e:
             e.let_go()
@@ -177,7 +178,7 @@ class Padded(Recorded[..., Any]):
             logger.info("%s is not padded: %s", self.name, refusal)
             if self._counters.refuse(refusal.reason):
                 said = f"{self.name} is not padded, but recorded with its own sizes: {refusal}"
-                warnings.warn(said, RunsLive, stacklevel=4)
+                warnings.warn(said, RunsLive, stacklevel=users_level())
 
     # -- before the calls
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import sys
 import time
 import warnings
@@ -52,7 +53,7 @@ from .signature import Call, describe, modes
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
-from .where import users_line
+from .where import users_level, users_line
 from .within import Within, inside
 
 __all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
@@ -65,7 +66,9 @@ _CHANGES = 8  # recordings that one signature may outgrow because something outs
 _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
 _AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
+_VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
+_NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
@@ -145,6 +148,19 @@ class History:
         return self.changes
 
 
+class _Change:
+    """Something that recordings rely on: how often it was found to be another, and where it is read (``file:line``)."""
+
+    __slots__ = ("times", "where")
+
+    def __init__(self, where: str) -> None:
+        self.times = 0
+        self.where = where
+
+    def __str__(self) -> str:
+        return f" (read at {self.where})" if self.where else ""
+
+
 class Recorded(Observed, Generic[P, R]):
     """A function that is recorded, one recording a signature, and played back.
 
@@ -165,6 +181,7 @@ class Recorded(Observed, Generic[P, R]):
         self.remarks: tuple[str, ...] = ()  # of who has made it, for `explain`
         self._devices: set[Any] = set()
         self._reasons: dict[str, Refusal] = {}
+        self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
@@ -288,7 +305,7 @@ class Recorded(Observed, Generic[P, R]):
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
                     # run while gradients are there.)
-                    self._count_change(found, history)
+                    self._count_change(found.broken, history, call)
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again = False
@@ -378,7 +395,7 @@ class Recorded(Observed, Generic[P, R]):
     def _made(self, call: Call, found: Found, history: History, gone: bool = False) -> Player:
         """A new recording of this call, because none fits: perhaps because all gradients are `gone`."""
         if found.broken is not None and (gone or not self.options.warmup):
-            self._count_change(found, history)
+            self._count_change(found.broken, history, call)
         if history.attached and found.blocked >= self.options.max_recordings:
             raise Refusal("more calls than max_recordings wait for their backward, or for a result that it reads and you keep",
                           "raise it, keep a clone of such results, or record the whole sequence")  # fmt: skip
@@ -403,10 +420,20 @@ class Recorded(Observed, Generic[P, R]):
                 history.refusal = refusal
             raise
 
-    def _count_change(self, found: Found, history: History) -> None:
+    def _count_change(self, name: str, history: History, call: Call) -> None:
+        """What has this name is not what it was when a recording was made that relies on it."""
+        if name not in self._changes and len(self._changes) < _NAMED:
+            self._changes[name] = _Change(self._read_at(name, call))
+        change = self._changes.get(name, _Change(""))
+        change.times += 1
         if history.changed(self._counters.replayed) > _CHANGES:
-            remedy = _STEADY if found.broken == GRAD else "pass it as an argument, or keep it out of the recorded function"
-            raise history.wait(Refusal(f"{found.broken} changes from call to call", remedy))
+            raise history.wait(Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _VARIES, change.where))
+
+    def _read_at(self, name: str, call: Call) -> str:
+        last = re.split(r"\W+", name.rstrip("'\"])"))[-1]
+        with suppress(Refusal), Ours("looked for who reads what has changed"):
+            return self._reach(call).mentions.read_at(last)
+        return ""
 
     def _needs_a_look(self, refusal: Refusal, history: History) -> bool:
         """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or
@@ -558,7 +585,7 @@ class Recorded(Observed, Generic[P, R]):
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback != "error":
-            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=5)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
 
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Note that calls of this module go through here."""
@@ -704,6 +731,7 @@ class Recorded(Observed, Generic[P, R]):
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._reasons.clear()
+            self._changes.clear()
             self._stopped = None
             self._packages = Packages()
             self._unplayed = 0
@@ -727,6 +755,7 @@ class Recorded(Observed, Generic[P, R]):
     def explain(self) -> str:
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
+        lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]
         reasons = {reason: refusal for one in (*self._bound, self) for reason, refusal in one._reasons.items()}

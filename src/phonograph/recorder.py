@@ -64,6 +64,9 @@ _TAKING_TURNS = 2  # recordings of one signature that differ only in memory; a f
 _KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute of ctx, a variable of a hook)",
           "use ctx.save_for_backward, or record the whole step")  # fmt: skip
 
+_OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
+_SCHEDULER = "call the scheduler's step() outside: a recorded optimizer follows the learning rate that it sets"
+
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
 _recording: list[tuple[int, list[Refusal]]] = []  # the thread that captures at the moment, and what `refuse` has raised there
@@ -153,9 +156,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         changes = snapshot.changes()  # `self.seen = []` is none
         if changes:
-            remedy = (
-                "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
-            )
+            remedy = _SCHEDULER if any(name.endswith(".last_epoch") for name in changes) else _OUTLIVES
             where = _where_set(changes[0], reach, captured.ran)
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
         captured.watch.handed_out(captured.result)

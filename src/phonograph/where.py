@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 __all__ = ["LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
-           "runs_through", "users_line", "works_for", "written_out"]  # fmt: skip
+           "runs_through", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -117,6 +117,15 @@ def users_line(frame: FrameType | None = None) -> str:
             theirs = at
         at = at.f_back
     return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
+
+
+def users_level() -> int:
+    """The `stacklevel` with which who asks makes a warning one about the user's own line. Between that and us may be packages,
+    and torch, whose `Module.__call__` calls a recorded model."""
+    at, level = sys._getframe(1), 1
+    while at.f_back is not None and origin(at.f_code.co_filename) is not USER:
+        at, level = at.f_back, level + 1
+    return level
 
 
 def _in_package(frame: FrameType) -> str:

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import io
 import logging
+import re
 import sys
 import types
 import warnings
@@ -764,3 +765,79 @@ def test_c12_a_refused_function_does_not_keep_its_arguments(device):
         del x
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is told
+
+
+class _Weighing:
+    def __init__(self):
+        self.weight = 0.0
+
+    def loss(self, x):
+        return x * self.weight  # read here
+
+
+@may_run_live
+@pytest.mark.parametrize("way", ["an attribute", "a closure variable", "an item"])
+def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(device, way):
+    weighing, scale, settings = _Weighing(), 0.0, {"scale": 0.0}
+
+    def by_closure(x):
+        return x * scale
+
+    def by_item(x):
+        return x * settings["scale"]
+
+    reads, line = {
+        "an attribute": (weighing.loss, _Weighing.loss.__code__.co_firstlineno + 1),
+        "a closure variable": (by_closure, by_closure.__code__.co_firstlineno + 1),
+        "an item": (by_item, by_item.__code__.co_firstlineno + 1),
+    }[way]
+    f = pg.record(reads)
+    for n in range(6):
+        weighing.weight = scale = settings["scale"] = float(n)
+        assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
+    told = pg.explain(f)
+    assert re.search(rf"^changed \dx: .* \(read at {re.escape(__file__)}:{line}\)$", told, re.MULTILINE), told
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", pg.RunsLive)
+        for n in range(30):
+            weighing.weight = scale = settings["scale"] = float(n)
+            assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
+    (message,) = [str(w.message) for w in said]
+    assert f"changes from call to call at {__file__}:{line} (" in message
+    pg.reset(f)
+    assert "changed" not in pg.explain(f)
+
+
+def test_c12_who_steps_a_scheduler_inside_is_told_to_do_it_outside(device):
+    net = torch.nn.Linear(2, 2).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    step = pg.record(step)
+    x = torch.ones(1, 2, device=device)
+    step(x)
+    with pytest.warns(pg.RunsLive, match=r"last_epoch.*call the scheduler's step\(\) outside"):
+        step(x)
+
+
+def test_c12_a_model_that_runs_live_is_told_at_the_users_line(device):
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return x if x.sum().item() > 0 else -x
+
+    net = pg.record(Net())
+    x = torch.ones(2, device=device)
+    net(x)
+    with pytest.warns(pg.RunsLive) as said:
+        net(x)
+    assert {w.filename for w in said} == {__file__}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phonograph.introspection import used_in
+from phonograph.introspection import read_at, used_in
 
 AROUND = {
     "getattr(self, n)": "self",
@@ -68,6 +68,25 @@ def test_whether_globals_are_looked_up_by_names_that_are_made_up(expression):
     space = {}
     exec(f"def f(n): return {expression}", space)
     assert used_in(space["f"].__code__).computes is SPACES[expression]
+
+
+def test_where_a_name_is_read():
+    space = {}
+    exec(
+        "def f(x):\n"
+        "    global rate\n"
+        "    rate = 1\n"  # no read
+        "    y = x.rate\n"
+        "    def inner():\n"
+        "        return y['rate'] + y.get('other')\n"
+        "    return rate, inner\n",
+        space,
+    )
+    code = space["f"].__code__
+    assert sorted({*read_at(code, "rate")}) == [4, 6, 7]
+    assert {*read_at(code, "y")} >= {6}
+    assert read_at(code, "other") == [6]
+    assert not read_at(code, "none")
 
 
 def test_variables_are_globals_only():
