@@ -189,6 +189,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unrepeated = 0  # signatures that were met since the last replay
         self._replayed_then = 0
         self._last_key: Any = None
+        self._differs = ""  # how the last of those differs from the one before
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
@@ -465,8 +466,9 @@ class Recorded(Observed, Generic[P, R]):
         self._unrepeated = 1 + (self._unrepeated if replayed == self._replayed_then else 0)
         self._replayed_then = replayed
         last, self._last_key = self._last_key, call.key
-        if self._unrepeated > _UNREPEATED and last is not None:
-            raise Refusal(f"is called with {_difference(last, call)} nearly each time", "pass numbers that change as "
+        self._differs = _difference(last, call) if last is not None else ""
+        if self._unrepeated > _UNREPEATED and self._differs:
+            raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
                           "tensors; pad tensors to a few shapes")  # fmt: skip
 
     def _history(self, key: Any, known: History | None = None) -> History:
@@ -732,6 +734,7 @@ class Recorded(Observed, Generic[P, R]):
             self._histories.clear()
             self._reasons.clear()
             self._changes.clear()
+            self._unrepeated = 0
             self._stopped = None
             self._packages = Packages()
             self._unplayed = 0
@@ -755,6 +758,8 @@ class Recorded(Observed, Generic[P, R]):
     def explain(self) -> str:
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
+        if self._unrepeated > 2 and self._counters.replayed == self._replayed_then:
+            lines.append(f"{self._unrepeated} calls in a row had a signature of their own: {self._differs}")
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]

@@ -812,6 +812,16 @@ def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(
     assert "changed" not in pg.explain(f)
 
 
+def test_c12_signatures_that_do_not_come_again_are_explained(device):
+    f = pg.record(lambda x, n: x * n)
+    for n in range(5):
+        f(ramp(device, 3), n)
+    assert "\n5 calls in a row had a signature of their own: argument 1 of another value" in pg.explain(f)
+    for _ in range(2):
+        f(ramp(device, 3), 1)
+    assert "in a row" not in pg.explain(f)
+
+
 def test_c12_who_steps_a_scheduler_inside_is_told_to_do_it_outside(device):
     net = torch.nn.Linear(2, 2).to(device)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
