@@ -18,6 +18,7 @@ step runs live.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections import Counter
@@ -93,14 +94,15 @@ def _is_step(function: Any) -> bool:
     return isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step"
 
 
-def states_to_come(function: Any) -> int:
-    """About how many bytes of states it makes, if the function is an optimizer's own step: Adam's two tensors like each
-    parameter that has none yet."""
-    if not _is_step(function):
+def states_to_come(function: Any, reached: Sequence[torch.optim.Optimizer]) -> int:
+    """About how many bytes of states it makes, if the function is the first step of an optimizer, the only one that it reaches:
+    Adam's two tensors like each parameter that has a gradient. (A scheduler puts a function before the step.)"""
+    if len(reached) != 1 or reached[0].state or getattr(function, "__name__", "") != "step":
         return 0
-    optimizer = function.__self__
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(2 * p.nbytes for p in parameters if p not in optimizer.state and has_memory(p))
+    if inspect.unwrap(getattr(function, "__func__", function)) is not inspect.unwrap(type(reached[0]).step):
+        return 0
+    parameters = [p for group in reached[0].param_groups for p in group["params"]]
+    return sum(2 * p.nbytes for p in parameters if p.grad is not None and has_memory(p))
 
 
 def never(function: Any) -> Refusal | None:

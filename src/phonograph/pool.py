@@ -200,19 +200,20 @@ class Pool:
         """Let a new recording take part."""
         self._recordings.append(weakref.ref(recording, self._gone))
         self.leases.extend(recording.leases)
-        self._meet()
+        self.sweep()
 
     def remove(self, recording: Recording) -> None:
         """Take a recording out. What it handed out stays protected until it is dropped."""
         self._recordings = [ref for ref in self._recordings if ref() is not recording]
         self.untidy = True
-        self._meet()
+        self.sweep()
 
     def _gone(self, _: object) -> None:
         self.untidy = True  # no more than that: this runs whenever the garbage collector likes
 
-    def _meet(self) -> None:
-        """Tell every recording its rivals: the leases that its footprint meets."""
+    def sweep(self) -> None:
+        """Forget recordings that have gone, and what nobody holds of their outputs; and tell every other its rivals: the leases
+        that its footprint meets."""
         self._recordings = [ref for ref in self._recordings if ref() is not None]
         owned = {identity(lease) for r in self.recordings for lease in r.leases}
         self.leases = [x for x in self.leases if identity(x) in owned or x.alive]

@@ -499,7 +499,8 @@ class Recorded(Observed, Generic[P, R]):
         self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
         elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
-        place = nullcontext() if elsewhere else device.beside(fed(call, device), optimizers.states_to_come(self._function))
+        lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
+        place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         before = device.allocated
         with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
             result = self._function(*args, **kwargs)

@@ -205,7 +205,7 @@ def test_large_segments_stay_whole(allocator: Allocator) -> None:
     goes = allocator.alloc(90 * MIB)
     allocator.free(large[1])
     allocator.free(middle)
-    held = cuda_memory.hold_large(POOL, 100 * MIB)
+    held = cuda_memory.hold_large(POOL, 100 * MIB, room=1 << 40)
     made = {allocator.alloc(n): n for n in (80 * MIB, 50 * MIB, 5 * MIB)}
     if not allocator.grows:  # then there is one segment, and it is large
         assert [middle <= at < middle + 60 * MIB or at > stays for at in made] == [True] * 3
@@ -218,6 +218,32 @@ def test_large_segments_stay_whole(allocator: Allocator) -> None:
     before = [s[1] for s in allocator.segments]
     assert {allocator.alloc(200 * MIB) for _ in range(2)} == set(large)
     assert [s[1] for s in allocator.segments] == before
+
+
+def test_large_segments_are_not_held_where_there_is_no_room_elsewhere(allocator: Allocator) -> None:
+    large = [allocator.alloc(200 * MIB) for _ in range(2)]
+    for address in large:
+        allocator.free(address)
+    cuda_memory.hold_large(POOL, 100 * MIB, room=399 * MIB)
+    assert {allocator.alloc(200 * MIB) for _ in range(2)} == set(large)
+
+
+def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in [allocator.alloc(n * MIB) for n in (200, 60, 3)]:
+        allocator.free(address)
+    alloc, asked = allocator.alloc, list[int]()
+
+    def until_interrupted(nbytes: int, stream: int = 0) -> int:
+        asked.append(nbytes)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return alloc(nbytes, stream)
+
+    monkeypatch.setattr(torch_private, "raw_alloc", until_interrupted)
+    if not allocator.grows:  # that has one block
+        with pytest.raises(KeyboardInterrupt):
+            cuda_memory.hold_all(POOL)
+    assert all(b.free for b in cuda_memory.blocks(POOL))
 
 
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:

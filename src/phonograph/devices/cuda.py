@@ -68,12 +68,14 @@ class _Anchor:
     The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
 
     `workspace` is where cuBLAS works in all graphs of the pool, once that is known: 32 MiB (H100, H200), which no graph
-    expects to be left as they were. It is no part of any footprint, and never free.
+    expects to be left as they were. It is no part of any footprint, and never free. `needed` are the most bytes that recordings
+    have needed at one time since some of them went.
     """
 
     def __init__(self, device: int, stream: torch.cuda.Stream) -> None:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self.workspace: tuple[int, int] | None = None
+        self.needed = 0
         self._graph = torch.cuda.CUDAGraph()
         # The first graph of a process takes memory for the generator's state: here, from what the caller's stream has, and
         # not a segment for our own.
@@ -149,6 +151,7 @@ class CudaDevice:
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
+        self._held_up = False  # recordings have gone, and somebody holds an output of theirs
         self._strayed = False  # something has worked on the capture stream outside of the pool
         self._last = -1  # the stream of the last replay
         self._last_stream = self._stream
@@ -192,15 +195,13 @@ class CudaDevice:
 
     @contextmanager
     def _keeping_whole(self, most: int) -> Iterator[None]:
-        """Nothing is taken from segments of the pool with more than so many bytes inside the block. But where the device is
-        nearly full, a live call finds memory wherever there is some."""
+        """Nothing is taken from segments of the pool with more than so many bytes inside the block, if the device has as
+        much as that is: a live call must not run out of memory that is there."""
         free, total = torch.cuda.mem_get_info(self.index)
         allowed = total * torch.cuda.get_per_process_memory_fraction(self.index) - torch.cuda.memory_reserved(self.index)
-        if min(free, allowed) < 2 * most:  # for these, and for temporaries
-            yield
-            return
-        with torch_private.route_to_pool(self.index, self._anchor.handle, all_streams=True):
-            held = cuda_memory.hold_large(self._anchor.handle, most)
+        held = cuda_memory.Hold()
+        with suppress(torch.OutOfMemoryError), torch_private.route_to_pool(self.index, self._anchor.handle, all_streams=True):
+            held = cuda_memory.hold_large(self._anchor.handle, most, int(min(free, allowed)))
         try:
             yield
         finally:
@@ -532,6 +533,7 @@ class CudaDevice:
         left = [b for b in mine if b.pending or given.meets(b.address, b.nbytes)]
         self._unsettled = (self._unsettled - recording.footprint) | Spans((b.address, b.nbytes) for b in left)
         active = [(b.address, b.nbytes) for b in there]
+        self._anchor.needed = max(self._anchor.needed, (self.pool.footprints() | recording.footprint).nbytes)
         recording.program.owned = Spans((b.address, b.nbytes) for b in mine if not b.pending)
         for other in self.pool.recordings:
             reached = other.footprint | other.lent
@@ -599,13 +601,29 @@ class CudaDevice:
 
     def tidy(self) -> None:
         """When nobody needs the pool any more, it goes. As long as somebody does (a recording, or who holds an output), all of
-        it stays, so that the next recording had better find room in it than begin another."""
-        if self.pool.untidy:
-            self.pool.untidy = False
-            self._leave_backwards()
-            if sys.getrefcount(self._anchor) <= _ALONE:
-                self._anchor = _Anchor(self.index, self._stream)
+        it stays, so that the next recording had better find room in it than begin another: but for a pool that is much larger
+        than what was last needed. That goes when the last of these does."""
+        if not (self.pool.untidy or self._held_up):
+            return
+        some_went, self.pool.untidy = self.pool.untidy, False
+        self._leave_backwards()
+        self.pool.sweep()
+        retires = not self._is_needed() or (some_went and self._is_too_large())
+        if retires:
+            self._anchor, self._unsettled, self._pool_spans = _Anchor(self.index, self._stream), Spans(), Spans()
+        self._held_up = not self.pool.recordings and self._is_needed()
+        if retires or some_went:
             torch.cuda.empty_cache()
+
+    def _is_needed(self) -> bool:
+        """Whether anybody else has the anchor: recordings have it, and who holds what they gave."""
+        return sys.getrefcount(self._anchor) > _ALONE
+
+    def _is_too_large(self) -> bool:
+        """Whether the pool has more than twice what recordings have needed at one time since this was last asked."""
+        needed, self._anchor.needed = self._anchor.needed, self.pool.footprints().nbytes
+        _, workspace = self._anchor.workspace or (0, 0)
+        return 2 * (needed + workspace) < self.pool_bytes
 
     @property
     def pool_bytes(self) -> int:

@@ -171,23 +171,29 @@ def hold_all(pool: Handle, places: Spans | None = None) -> tuple[Hold, list[Bloc
     blocks in which these lie, and all that fit better: held memory counts as allocated, and the peak of that is looked at."""
     held, there = Hold(), blocks(pool)
     last = max((b.order for b in there if b.free and (places is None or places.meets(b.address, b.nbytes))), default=(False, 0))
-    for _ in range(4):
-        free = [b for b in there if b.free and b.order <= last and (b.small or b.nbytes > SMALL)]
-        free.sort(key=attrgetter("order"))
-        if not free:
-            break
-        for b in free:
-            for piece in _pieces(b.nbytes, b.small):
-                held.take(piece, b.stream)
-        there = blocks(pool)
+    try:
+        for _ in range(4):
+            free = [b for b in there if b.free and b.order <= last and (b.small or b.nbytes > SMALL)]
+            free.sort(key=attrgetter("order"))
+            if not free:
+                break
+            for b in free:
+                for piece in _pieces(b.nbytes, b.small):
+                    held.take(piece, b.stream)
+            there = blocks(pool)
+    except BaseException:
+        held.release()
+        raise
     return held, there
 
 
-def hold_large(pool: Handle, most: int) -> Hold:
+def hold_large(pool: Handle, most: int, room: int) -> Hold:
     """Hold what is free in segments of more than so many bytes, and of more than a `SEGMENT`: also in those in which something
-    lies that may go. All streams must be routed to the pool."""
+    lies that may go. But nothing if that is more than there is `room` for elsewhere. All streams must be routed to the pool."""
     least = max(SEGMENT, most)
     large = Spans((s["address"], s["total_size"]) for s in segments(pool) if s["total_size"] > least)
+    if sum(b.nbytes for b in blocks(pool) if b.free and large.meets(b.address, b.nbytes)) > room:
+        return Hold()
     held, _ = hold_all(pool, large)
     held.keep_only(large)
     return held

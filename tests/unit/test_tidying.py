@@ -1,0 +1,118 @@
+"""When the CUDA device gives its pool up: its bookkeeping, with memory of the host's and what stands for an anchor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.devices import cuda
+from phonograph.devices.cuda import CudaDevice
+from phonograph.pool import Lease, Pool
+from phonograph.spans import Spans
+
+MIB = 1 << 20
+
+
+class Anchor:
+    workspace = None
+    made = 0
+
+    def __init__(self, *_: Any) -> None:
+        self.needed = 0
+        Anchor.made += 1
+        self.number = Anchor.made
+
+
+class Recording:
+    """Of `nbytes`, with one output, large enough not to be copied."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self.memory = torch.empty(1 << 10, dtype=torch.uint8)
+        at = self.memory.data_ptr()
+        self.footprint, self.lent = Spans([(at, nbytes)]), Spans()
+        self.anchor = device._anchor  # as its program has
+        self.leases = [Lease(at, 64, torch.device("cpu"), device._anchor)]
+        self.rivals: list[Any] = []
+        self.releases: list[Any] = []
+        made: Any = self
+        device.pool.add(made)
+        device._anchor.needed = max(device._anchor.needed, device.pool.footprints().nbytes)  # as `settle` does
+
+    def output(self) -> torch.Tensor:
+        return self.leases[0].template(torch.float32, (4,), (1,), 0).view(4)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    monkeypatch.setattr(cuda, "_Anchor", Anchor)
+    monkeypatch.setattr(CudaDevice, "pool_bytes", 100 * MIB)
+    made = object.__new__(CudaDevice)
+    made.pool, made.index, made._stream = Pool(torch.device("cpu")), 0, None  # type: ignore[assignment]
+    made._held_up, made._backwards, made._reads = False, None, []
+    made._anchor = Anchor()  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
+    return calls
+
+
+def number(device: CudaDevice) -> int:
+    anchor: Any = device._anchor
+    return int(anchor.number)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_it_goes_with_its_last_recording(device: CudaDevice, emptied: list[bool], removed: bool) -> None:
+    """Whether that was closed or dropped; what nobody holds of its outputs is in nobody's way."""
+    recording: Any = Recording(device, 90 * MIB)
+    before = number(device)
+    device.tidy()
+    assert (number(device), emptied) == (before, [])
+    if removed:
+        device.pool.remove(recording)
+    del recording
+    device.tidy()
+    assert (number(device), emptied) == (before + 1, [True])
+    assert not device.pool.leases
+
+
+def test_it_goes_when_the_last_output_does(device: CudaDevice, emptied: list[bool]) -> None:
+    recording = Recording(device, 90 * MIB)
+    before, held, memory = number(device), recording.output(), recording.memory
+    del recording
+    for _ in range(2):
+        device.tidy()
+        assert (number(device), emptied) == (before, [True])  # the second time nothing has changed
+    del held
+    device.tidy()
+    assert (number(device), emptied) == (before + 1, [True, True])
+    assert memory.nbytes
+
+
+def test_it_stays_for_what_is_recorded_next_where_something_small_stays(device: CudaDevice, emptied: list[bool]) -> None:
+    small = Recording(device, MIB)
+    before = number(device)
+    for nbytes in (90 * MIB, 80 * MIB):
+        large = Recording(device, nbytes)
+        del large
+        device.tidy()
+        assert number(device) == before
+    assert emptied == [True, True]
+    assert small.anchor is device._anchor
+
+
+def test_it_is_retired_where_it_is_much_larger_than_was_needed(device: CudaDevice, emptied: list[bool]) -> None:
+    """What is left in it keeps it, but what comes next does not."""
+    small = Recording(device, MIB)
+    before = number(device)
+    large = Recording(device, 45 * MIB)  # of 100
+    del large
+    device.tidy()
+    assert (number(device), emptied) == (before + 1, [True])
+    assert small.anchor is not device._anchor
