@@ -48,9 +48,9 @@ class RunsLive(UserWarning):
 
 class Overlooked(Exception):
     """Code runs in a capture that was left out when the function was looked at, for want of `names`, or because nothing leads
-    to the functions `met`. Never reaches the user: the capture is taken back, and made again."""
+    to the functions, or classes, `met`. Never reaches the user: the capture is taken back, and made again."""
 
-    def __init__(self, names: frozenset[str], met: Iterable[FunctionType] = ()) -> None:
+    def __init__(self, names: frozenset[str], met: Iterable[FunctionType | type] = ()) -> None:
         super().__init__(names)
         self.names = names
         self.met = tuple(met)

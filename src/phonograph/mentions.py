@@ -11,7 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .introspection import LOOKUPS, SPACES, Used, all_within, asks_identity, looks_around, names_in, read_at, used_in, words_in
+from .bytecode import (
+    LOOKUPS,
+    MODULES,
+    SPACES,
+    Used,
+    all_within,
+    catches,
+    looks_around,
+    names_in,
+    read_at,
+    used_in,
+    words_in,
+)
+from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
@@ -27,10 +40,24 @@ _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_threa
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-_ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__"})  # by which an attribute is found missing
-_MODULES = frozenset({"import_module", "__import__"})  # or at a module
+_ABSENT = frozenset({"getattr", "hasattr", "vars", "__dict__", "suppress"})  # by which an attribute is found missing
 EVALUATED = "<module>"  # the name of what `eval` and `exec` run
 _NO_FUNCTIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
+_WRITTEN = frozenset(
+    {
+        "__init__",
+        "__repr__",
+        "__eq__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__hash__",
+        "__setattr__",
+        "__delattr__",
+        "__replace__",
+    }
+)  # by `dataclass`
 _RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
 _ANYTHING = "__dict__"  # as a name that was lacking: some code reads attributes that it does not name
 
@@ -47,20 +74,27 @@ class Mentions:
         self.reads: set[str] = set(heard)
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
+        self.looks_around_unknown = False  # of what has no name, or a local one
         self.asks_identity = False  # whether code may ask which object it has
         self._after: defaultdict[str, set[str]] = defaultdict(set)
-        self._computes_globals = False
+        self.bare: set[str] = set()  # see `Used`
+        self.spaces = False  # whether code may get at global variables otherwise than as such, by any name in code...
+        self.computes_globals = False  # ...or by names that do not
+        self.gets_modules = False  # whether it may so get at modules
+        self.looks_for_absent = False  # whether it may ask for an attribute that is not there yet
         self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
         self._added: list[CodeType] = []
-        self._known: set[tuple[object, ...]] | None = (
-            None  # what was added, and the functions in it; found when first asked for
-        )
+        self._known: set[tuple[object, ...]] = set()  # what was added, and the functions in it
 
     def add(self, code: CodeType, name: str) -> tuple[set[str], Used]:
         """A function of the user's called `name` is in reach. Returns what it mentions, and what it does with that."""
         named, used = names_in(code), used_in(code)
         self.names |= named
-        self._computes_globals = self._computes_globals or used.computes
+        self.spaces, self.computes_globals = self.spaces or used.spaces, self.computes_globals or used.computes
+        self.gets_modules = self.gets_modules or used.modules
+        self.looks_for_absent = self.looks_for_absent or not _ABSENT.isdisjoint(named) or catches(code)
+        self._known.update(map(_which, all_within(code)))
+        self.bare |= used.bare
         for before, attribute in used.attributes:
             self._after[before].add(attribute)
         self._after[""] |= words_in(code)
@@ -85,32 +119,29 @@ class Mentions:
     def add_lookup(self, name: str) -> None:
         """A function of the standard library's, or a built-in one, is in reach, perhaps by another name than its own, for which
         code is searched."""
-        self.looks_around = self.looks_around or name in LOOKUPS
-        self._computes_globals = self._computes_globals or name == "globals"
-        self.names |= {name} & (SPACES | _MODULES)
+        if name in LOOKUPS:
+            self.looks_anywhere()
+        if name in SPACES:
+            self.spaces = self.computes_globals = True
+        self.gets_modules = self.gets_modules or name in MODULES
+
+    def looks_anywhere(self) -> None:
+        """Some code may read attributes that it does not name, of anything."""
+        self.looks_around = self.looks_around_unknown = self.looks_for_absent = True
 
     def following(self, name: str) -> tuple[set[str], set[str]]:
         """The names by which code reads attributes of what has this name; and those by which it reads some of what has none."""
         return self._after.get(name, set()), self._after.get("", set())
 
+    def following_any(self, name: str) -> tuple[set[str], set[str]]:
+        """Likewise, and what it reads of local variables, which may be what is handed on."""
+        named, unnamed = self.following(name)
+        return (named | self._after.get("?", set()) if name in self.bare or f".{name}" in self.bare else named), unnamed
+
     @property
     def names_globals(self) -> bool:
         """Whether some code may get at global variables otherwise than as such, by any name that stands in code."""
-        return not self.names.isdisjoint(SPACES) or self._gets_modules
-
-    @property
-    def computes_globals(self) -> bool:
-        """Whether it may do so by names that do not."""
-        return self._computes_globals or (self.looks_around and self._gets_modules)
-
-    @property
-    def _gets_modules(self) -> bool:
-        return not self.names.isdisjoint(_MODULES) or {"sys", "modules"} <= self.names
-
-    @property
-    def looks_for_absent(self) -> bool:
-        """Whether some code may ask for an attribute that is not there yet."""
-        return not self.names.isdisjoint(_ABSENT)
+        return self.spaces or self.gets_modules
 
     @property
     def asks_kind(self) -> bool:
@@ -145,13 +176,15 @@ class Mentions:
 
     def unknown(self, code: CodeType) -> bool:
         """Whether this is code of a function of the user's that was not added, or was evaluated there."""
-        if (code.co_filename == "<string>" and code.co_name != EVALUATED) or not is_users(code.co_filename):
+        if not is_users(code.co_filename) or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
             return False
-        if code.co_name in CONSTRUCTORS or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
+        if code.co_filename == "<string>" and code.co_name in _WRITTEN:
             return False
-        if self._known is None:
-            self._known = {_which(inner) for added in self._added for inner in all_within(added)}
         return _which(code) not in self._known
+
+    def knows_alike(self, code: CodeType) -> bool:
+        """Whether code was added that cannot be told from this one when it runs."""
+        return _which(code) in self._known
 
     def lacks(self, name: str) -> bool:
         """Whether a function was perhaps left out only because nothing names it."""

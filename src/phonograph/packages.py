@@ -32,7 +32,17 @@ from .keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 from .places import Holder, own_dict
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 
-__all__ = ["Packages", "Value", "as_they_are", "forwards_of", "functions_in", "is_anothers", "together", "values_in"]
+__all__ = [
+    "Packages",
+    "Value",
+    "as_they_are",
+    "attributes_of",
+    "forwards_of",
+    "functions_in",
+    "is_anothers",
+    "together",
+    "values_in",
+]
 
 _SHORT = 64  # items of a list or a dictionary that is looked at
 _CONSTANT = (torch.dtype, torch.layout, torch.memory_format)  # of which torch's modules are full
@@ -98,6 +108,14 @@ def values_in(path: str, thing: ModuleType | type, following: Following) -> Iter
             yield from _inside(f"{module}.{name}", value, frozenset().union(*following(name)))
         elif _is(value, type) and is_anothers(value):
             yield from _attributes(f"{module}.{name}", value, frozenset().union(*following(name)))
+
+
+def attributes_of(kind: type, names: Set[str]) -> Iterator[Value]:
+    """What code that uses these names may read of a class of a package's through an object."""
+    module: Any = sys.modules.get(str(kind.__module__))
+    where = str(getattr(module, "__file__", None) or "<frozen>")
+    if is_anothers(kind) and origin(where) is LIBRARY and not is_torchs(where):
+        yield from _attributes(kind.__qualname__, kind, names)
 
 
 def functions_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:

@@ -25,10 +25,12 @@ import os
 import random
 import sys
 import threading
+import types
+import typing
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
@@ -51,18 +53,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import packages, places, torch_private
 from .borrowed import Borrowed
+from .bytecode import Used, names_in, words_of
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
-from .introspection import (
-    MISSING,
-    SPACES,
-    functions_of,
-    functions_with,
-    has_attributes,
-    is_users_class,
-    names_in,
-    slots_of,
-)
+from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
 from .marked import is_marked
 from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
@@ -79,11 +73,15 @@ _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
 _ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
-_CODE = (FunctionType, BuiltinFunctionType)
+_MEMBERS = (staticmethod, classmethod, property)
+_ALIASES = (types.GenericAlias, types.UnionType, type(typing.List[int]))  # noqa: UP006 - which is no list[int]
 _BUILTINS = vars(builtins)
 _LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
 # Methods of a class of the user's that are called without being named; an object may have its own.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
+# What every module has.
+_MODULES_NAMES = frozenset({"__name__", "__doc__", "__loader__", "__spec__", "__package__", "__file__", "__cached__",
+                            "__builtins__", "__path__", "__annotations__", "__conditional_annotations__"})  # fmt: skip
 # What every class has, and no object's method.
 _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__",
                        "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
@@ -134,7 +132,13 @@ class Reach:
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}  # the globals of functions
-        self._any_module = False  # whether some code may read attributes of a module that it does not name
+        self._module_named = False  # whether some code may read attributes that it does not name, of a module...
+        self._self_around = False  # ...of a method's own object...
+        self._modules_flow = False  # ...or of what may be one: whether any is handed on, and not only named
+        self._far: Set[int] = set()  # those of them to which nothing leads but their name
+        self._descended: set[int] = set()  # classes whose subclasses are held
+        self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
+        self._imports = False
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -173,7 +177,9 @@ class Reach:
             self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
         others, named = self._others.values(), self.mentions.names
         following = self.mentions.following
-        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, following)}
+        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, self.mentions.following_any)}
+        theirs = [v for kind in self._foreign for v in packages.attributes_of(kind, self.mentions.reads)]
+        values |= {v.key: v for v in theirs}
         self.of_others |= values.keys()
         for place in packages.together(values.values()):
             self._hold(place)
@@ -197,13 +203,23 @@ class Reach:
             self._called_groups.clear()
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
+            if self.mentions.gets_modules and not self._far:
+                near = set(self._python_modules)
+                for name, module in list(sys.modules.items()):
+                    self._module_of_the_user(name, module)
+                self._far = self._python_modules.keys() - near
             for kind, bases in list(self._kinds.items()):
                 self._enter_methods(kind, bases)
-            for module, held in list(self._python_modules.values()):
-                self._members(module.__dict__, held, self._any_module)
+            modules = [module for module, _ in self._python_modules.values()]
+            by_self = self._self_around and any(type(module) is not ModuleType for module in modules)
+            flow = self._modules_flow or self.mentions.gets_modules
+            any_module = self._module_named or by_self or (self.mentions.looks_around_unknown and flow)
+            for key, (module, held) in list(self._python_modules.items()):
+                self._members(own_dict(module) or {}, held, any_module, deep=key not in self._far)
             if self.mentions.names_globals:
+                of_module = self.mentions.looks_around_unknown and self.mentions.gets_modules
                 for space, held in list(self._spaces.values()):
-                    self._members(space, held, self.mentions.computes_globals)
+                    self._members(space, held, self.mentions.computes_globals or of_module)
             for _, other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
@@ -247,11 +263,18 @@ class Reach:
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
         the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
+        if code.co_filename == "<string>" and not _runs_for_the_user(frame):
+            return None
+        if code.co_name in CONSTRUCTORS and is_users(code.co_filename):
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            kind = first if isinstance(first, type) else type(first)
+            if is_users_class(kind) and kind not in self._kinds:
+                return Overlooked(frozenset(), [kind])  # whose methods and attributes count as well
         if not self.mentions.unknown(code) or (code.co_name == EVALUATED and not self._lasts(frame.f_globals)):
             return None
         if self.mentions.lacks(code.co_name):
             return Overlooked(frozenset({code.co_name}))
-        found = functions_with(code)
+        found: list[Any] = functions_with(code)
         if not found and not code.co_freevars:
             found = [FunctionType(code, frame.f_globals)]  # which reads the same
         if not found:
@@ -404,8 +427,11 @@ class Reach:
         if isinstance(thing, WeakIdKeyDictionary):
             self.mentions.asks_identity = True
             self._work.extend((path, key) for key in thing)
-        if own_dict(thing) is not None:
+        own = own_dict(thing)
+        if own is not None:
             self._opaque.append((path, thing, set()))
+            functions = [f for f in own.values() if type(f) is FunctionType and is_users(f.__code__.co_filename)]
+            self._fixed(path, functions)  # `numpy.vectorize` calls one
 
     def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
         self._hold(kept(path, lambda: (ref() is None,)))
@@ -569,6 +595,11 @@ class Reach:
         self._dict(path, p.keywords)
         self._object(path, p)
 
+    def _alias(self, path: str, alias: Any) -> None:
+        """`Class[int]`, by which objects of the class are made, and its attributes read."""
+        self._work.append((path, getattr(alias, "__origin__", None)))
+        self._fixed(path, alias.__args__)
+
     def _getter(self, path: str, getter: Any) -> None:
         """`operator.attrgetter("model.scale")` and its like name attributes as code does."""
         words = {word for name in getter.__reduce__()[1] if isinstance(name, str) for word in name.split(".")}
@@ -577,7 +608,8 @@ class Reach:
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
         self.mentions.add_lookup(f.__name__)
-        if not isinstance(f.__self__, (ModuleType, type)):
+        of_module = isinstance(f.__self__, ModuleType) and type(f) is BuiltinFunctionType
+        if not of_module and not isinstance(f.__self__, type):
             self._work.append((path, f.__self__))
 
     def _function(self, path: str, f: FunctionType) -> None:
@@ -614,25 +646,20 @@ class Reach:
         """What the code of a function of the user's names."""
         named, used = self.mentions.add(f.__code__, f.__name__)
         g = f.__globals__
-        self._any_module = self._any_module or any(_may_be_module(path, g) for path in used.around)
-        package = g.get("__package__") or ""
-        parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
-        candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
-        imported = sorted(candidates & sys.modules.keys())  # `import` inside the function
-        for name in imported:
-            self._module_of_the_user(name, sys.modules[name])
-        theirs = [name for name in imported if identity(sys.modules[name]) in self._python_modules]
-        if theirs:
-            self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, theirs))))
+        self._looks_around(used, g, is_method="<" not in f.__qualname__.rpartition(".")[0] and "." in f.__qualname__)
+        self._imported(named, used, g)
         evaluated = f.__code__.co_name == EVALUATED
-        by_name = used.variables if evaluated or "NameError" in named else used.sets
-        absent = (by_name if named.isdisjoint(SPACES) else named) - g.keys()
+        by_name = used.variables if evaluated or not named.isdisjoint(("NameError", "Exception")) else used.sets
+        absent = (named if used.spaces else by_name | used.asked) - g.keys()
         held = self._spaces.setdefault(identity(g), (g, set()))[1]
-        new = ((used.variables & g.keys()) | absent) - held
+        new = (((used.variables | used.asked) & g.keys()) | absent) - held
         held |= new
         if new:
             self._hold(places.space("globals", g, sorted(new)))
-        self._work.extend((n, g[n]) for n in sorted(new & g.keys()))
+        for n in sorted(new & g.keys()):
+            self._variable_of(n, g[n], used.bare)
+            if type(g[n]) is str and "format" in named:
+                self.mentions.add_words(words_of(g[n]) if "{" in g[n] else set())
         hidden = sorted(used.variables - g.keys() - absent | (absent & used.variables - used.sets))
         if hidden:  # a global that appears later may shadow a builtin, or a builtin appear
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
@@ -642,8 +669,63 @@ class Reach:
         if function.__builtins__ is not _BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
 
-    def _module_of_the_user(self, path: str, module: ModuleType) -> None:
-        space = vars(module)  # and no attributes, for which it may have a `__getattr__`
+    def _looks_around(self, used: Used, g: dict[str, Any], *, is_method: bool) -> None:
+        """Whether code may read attributes that it does not name of modules."""
+        for path in used.around:
+            if path == "" or (path == "self" and not is_method) or path.partition(".")[0] not in {*g, "self"}:
+                self.mentions.looks_around_unknown = True
+            elif path == "self":
+                self._self_around = True
+            else:
+                self._module_named = self._module_named or _may_be_module(path, g)
+
+    def _imported(self, named: set[str], used: Used, g: dict[str, Any]) -> None:
+        """Modules that a function imports, or that something is looked up in by its name."""
+        package = str(g.get("__package__") or "")
+        parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
+        candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
+        asked = words = {n for n in named if n.isidentifier()} if ("sys", "modules") in used.attributes else set[str]()
+        if used.imports and not self._imports:
+            self._imports = True
+            self._hold(kept("builtins.__import__", lambda: (_BUILTINS.get("__import__"),)))
+        for level, name, of_it in used.imports:
+            above = package.rsplit(".", level - 1)[0] if level > 1 else package
+            whole = ".".join(part for part in (above if level else "", name) if part)
+            steps = [whole.rsplit(".", n)[0] for n in range(whole.count(".") + 1)]
+            candidates |= {*steps, *(f"{whole}.{n}" for n in of_it)}
+            asked = words | asked | {*steps}
+            self.mentions.names.update(whole.split("."))
+            self.mentions.reads.update(whole.split("."))
+        imported = sorted(candidates & sys.modules.keys())
+        for name in imported:
+            self._module_of_the_user(name, sys.modules[name])
+        theirs = {name for name in imported if identity(sys.modules[name]) in self._python_modules}
+        self._modules_flow = self._modules_flow or bool(theirs and used.imports)
+        theirs |= asked - sys.modules.keys() if self.mentions.looks_for_absent or words else set()
+        if theirs:
+            held = sorted(theirs)
+            self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, held))))
+
+    def _variable_of(self, name: str, value: Any, bare: Set[str]) -> None:
+        """A global variable, or one of a module."""
+        if issubclass(type(value), ModuleType) and name not in bare:
+            self._module_of_the_user(name, value)
+        else:
+            self._work.append((name, value))
+
+    def _handed_on(self, path: str, module: ModuleType) -> None:
+        """A module that something has, or that code hands on: what may be it is anything that has no name."""
+        self._module_of_the_user(path, module)
+        self._modules_flow = self._modules_flow or identity(module) in self._python_modules
+
+    def _module_of_the_user(self, path: str, module: Any) -> None:
+        space = own_dict(module)  # and no attributes, for which it may have a `__getattr__`
+        if not issubclass(type(module), ModuleType) or space is None:
+            self._work.append((path, module))  # `sys.modules` may have anything
+            return
+        if module is builtins:
+            self._python_modules.setdefault(identity(module), (module, set()))
+            return
         made = space.get("__spec__") is None and space.get("__name__") not in sys.builtin_module_names  # ModuleType("x")
         where = space.get("__file__") or next(iter(space.get("__path__") or ()), "<frozen>")
         if (made or is_users(where)) and identity(module) not in self._python_modules:
@@ -655,15 +737,21 @@ class Reach:
         elif packages.is_anothers(module):
             self._others[identity(module)] = path, module
 
-    def _members(self, space: dict[str, Any], held: set[str], any_of_them: bool) -> None:
+    def _members(self, space: dict[str, Any], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
         """Those attributes of a Python module of the user's that some code names and that are not held yet; or `any_of_them`:
         then functions are not looked into, which is done where they run."""
-        named = self.mentions.names
-        new = {n for n in [*space] if n in named or (any_of_them and type(n) is str and not n.startswith("__"))} - held
+        named = self.mentions.names | {"__getattr__"}
+        new = {n for n in [*space] if n in named or (any_of_them and type(n) is str and n not in _MODULES_NAMES)} - held
         held |= new
         if new:
             self._hold(places.space("globals", space, sorted(new)))
-        self._work.extend((n, space[n]) for n in sorted(new) if n in named or not issubclass(type(space[n]), _CODE))
+        for n in sorted(new):
+            if n not in named and not deep:
+                continue
+            if n in named or not issubclass(type(space[n]), FunctionType) or self.mentions.knows_alike(space[n].__code__):
+                self._variable_of(n, space[n], self.mentions.bare)
+            elif space[n].__dict__:
+                self._dict(n, space[n].__dict__)
         path = space.get("__name__", "module")
         if self.mentions.looks_for_absent and "" not in held:
             held.add("")
@@ -679,7 +767,7 @@ class Reach:
 
     def _kind(self, path: str, kind: type) -> None:
         if kind in (operator.attrgetter, operator.methodcaller) and path != kind.__name__:
-            self.mentions.looks_around = True  # by another name than the one that code is searched for
+            self.mentions.looks_anywhere()  # by another name than the one that code is searched for
         if is_users_class(kind):
             self._class_of(kind)
             self._making(kind)
@@ -689,6 +777,7 @@ class Reach:
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
         if kind not in self._kinds:
+            self._foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
 
     def _making(self, kind: type) -> None:
@@ -707,17 +796,27 @@ class Reach:
         if kind not in self._known:
             self._known[kind] = {n for base in kind.__mro__ if base is not object and base not in bases for n in vars(base)}
         called = self.mentions.names | self._known[kind]
+        if "__subclasses__" in called and identity(kind) not in self._descended:
+            self._descended.add(identity(kind))
+            self._hold(kept(f"{kind.__qualname__}.__subclasses__()", lambda: (*type.__subclasses__(kind),)))
+            below: list[type] = type.__subclasses__(kind)
+            self._work.extend((inner.__qualname__, inner) for inner in below)
         for base in bases:
             if identity(base) not in self._classes:
                 self._classes.add(identity(base))
                 self._keep.append(base)
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
-                if name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED):
-                    for f in functions_of(member):
+                is_called = name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED)
+                for f in functions_of(member):
+                    if is_called or (self.mentions.looks_around and self._runs_alike(f)):
                         self._visit(f"{base.__qualname__}.{name}", f)
-                    if isinstance(member, classmethod):
-                        self._making(kind)
+                if is_called and isinstance(member, classmethod):
+                    self._making(kind)
+
+    def _runs_alike(self, f: Any) -> bool:
+        """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""
+        return isinstance(f, FunctionType) and self.mentions.knows_alike(f.__code__)
 
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
@@ -743,12 +842,25 @@ class Reach:
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
+def _runs_for_the_user(frame: FrameType) -> bool:
+    """Whether code that has no file is the user's: of `python -c`, say, and not what a package, or `namedtuple`, has made of a
+    string. What runs while a module is imported is left alone: half of a module is nothing that anybody could use."""
+    space = frame.f_globals
+    where = space.get("__file__")
+    if (where is not None and not is_users(str(where))) or str(space.get("__name__", "")).startswith("namedtuple_"):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None and not outer.f_code.co_filename.startswith("<frozen importlib"):
+        outer = outer.f_back
+    return outer is None
+
+
 def _may_be_module(path: str, space: dict[str, Any]) -> bool:
-    """Whether this (of `Used.around`) may be one of the user's modules, going by the globals."""
+    """Whether this global (of `Used.around`) may be one of the user's modules."""
     name, _, rest = path.partition(".")
-    if name not in space:
-        return name != "self"
     value = space[name]
+    if issubclass(type(value), weakref.ProxyTypes):
+        return True
     return not packages.is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
 
 
@@ -802,7 +914,7 @@ _CONTENTS: list[tuple[Any, _Enter]] = [
 ]
 _WAYS: list[tuple[type, _Enter]] = [
     (type, Reach._kind),
-    (ModuleType, Reach._module_of_the_user),
+    (ModuleType, Reach._handed_on),
     (torch.Tensor, Reach._tensor),
     (torch.nn.Module, Reach._module),
     (torch.optim.Optimizer, Reach._optimizer),
@@ -823,6 +935,8 @@ _WAYS: list[tuple[type, _Enter]] = [
     (weakref.ref, Reach._weak),
     (weakref.ProxyType, Reach._proxy),
     (weakref.CallableProxyType, Reach._proxy),
+    *((kind, lambda reach, path, member: reach._fixed(path, functions_of(member))) for kind in _MEMBERS),
+    *((kind, Reach._alias) for kind in _ALIASES),
     (MappingProxyType, Reach._view),
     (type({}.keys()), lambda reach, path, view: reach._view(path, view.mapping)),
     (type({}.values()), lambda reach, path, view: reach._view(path, view.mapping)),

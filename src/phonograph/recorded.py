@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -185,7 +185,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
-        self._met: list[weakref.ref[FunctionType]] = []  # functions that ran, to which nothing leads from here
+        self._met: list[weakref.ref[Any]] = []  # functions that ran, and classes, to which nothing leads from here
         self._unrepeated = 0  # signatures that were met since the last replay
         self._replayed_then = 0
         self._last_key: Any = None
@@ -697,7 +697,7 @@ class Recorded(Observed, Generic[P, R]):
                 return recording
             except Overlooked as e:
                 self._heard |= e.names
-                self._met += map(weakref.ref, e.met)
+                self._met += [weakref.ref(one) for one in e.met]
                 e.__traceback__ = e.__context__ = None  # which would keep what the capture has made
                 reach = self._reach(call)
             except Attached:

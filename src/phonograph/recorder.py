@@ -33,11 +33,11 @@ import torch
 
 from . import outputs
 from .backward import Backward
+from .bytecode import set_at
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
-from .introspection import set_at
 from .listening import watching_python
 from .loggers import Question, levels
 from .marked import Marked

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .introspection import all_within
+from .bytecode import all_within
 from .where import LIBRARY, STDLIB, is_torchs, origin
 
 __all__ = ["comes_to_something", "generators_catch"]

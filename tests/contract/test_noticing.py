@@ -19,6 +19,7 @@ import operator
 import os
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -1841,8 +1842,9 @@ def test_c09_a_function_that_the_garbage_collector_does_not_show(device, monkeyp
     """As after `gc.freeze`. What a function reads besides globals is then unknown."""
     monkeypatch.setattr(reach, "functions_with", lambda code: [])
     at = types.SimpleNamespace(scale=2.0)
-    scaled = staticmethod((lambda x: x * FACTOR) if kind == "function" else (lambda x: x * at.scale))
-    f = pg.record(lambda x: scaled(x), warmup=1)
+    event, name = threading.Event(), "neddih"  # of which only those attributes are looked at that are named
+    event.hidden = [(lambda x: x * FACTOR) if kind == "function" else (lambda x: x * at.scale)]
+    f = pg.record(lambda x: getattr(event, name[::-1])[0](x), warmup=1)
     for n in range(9):
         if n == 4:
             set_factor()

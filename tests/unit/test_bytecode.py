@@ -2,7 +2,7 @@
 
 import pytest
 
-from phonograph.introspection import read_at, used_in
+from phonograph.bytecode import read_at, used_in
 
 AROUND = {
     "getattr(self, n)": "self",

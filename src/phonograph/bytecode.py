@@ -1,0 +1,375 @@
+"""What code does with names, told from its instructions: which variables and attributes it reads, what it imports, and where it
+may get at some by names that do not stand in it.
+
+In doubt it is said to do so. What an instruction is called differs from one version of Python to the next; how values are
+pushed and taken off does not, so that the arguments of a call are told by that (`_arguments`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import NamedTuple
+
+__all__ = ["LOOKUPS", "MODULES", "SPACES", "Used", "all_within", "catches", "looks_around", "names_in", "read_at", "set_at",
+           "used_in", "words_in", "words_of"]  # fmt: skip
+
+Instructions = list[dis.Instruction]
+
+SPACES = frozenset({"globals", "f_globals", "f_locals", "f_builtins", "__globals__", "__builtins__"})
+"""By which code gets at a dictionary of global variables."""
+MODULES = frozenset({"import_module", "__import__", "resolve_name", "getmodule"})
+"""By which it gets at a module, besides `sys.modules`."""
+LOOKUPS = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "__getattribute__",
+                     "__setattr__", "__delattr__"})  # fmt: skip
+"""Functions by which it may read or write attributes that it does not name, and attributes that are such functions."""
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_AROUND = frozenset({"vars", "dir", "eval", "exec", "copy", "deepcopy", "asdict", "astuple", "pickle", "inspect", "getmembers",
+                     "getmembers_static", "getattr_static"})  # fmt: skip
+_AROUND_OF_MODULES = _AROUND - {"copy", "eval", "exec", "dir", "pickle", "inspect"} | {"dumps"}  # `x.eval()` is another thing
+_OF_ANY = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir"})  # which are given an object first
+_AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
+                                "__reduce_ex__"})  # fmt: skip
+
+_SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RESUME"})
+_CALLS = frozenset({"CALL", "PRECALL", "CALL_FUNCTION", "CALL_METHOD"})  # with arguments by position
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_LOCALS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+
+
+def all_within(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions that it defines."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from all_within(const)
+
+
+def names_in(code: CodeType, *, tuples: bool = True) -> set[str]:
+    """The names that a code object uses, and the words that it may look something up by. (Among `tuples` are the names of
+    keyword arguments in calls.)"""
+    found = set(code.co_names)
+    _add_words(code.co_consts, found, tuples)
+    return found
+
+
+def _add_words(constants: Iterable[object], found: set[str], tuples: bool) -> None:
+    for const in constants:
+        if isinstance(const, CodeType):
+            found |= names_in(const, tuples=tuples)
+        elif isinstance(const, (tuple, frozenset)):
+            if tuples:
+                _add_words(const, found, tuples)
+        elif isinstance(const, str):
+            found |= words_of(const)
+
+
+def words_of(text: str) -> set[str]:
+    """The words of a string by which something may be looked up."""
+    if text in sys.modules:
+        return {text}
+    parts = re.split("[.:]", text)
+    if all(part.isidentifier() for part in parts):
+        return set(parts)  # also attrgetter("model.scale"), resolve_name("module:RATE")
+    return set(re.findall(r"[^\W\d]\w*", text)) if "{" in text else set()  # "{config.scale}".format(...)
+
+
+@functools.cache
+def words_in(code: CodeType) -> frozenset[str]:
+    """The words among its constants by which code may look something up (``getattr(package, "RATE")``)."""
+    constants = (const for inner in all_within(code) for const in inner.co_consts)
+    return frozenset().union(*(words_of(const) for const in constants if isinstance(const, str)))
+
+
+class Used(NamedTuple):
+    """What code does with names.
+
+    `attributes` are those that it reads, or writes, of what has which name: `package.settings.rate` gives (package, settings)
+    and (settings, rate); of what has no name, the result of a call, say, with "", and of a local variable with "?" as well.
+    `variables` are the global variables that it reads, assigns or deletes, `sets` those of which it does the latter, and
+    `asked` those that it looks up in `globals()` by names that stand there. `spaces` says that it does so in any other way, or
+    in another's, `computes` that it may do so by names that do not stand in it (`globals()[name]`), and `modules` that it so
+    gets at modules. `around` are the globals of which it may so read attributes: of `getattr(x, name)` it has x, of
+    `vars(x.y)` x.y. It has "self" for a method's own object, and "" for all else. `bare` are the names of that with which it
+    does something else than to read an attribute, those of attributes as ".name". `imports` are (how many levels up, name,
+    what of it) of its `import` statements.
+    """
+
+    attributes: frozenset[tuple[str, str]]
+    variables: frozenset[str]
+    sets: frozenset[str]
+    asked: frozenset[str]
+    spaces: bool
+    computes: bool
+    modules: bool
+    around: frozenset[str]
+    bare: frozenset[str]
+    imports: frozenset[tuple[int, str, tuple[str, ...]]]
+
+
+@functools.cache
+def used_in(code: CodeType) -> Used:
+    """What code and the functions that it defines do with names."""
+    found = [_Reading(inner) for inner in all_within(code)]
+    sets = frozenset[str]().union(*(one.sets for one in found))
+    return Used(
+        frozenset().union(*(one.attributes for one in found)),
+        sets.union(*(one.variables for one in found)),
+        sets,
+        frozenset().union(*(one.asked for one in found)),
+        any(one.spaces for one in found),
+        any(one.computes for one in found),
+        any(one.modules for one in found),
+        frozenset().union(*(one.around for one in found)),
+        frozenset().union(*(one.bare for one in found)),
+        frozenset().union(*(one.imports for one in found)),
+    )
+
+
+class _Reading:
+    """Goes through the instructions of one code object."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.attributes, self.imports = set[tuple[str, str]](), set[tuple[int, str, tuple[str, ...]]]()
+        self.variables, self.sets, self.asked = set[str](), set[str](), set[str]()
+        self.around, self.bare = set[str](), set[str]()
+        self.spaces = self.computes = self.modules = False
+        self._all = [*dis.get_instructions(code)]
+        self._last = ""  # the name of what was loaded last
+        self._local = False  # it is a local variable, of which nothing else is known
+        self._also: dict[str, str] = {}  # the names of what local variables are...
+        self._various: set[str] = set()  # ...and those that are other things as well
+        self._from = ""  # the module of which names are imported
+        self._asks = False  # something that looks attributes up was loaded
+        assigns = _ASSIGN if code.co_name != "<module>" else (*_ASSIGN, "STORE_NAME", "DELETE_NAME")
+        heard = [k for k, i in enumerate(self._all) if i.opname not in _SILENT]
+        self._heard = [self._all[k] for k in heard]
+        for n, i in enumerate(self._heard):
+            self._names(n, i)  # once before: a variable may be read above the line that assigns it
+        for n, (k, i) in enumerate(zip(heard, self._heard, strict=True)):
+            if i.opname in assigns:
+                self.sets.add(i.argval)
+            elif i.opname.startswith(_OF_GLOBALS):
+                self.variables.add(i.argval)
+            if i.opname != "LOAD_CONST" and type(i.argval) is str:
+                self._looks(n, k, i)
+            elif type(i.argval) is str and i.argval in SPACES:  # getattr(f, "__globals__")
+                self.spaces = self.computes = True
+            self._names(n, i)
+            if self._last and i.opname.startswith(("LOAD_", "IMPORT_FROM", "STORE_FAST_LOAD_FAST")):
+                after = self._heard[n + 1 : n + 2]
+                if not after or after[0].opname not in _ATTRIBUTES:
+                    self.bare.add(f".{self._last}" if i.opname in (*_ATTRIBUTES, "IMPORT_FROM") else self._last)
+        if not {"eval", "exec"}.isdisjoint(code.co_names):
+            texts = [const for const in code.co_consts if isinstance(const, str)]
+            self.attributes |= {("?", word) for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+
+    def _looks(self, n: int, k: int, i: dis.Instruction) -> None:
+        """Whether the instruction loads something by which more can be read than stands here."""
+        name, rest = i.argval, self._all[k + 1 :]
+        if not i.opname.startswith(("LOAD_", "IMPORT_FROM")):
+            return
+        if name in SPACES:
+            word = "" if i.opname == "IMPORT_FROM" else _one_of_space(self._heard, n)
+            self.computes = self.computes or not word
+            if word and name == "globals":
+                self.asked.add(word)
+            else:
+                self.spaces = True
+        elif name in MODULES:
+            given = _arguments(rest) or []
+            self.modules = self.modules or not (given and _is_word(given[0]) and _is_dotted(given[0][0].argval))
+        elif name == "modules" and not i.opname.startswith(_OF_GLOBALS + _LOCALS):
+            called = _arguments(rest) == []  # `model.modules()`
+            self.modules = self.modules or not (called or _one_of_space(self._heard, n))
+        goes = _goes_around(i, rest)
+        if goes is not None:
+            self.around.add(goes)
+
+    def _names(self, n: int, i: dis.Instruction) -> None:
+        """Which attribute is read of what."""
+        if i.opname in _ATTRIBUTES:
+            self.attributes.add((self._last, i.argval))
+            if self._local:
+                self.attributes.add(("?", i.argval))
+            self._last, self._local = i.argval, False
+        elif i.opname == "IMPORT_NAME":
+            level, names = (x.argval for x in self._heard[n - 2 : n])
+            self.imports.add((level, i.argval, tuple(names or ())))
+            self._from = self._last = (i.argval if names else i.argval.partition(".")[0]).rpartition(".")[2]
+            self._asks, self._local = self._asks or self._last in _BY_NAME, False
+        elif i.opname == "IMPORT_FROM":
+            self.attributes.add((self._from, i.argval))
+            self._last, self._local = i.argval, False
+        elif i.opname.startswith(_LOCALS) or i.opname == "STORE_FAST_LOAD_FAST":
+            if i.opname == "STORE_FAST_LOAD_FAST":
+                self._is_now(i.argval[0])
+            name: str = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
+            self._local = (name not in self._also or name in self._various) and name not in ("self", "cls")
+            self._last, self._asks = self._also.get(name, name), self._asks or name in _BY_NAME
+        elif i.opname.startswith(_OF_GLOBALS):
+            self._last, self._local, self._asks = i.argval, False, self._asks or i.argval in _BY_NAME
+        elif i.opname == "LOAD_CONST" and self._asks and isinstance(i.argval, str):
+            self.attributes.add((self._last, i.argval))  # getattr(package, "RATE", 1.0)
+            self._last, self._asks, self._local = "", False, False
+        elif i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_NAME")):
+            for name in i.argval if isinstance(i.argval, tuple) else (i.argval,):
+                self._is_now(name)
+        elif i.opname.startswith("MATCH_CLASS"):  # case Settings(rate=r)
+            names = self._heard[n - 1].argval
+            self.attributes |= {("?", name) for name in names if isinstance(names, tuple)}
+            self._last, self._local = "", False
+        elif i.opname not in ("COPY", "DUP_TOP"):  # (s := package.settings)
+            self._last, self._local = "", False
+
+    def _is_now(self, name: str) -> None:
+        """What was loaded last is assigned to a local variable."""
+        now = self._last if not self._local else ""
+        if self._also.setdefault(name, now) != now or not now:
+            self._various.add(name)
+
+
+def _one_of_space(instructions: Instructions, n: int) -> str:
+    """The one name that stands there by which something is looked up in what the n-th instruction loads: a dictionary, or the
+    function that gives one. "" if it is used in any other way. (In doubt it is.)"""
+    begin, rest = n, instructions[n + 1 : n + 6]
+    while begin and instructions[begin].opname in _ATTRIBUTES:  # ("name" in sys.modules)
+        begin -= 1
+    before = instructions[begin - 1 : begin]
+    if rest and rest[0].opname.startswith("CALL"):
+        rest = rest[1:]
+    if rest and rest[0].opname == "CONTAINS_OP":
+        return str(before[0].argval) if _is_word(before) and not instructions[begin].is_jump_target else ""
+    if rest and rest[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and rest[0].argval in ("get", "pop", "setdefault"):
+        word, names = rest[1:2], [i.opname for i in rest[1:]]
+        default = names[1:2] != [] and names[1].startswith((*_LOCALS, *_OF_GLOBALS, "LOAD_CONST", "LOAD_SMALL_INT"))
+        called = any(name.startswith("CALL") for name in names[1 + default : 2 + default])
+        return str(word[0].argval) if called and _is_word(word) else ""
+    looked_up = any("SUBSCR" in i.opname or i.argrepr == "[]" for i in rest[1:2])
+    return str(rest[0].argval) if looked_up and _is_word(rest[:1]) else ""
+
+
+def _is_word(loading: Instructions) -> bool:
+    return len(loading) == 1 and loading[0].opname == "LOAD_CONST" and isinstance(loading[0].argval, str)
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def looks_around(code: CodeType) -> bool:
+    """Whether code may read or write attributes by names that do not stand in it: uses `vars`, or `getattr` and its like other
+    than with a literal name."""
+    return bool(used_in(code).around)
+
+
+def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
+    """Of what attributes may be read, by names that do not stand here, with what an instruction loads: as `Used.around` has it.
+    None if that is no way to read any."""
+    name = i.argval
+    if name in _AROUND_ATTRIBUTES or (i.opname == "IMPORT_FROM" and name in (_AROUND | _BY_NAME)):
+        return ""
+    if name in _AROUND:
+        if i.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):  # inspect.getmembers(x), builtins.vars(x)
+            return "" if name in _AROUND_OF_MODULES and _arguments(following) else None
+        if not i.opname.startswith(_OF_GLOBALS):
+            return None
+    elif name == "dumps":
+        return "" if _arguments(following) else None
+    elif name not in _BY_NAME:
+        return None
+    given = _arguments(following)
+    if not given or (name in _BY_NAME and _is_literal(name, [*map(_is_word, given)])):
+        return None if given else ""
+    return _named(given[0]) if name in _OF_ANY else ""
+
+
+def _is_literal(name: str, words: list[bool]) -> bool:
+    """Whether all names stand there by which something is looked up, going by which arguments are words."""
+    return all(words) if name == "attrgetter" else words[0] if name == "methodcaller" else words[1:2] == [True]
+
+
+def _arguments(following: Instructions) -> list[Instructions] | None:
+    """What a function is given that has just been loaded, and which these instructions follow: for each argument those that
+    load it. None if it is handed on itself, or is not called with arguments by position."""
+    depth, done = 0, list[tuple[dis.Instruction, int]]()  # how many values are there besides
+    for n, i in enumerate(following):
+        if i.opname == "PUSH_NULL" and not done:
+            continue
+        if i.opname in _CALLS and i.arg == depth:
+            return _split(done, depth)
+        if i.opcode in _JUMPS or (n and i.is_jump_target):
+            return None
+        depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth < 0:
+            return None
+        done.append((i, depth))
+    return None
+
+
+def _split(done: list[tuple[dis.Instruction, int]], count: int) -> list[Instructions]:
+    """Those instructions that load each of so many values, given with how many values there are after each."""
+    if not count:
+        return []
+    begins = [0, *(1 + max((k for k, (_, depth) in enumerate(done) if depth <= n), default=-1) for n in range(1, count))]
+    ends = [*begins[1:], len(done)]
+    parts = [[i for i, _ in done[a:b] if i.opname not in _SILENT] for a, b in zip(begins, ends, strict=True)]
+    return [part or parts[k + 1][:1] for k, part in enumerate(parts)]  # (two variables may be loaded at once)
+
+
+def _named(loading: Instructions) -> str:
+    """What these instructions load, as `Used.around` has it."""
+    if not loading or any(i.opname not in ("LOAD_ATTR", "LOAD_METHOD") for i in loading[1:]):
+        return ""
+    first, *rest = loading
+    if first.opname.startswith(_OF_GLOBALS):
+        return ".".join(str(i.argval) for i in loading)
+    if rest or not first.opname.startswith(_LOCALS):
+        return ""
+    name = first.argval[0] if isinstance(first.argval, tuple) else first.argval
+    return "self" if name in ("self", "cls") else ""
+
+
+_CATCHING = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "SETUP_FINALLY", "MATCH_")
+
+
+@functools.cache
+def catches(code: CodeType) -> bool:
+    """Whether code may go on where something was not there: after an exception (but for `with`), or in a `match`."""
+    for inner in all_within(code):
+        instructions = [*dis.get_instructions(inner)]
+        for i, after in zip(instructions, [*instructions[1:], None], strict=True):
+            bare = i.opname == "PUSH_EXC_INFO" and after is not None and after.opname == "POP_TOP"
+            if bare or i.opname.startswith(_CATCHING):
+                return True
+    return False
+
+
+def set_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code gives a value to an attribute, a global or a variable of an outer function of this name."""
+    begins, line, found = dict(dis.findlinestarts(code)), 0, list[int]()
+    for i in dis.get_instructions(code):
+        line = begins.get(i.offset) or line
+        if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF") and i.argval == name:
+            found.append(line)
+    return found
+
+
+def read_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code reads a variable, an attribute or an item of this name, its inner functions included."""
+    found = list[int]()
+    for inner in all_within(code):
+        begins, line = dict(dis.findlinestarts(inner)), inner.co_firstlineno
+        for i in dis.get_instructions(inner):
+            line = begins.get(i.offset) or line
+            loaded = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            if i.opname.startswith("LOAD_") and name in loaded:
+                found.append(line)
+    return found

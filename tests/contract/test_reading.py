@@ -1,0 +1,84 @@
+"""C9: ways to read something outside, each a program of its own: `reading.txt` has their source.
+
+A case has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f` reads:
+the next call has to give what plain PyTorch gives. Or `f` changes something itself, once in each call, as `count` tells.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live, ramp
+
+PACKAGE = {  # an installed one
+    "pkgx/__init__.py": "RATE = 2.0\n"
+    "class Settings:\n    def __init__(self): self.rate = 2.0\n"
+    "settings = Settings()\n"
+    "class Base:\n    rate = 2.0\n",
+    "pkgx/conf.py": "RATE = 2.0\n",
+    "pkgx/sub/__init__.py": "",
+    "pkgx/sub/deep.py": "RATE = 2.0\n",
+}
+
+
+def cases():
+    parts = re.split(r"^#case (.*)\n", Path(__file__).with_name("reading.txt").read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+CASES = cases()
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """A function that imports a case's module, from files that are written for it."""
+    files = {f"site-packages/{name}": text for name, text in PACKAGE.items()}
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def loaded(text):
+        source, *others = re.split(r"^#file (.*)\n", text, flags=re.MULTILINE)
+        files.update(zip(others[::2], others[1::2], strict=True))
+        files["case_of_the_test.py"] = f"import torch, sys\n{source}"
+        for name, content in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        importlib.invalidate_caches()
+        return importlib.import_module("case_of_the_test")
+
+    yield loaded
+    for name in set(sys.modules) - before:
+        found = getattr(sys.modules[name], "__file__", None) or ""
+        if found.startswith(str(tmp_path)) or not found:
+            del sys.modules[name]
+
+
+@may_run_live
+@pytest.mark.parametrize("case", CASES)
+def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
+    module = load(CASES[case])
+    f = module.get_f() if hasattr(module, "get_f") else module.f
+    recorded, x = pg.record(f), ramp(device, 3)
+    if hasattr(module, "count"):
+        for n in range(8):
+            recorded(x)
+            assert module.count() == n + 1
+        return
+    try:
+        for _ in range(6):
+            before = recorded(x)
+            assert_same(before, f(x))
+        module.change()
+        assert not torch.equal(f(x), before)
+        assert_same(recorded(x), f(x))
+    finally:
+        getattr(module, "undo", int)()
