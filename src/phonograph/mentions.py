@@ -136,7 +136,8 @@ class Mentions:
     def following_any(self, name: str) -> tuple[set[str], set[str]]:
         """Likewise, and what it reads of local variables, which may be what is handed on."""
         named, unnamed = self.following(name)
-        return (named | self._after.get("?", set()) if name in self.bare or f".{name}" in self.bare else named), unnamed
+        is_handed_on = name in self.bare or f".{name}" in self.bare
+        return named, (unnamed | self._after.get("?", set()) if is_handed_on else unnamed)
 
     @property
     def names_globals(self) -> bool:

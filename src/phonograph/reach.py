@@ -431,7 +431,8 @@ class Reach:
         if own is not None:
             self._opaque.append((path, thing, set()))
             functions = [f for f in own.values() if type(f) is FunctionType and is_users(f.__code__.co_filename)]
-            self._fixed(path, functions)  # `numpy.vectorize` calls one
+            if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
+                self._fixed(path, functions)  # `numpy.vectorize` calls one
 
     def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
         self._hold(kept(path, lambda: (ref() is None,)))
