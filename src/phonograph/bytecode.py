@@ -224,7 +224,7 @@ class _Reading:
                 self._is_now(name)
         elif i.opname.startswith("MATCH_CLASS"):  # case Settings(rate=r)
             names = self._heard[n - 1].argval
-            self.attributes |= {("?", name) for name in names if isinstance(names, tuple)}
+            self.attributes |= {("?", name) for name in (names if isinstance(names, tuple) else ())}
             self._last, self._local = "", False
         elif i.opname not in ("COPY", "DUP_TOP"):  # (s := package.settings)
             self._last, self._local = "", False

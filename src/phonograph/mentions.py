@@ -11,19 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .bytecode import (
-    LOOKUPS,
-    MODULES,
-    SPACES,
-    Used,
-    all_within,
-    catches,
-    looks_around,
-    names_in,
-    read_at,
-    used_in,
-    words_in,
-)
+from .bytecode import LOOKUPS, MODULES, SPACES, Used, all_within, catches, looks_around, names_in, read_at, used_in, words_in
 from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
@@ -40,24 +28,11 @@ _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_threa
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
 _HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-_ABSENT = frozenset({"getattr", "hasattr", "vars", "__dict__", "suppress"})  # by which an attribute is found missing
+_ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
 EVALUATED = "<module>"  # the name of what `eval` and `exec` run
 _NO_FUNCTIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
-_WRITTEN = frozenset(
-    {
-        "__init__",
-        "__repr__",
-        "__eq__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__hash__",
-        "__setattr__",
-        "__delattr__",
-        "__replace__",
-    }
-)  # by `dataclass`
+_WRITTEN = frozenset({"__init__", "__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__setattr__",
+                      "__delattr__", "__replace__"})  # fmt: skip  # by `dataclass`
 _RESUMES = ("torch_dynamo_resume_in_", "__resume_at_")  # what torch.compile makes of the rest of a function
 _ANYTHING = "__dict__"  # as a name that was lacking: some code reads attributes that it does not name
 

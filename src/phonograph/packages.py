@@ -32,17 +32,8 @@ from .keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 from .places import Holder, own_dict
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 
-__all__ = [
-    "Packages",
-    "Value",
-    "as_they_are",
-    "attributes_of",
-    "forwards_of",
-    "functions_in",
-    "is_anothers",
-    "together",
-    "values_in",
-]
+__all__ = ["Packages", "Value", "as_they_are", "attributes_of", "forwards_of", "functions_in", "is_anothers", "together",
+           "values_in"]  # fmt: skip
 
 _SHORT = 64  # items of a list or a dictionary that is looked at
 _CONSTANT = (torch.dtype, torch.layout, torch.memory_format)  # of which torch's modules are full

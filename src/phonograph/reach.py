@@ -61,7 +61,7 @@ from .marked import is_marked
 from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_users, users_line, written_out
+from .where import is_ours, is_users, users_line, written_out
 
 __all__ = ["FEW", "Reach"]
 
@@ -135,7 +135,8 @@ class Reach:
         self._module_named = False  # whether some code may read attributes that it does not name, of a module...
         self._self_around = False  # ...of a method's own object...
         self._modules_flow = False  # ...or of what may be one: whether any is handed on, and not only named
-        self._far: Set[int] = set()  # those of them to which nothing leads but their name
+        self._looked_far = False
+        self._far: set[int] = set()  # those of them to which nothing leads but their name
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._imports = False
@@ -197,14 +198,16 @@ class Reach:
     def _drain(self) -> None:
         before = (-1, -1)
         # What is named may turn up later than what has the name.
-        while before != (len(self._seen), len(self.mentions.names)) or self._called_groups:
+        while (self._work or self._called_groups or before != (len(self._seen), len(self.mentions.names))) and (
+            len(self.holders) < _LIMIT
+        ):
             before = (len(self._seen), len(self.mentions.names))
             self._work.extend(entry for entry in self._called_groups if identity(entry[1]) not in self._seen)
             self._called_groups.clear()
             while self._work and len(self.holders) < _LIMIT:
                 self._visit(*self._work.popleft())
-            if self.mentions.gets_modules and not self._far:
-                near = set(self._python_modules)
+            if self.mentions.gets_modules and not self._looked_far:
+                self._looked_far, near = True, set(self._python_modules)
                 for name, module in list(sys.modules.items()):
                     self._module_of_the_user(name, module)
                 self._far = self._python_modules.keys() - near
@@ -729,7 +732,9 @@ class Reach:
             return
         made = space.get("__spec__") is None and space.get("__name__") not in sys.builtin_module_names  # ModuleType("x")
         where = space.get("__file__") or next(iter(space.get("__path__") or ()), "<frozen>")
-        if (made or is_users(where)) and identity(module) not in self._python_modules:
+        is_near = identity(module) in self._python_modules and identity(module) not in self._far
+        if (made or is_users(where)) and not is_near:
+            self._far.discard(identity(module))  # then what it has is entered anew
             self._keep.append(module)
             self._python_modules[identity(module)] = (module, set())
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
@@ -851,9 +856,11 @@ def _runs_for_the_user(frame: FrameType) -> bool:
     if (where is not None and not is_users(str(where))) or str(space.get("__name__", "")).startswith("namedtuple_"):
         return False
     outer: FrameType | None = frame
-    while outer is not None and not outer.f_code.co_filename.startswith("<frozen importlib"):
+    while outer is not None and not is_ours(outer.f_code.co_filename):  # what imports us all is none of the call's business
+        if outer.f_code.co_filename.startswith("<frozen importlib"):
+            return False
         outer = outer.f_back
-    return outer is None
+    return True
 
 
 def _may_be_module(path: str, space: dict[str, Any]) -> bool:

@@ -431,6 +431,9 @@ class Recorded(Observed, Generic[P, R]):
             raise history.wait(Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _VARIES, change.where))
 
     def _read_at(self, name: str, call: Call) -> str:
+        """Where what has this name is read (``file:line``); "" for what is no variable, attribute or item."""
+        if " " in name and "'s " not in name:
+            return ""
         last = re.split(r"\W+", name.rstrip("'\"])"))[-1]
         with suppress(Refusal), Ours("looked for who reads what has changed"):
             return self._reach(call).mentions.read_at(last)

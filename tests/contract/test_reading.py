@@ -77,8 +77,81 @@ def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
         for _ in range(6):
             before = recorded(x)
             assert_same(before, f(x))
+        assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
         module.change()
         assert not torch.equal(f(x), before)
         assert_same(recorded(x), f(x))
     finally:
         getattr(module, "undo", int)()
+
+
+def test_c09_a_module_that_is_found_by_its_name_and_then_by_a_variable(device, load):
+    """What it has is looked through as soon as something leads there: here a method, which is found later."""
+    module = load("""
+import importlib, near
+kind = "near"
+TABLE = "TAB" + "LE"[:2]
+class Scale:
+    def of(self, x): return x * getattr(near, TABLE)["v"]
+scale = Scale()
+def f(x): return scale.of(x) * importlib.import_module(kind).RATE
+#file near.py
+RATE = 2.0
+TABLE = {"v": 2.0}
+""")
+    recorded, x = pg.record(module.f), ramp(device, 3)
+    for _ in range(6):
+        assert_same(recorded(x), x * 4)
+    assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
+    module.near.TABLE["v"] = 3.0
+    assert_same(recorded(x), x * 6)
+
+
+def test_c09_a_program_that_runs_while_it_is_imported(device, load, monkeypatch):
+    """Code without a file in it counts as well."""
+    x = ramp(device, 3)
+    monkeypatch.setattr(sys, "argument_of_the_test", x, raising=False)
+    module = load("""
+import phonograph as pg
+TABLE = {"v": 2.0}
+space = {"TABLE": TABLE}
+exec("def scaled(x): return x * TABLE['v']", space)
+functions = {"scaled": space["scaled"]}
+class Ops: pass
+setattr(Ops, "by", staticmethod(space["scaled"]))
+ops, kind = Ops(), "by"
+def f(x): return getattr(ops, kind)(x)
+f = pg.record(f)
+x = sys.argument_of_the_test
+del space, functions
+before = [f(x) for _ in range(6)]
+replayed = pg.stats(f).replayed
+TABLE["v"] = 3.0
+after = f(x)
+""")
+    assert module.replayed >= 4
+    for result in module.before:
+        assert_same(result, x * 2)
+    assert_same(module.after, x * 3)
+
+
+def test_c11_a_module_that_is_loaded_when_it_is_used_is_not_loaded_by_a_look_at_it(device, load):
+    module = load("""
+import importlib.util
+spec = importlib.util.find_spec("later")
+loader = spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["later"] = importlib.util.module_from_spec(spec)
+loader.exec_module(sys.modules["later"])
+loaded, flag = [], False
+def f(x):
+    if flag:
+        import later
+    return x * 2
+#file later.py
+import case_of_the_test
+case_of_the_test.loaded.append(True)
+""")
+    recorded, x = pg.record(module.f), ramp(device, 3)
+    for _ in range(4):
+        assert_same(recorded(x), x * 2)
+    assert not module.loaded

@@ -701,6 +701,7 @@ def test_c11_only_the_optimizer_recorded_and_gradients_in_new_places(device):
         held.append(twins.ours.model.body.weight.grad)
         twins(*batch(device, n), 0, True)
     assert "a .grad attribute changes from call to call" in reasons(twins.ours.recorded[-1])
+    assert "read at" not in pg.explain(twins.ours.recorded[-1])  # no line would be the one
     assert "zero_grad(set_to_none=False)" in reasons(twins.ours.recorded[-1])
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from phonograph import torch_private
 from phonograph.devices import cuda_memory
@@ -218,6 +219,26 @@ def test_large_segments_stay_whole(allocator: Allocator) -> None:
     before = [s[1] for s in allocator.segments]
     assert {allocator.alloc(200 * MIB) for _ in range(2)} == set(large)
     assert [s[1] for s in allocator.segments] == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_kept_whole_is_free_again_afterwards(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(torch_private, "route_to_pool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
+    large = [allocator.alloc(200 * MIB) for _ in range(2)]
+    for address in large:
+        allocator.free(address)
+    device: Any = SimpleNamespace(index=0, _anchor=SimpleNamespace(handle=POOL))
+    with pytest.raises(KeyError) if fails else nullcontext(), CudaDevice._keeping_whole(device, 8 * MIB):
+        inside = allocator.alloc(30 * MIB)
+        assert all(not at <= inside < at + 200 * MIB for at in large)
+        if fails:
+            raise KeyError
+    assert {allocator.alloc(200 * MIB) for _ in range(2)} == set(large)
 
 
 def test_large_segments_are_not_held_where_there_is_no_room_elsewhere(allocator: Allocator) -> None:
