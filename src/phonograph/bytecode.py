@@ -226,7 +226,7 @@ class _Reading:
             names = self._heard[n - 1].argval
             self.attributes |= {("?", name) for name in (names if isinstance(names, tuple) else ())}
             self._last, self._local = "", False
-        elif i.opname not in ("COPY", "DUP_TOP"):  # (s := package.settings)
+        else:
             self._last, self._local = "", False
 
     def _is_now(self, name: str) -> None:

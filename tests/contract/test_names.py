@@ -55,6 +55,14 @@ NOT_READ = {
         def f(x): return module.twice(x) * own.of(2)
     """,
     "a builtin's": "def f(x): return made(x).sum()",
+    "beside `sys`, and a method that is called `modules`": """
+        import sys
+        model = torch.nn.Linear(3, 3)
+        def f(x): return made(x).name if sys.flags.optimize > 5 else x * 2.0 * len([*model.modules()])
+    """,
+    "beside a name that is looked for in globals": """
+        def f(x): return made(x).name if 'NEVER' in globals() else x * 2
+    """,
 }
 BEFORE = """
 from types import SimpleNamespace

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import phonograph as pg
+from phonograph.places import own_dict
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -57,7 +58,7 @@ def load(tmp_path, monkeypatch):
 
     yield loaded
     for name in set(sys.modules) - before:
-        found = getattr(sys.modules[name], "__file__", None) or ""
+        found = (own_dict(sys.modules[name]) or {}).get("__file__") or ""  # a look at an attribute may load it
         if found.startswith(str(tmp_path)) or not found:
             del sys.modules[name]
 
@@ -89,10 +90,9 @@ def test_c09_a_module_that_is_found_by_its_name_and_then_by_a_variable(device, l
     """What it has is looked through as soon as something leads there: here a method, which is found later."""
     module = load("""
 import importlib, near
-kind = "near"
-TABLE = "TAB" + "LE"[:2]
+kind, key = "near", "ELBAT"
 class Scale:
-    def of(self, x): return x * getattr(near, TABLE)["v"]
+    def of(self, x): return x * getattr(near, key[::-1])["v"]
 scale = Scale()
 def f(x): return scale.of(x) * importlib.import_module(kind).RATE
 #file near.py
@@ -133,6 +133,26 @@ after = f(x)
     for result in module.before:
         assert_same(result, x * 2)
     assert_same(module.after, x * 3)
+
+
+def test_c11_a_package_that_a_capture_imports_is_imported_once(device, load):
+    """Also where it runs code without a file, in a namespace of no module."""
+    module = load("""
+times = []
+def f(x):
+    import pkgx.late
+    return x * pkgx.late.RATE
+#file site-packages/pkgx/late.py
+import case_of_the_test
+case_of_the_test.times.append(True)
+space = {}
+exec("def made(): return 2.0", space)
+RATE = space["made"]()
+""")
+    recorded, x = pg.record(module.f, warmup=0), ramp(device, 3)
+    for _ in range(4):
+        assert_same(recorded(x), x * 2)
+    assert len(module.times) == 1
 
 
 def test_c11_a_module_that_is_loaded_when_it_is_used_is_not_loaded_by_a_look_at_it(device, load):

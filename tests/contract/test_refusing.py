@@ -812,6 +812,12 @@ def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(
     assert "changed" not in pg.explain(f)
 
 
+def test_c12_what_has_no_name_is_read_nowhere():
+    used = 2.0
+    f = pg.record(lambda x: x * used)
+    assert f._read_at("the memory that it used", None) == ""
+
+
 def test_c12_signatures_that_do_not_come_again_are_explained(device):
     f = pg.record(lambda x, n: x * n)
     for n in range(5):

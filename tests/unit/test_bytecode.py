@@ -2,7 +2,7 @@
 
 import pytest
 
-from phonograph.bytecode import read_at, used_in
+from phonograph.bytecode import catches, read_at, used_in
 
 AROUND = {
     "getattr(self, n)": "self",
@@ -68,6 +68,46 @@ def test_whether_globals_are_looked_up_by_names_that_are_made_up(expression):
     space = {}
     exec(f"def f(n): return {expression}", space)
     assert used_in(space["f"].__code__).computes is SPACES[expression]
+
+
+def test_functions_that_are_imported_inside_look_up_too():
+    def f(x):
+        from inspect import getmembers as members
+
+        return members(x)
+
+    def g(x):
+        from inspect import isclass as asks
+
+        return asks(x)
+
+    assert used_in(f.__code__).around == {""}
+    assert not used_in(g.__code__).around
+
+
+def test_what_goes_on_after_an_exception():
+    def typed(x):
+        try:
+            return x.a
+        except ValueError:
+            return x
+
+    def bare(x):
+        try:
+            return x.a
+        except:  # noqa: E722
+            return x
+
+    def finds(x):
+        match x:
+            case complex(real=1):
+                return x
+
+    def within(x):
+        with x:
+            return x.a
+
+    assert [catches(f.__code__) for f in (typed, bare, finds, within)] == [True, True, True, False]
 
 
 def test_where_a_name_is_read():

@@ -51,6 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     made = object.__new__(CudaDevice)
     made.pool, made.index, made._stream = Pool(torch.device("cpu")), 0, None  # type: ignore[assignment]
     made._held_up, made._backwards, made._reads = False, None, []
+    made._unsettled = made._pool_spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
     made._anchor = Anchor()  # type: ignore[assignment]
     return made
 
@@ -80,6 +81,7 @@ def test_it_goes_with_its_last_recording(device: CudaDevice, emptied: list[bool]
     device.tidy()
     assert (number(device), emptied) == (before + 1, [True])
     assert not device.pool.leases
+    assert len(device._unsettled) == len(device._pool_spans) == 0, "nothing lies in the new one"
 
 
 def test_it_goes_when_the_last_output_does(device: CudaDevice, emptied: list[bool]) -> None:
