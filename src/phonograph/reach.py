@@ -140,6 +140,7 @@ class Reach:
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._imports = False
+        self._unentered: list[tuple[str, Any]] = []  # variables of modules that no code names so far
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -223,6 +224,12 @@ class Reach:
                 of_module = self.mentions.looks_around_unknown and self.mentions.gets_modules
                 for space, held in list(self._spaces.values()):
                     self._members(space, held, self.mentions.computes_globals or of_module)
+            left, self._unentered = self._unentered, []
+            for name, value in left:
+                if name in self.mentions.names or self._runs_alike(value):
+                    self._variable_of(name, value, self.mentions.bare)
+                else:
+                    self._unentered.append((name, value))
             for _, other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
@@ -752,12 +759,13 @@ class Reach:
         if new:
             self._hold(places.space("globals", space, sorted(new)))
         for n in sorted(new):
-            if n not in named and not deep:
-                continue
-            if n in named or not issubclass(type(space[n]), FunctionType) or self.mentions.knows_alike(space[n].__code__):
+            is_function = issubclass(type(space[n]), FunctionType)
+            if n in named or (deep and not is_function):
                 self._variable_of(n, space[n], self.mentions.bare)
-            elif space[n].__dict__:
-                self._dict(n, space[n].__dict__)
+            else:
+                self._unentered.append((n, space[n]))
+                if deep and space[n].__dict__:
+                    self._dict(n, space[n].__dict__)
         path = space.get("__name__", "module")
         if self.mentions.looks_for_absent and "" not in held:
             held.add("")

@@ -107,6 +107,31 @@ TABLE = {"v": 2.0}
     assert_same(recorded(x), x * 6)
 
 
+def test_c09_a_name_that_turns_up_after_the_module_that_has_it(device, load):
+    module = load("""
+import importlib
+import helper, near
+del near
+kind, key = "near", "ETAR"
+def f(x): return helper.scale.of(x) * getattr(importlib.import_module(kind), key[::-1])
+#file helper.py
+import importlib
+kind = "near"
+class Scale:
+    def of(self, x): return x * importlib.import_module(kind).TABLE["v"]
+scale = Scale()
+#file near.py
+RATE = 2.0
+TABLE = {"v": 2.0}
+""")
+    recorded, x = pg.record(module.f), ramp(device, 3)
+    for _ in range(6):
+        assert_same(recorded(x), x * 4)
+    assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
+    sys.modules["near"].TABLE["v"] = 3.0
+    assert_same(recorded(x), x * 6)
+
+
 def test_c09_a_program_that_runs_while_it_is_imported(device, load, monkeypatch):
     """Code without a file in it counts as well."""
     x = ramp(device, 3)
