@@ -140,7 +140,9 @@ class Reach:
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._imports = False
-        self._unentered: list[tuple[str, Any]] = []  # variables of modules that no code names so far
+        # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
+        # modules that are far only if they run).
+        self._unentered: list[tuple[str, Any, bool]] = []
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self._work: deque[tuple[str, Any]] = deque(roots)
@@ -225,11 +227,11 @@ class Reach:
                 for space, held in list(self._spaces.values()):
                     self._members(space, held, self.mentions.computes_globals or of_module)
             left, self._unentered = self._unentered, []
-            for name, value in left:
-                if name in self.mentions.names or self._runs_alike(value):
+            for name, value, by_name in left:
+                if (by_name and name in self.mentions.names) or self._runs_alike(value):
                     self._variable_of(name, value, self.mentions.bare)
                 else:
-                    self._unentered.append((name, value))
+                    self._unentered.append((name, value, by_name))
             for _, other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
@@ -760,10 +762,10 @@ class Reach:
             self._hold(places.space("globals", space, sorted(new)))
         for n in sorted(new):
             is_function = issubclass(type(space[n]), FunctionType)
-            if n in named or (deep and not is_function):
+            if (n in named and deep) or (not is_function and (n in named or deep)):
                 self._variable_of(n, space[n], self.mentions.bare)
             else:
-                self._unentered.append((n, space[n]))
+                self._unentered.append((n, space[n], deep or not is_function))
                 if deep and space[n].__dict__:
                     self._dict(n, space[n].__dict__)
         path = space.get("__name__", "module")
