@@ -428,6 +428,8 @@ class Recorded(Observed, Generic[P, R]):
         change = self._changes.get(name, _Change(""))
         change.times += 1
         if history.changed(self._counters.replayed) > _CHANGES:
+            # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
+            self._drop(self._shelf.discard(call.key, lambda player: player.played <= 1))
             raise history.wait(Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _VARIES, change.where))
 
     def _read_at(self, name: str, call: Call) -> str:

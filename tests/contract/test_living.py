@@ -1022,7 +1022,25 @@ def test_c18_a_value_that_is_new_in_each_call_ends_in_eager(device):
         both(ramp(device, 3))
         if n == 60:
             recordings = pg.stats(both.recorded).recorded
-    assert pg.stats(both.recorded).recorded == recordings + 1  # it was tried again, after 64 live calls
+            assert repr(both.recorded).endswith(": 0 recordings>")  # none was played again
+    assert pg.stats(both.recorded).recorded == recordings + 2  # it was tried again, after 64 live calls, with two values
+
+
+@may_run_live
+def test_c18_what_was_played_again_stays_where_other_values_come_and_go(device):
+    def make():
+        cell = {"t": 0}
+        return lambda x: x + cell["t"], cell
+
+    both = side_by_side(make)
+    x = ramp(device, 3)
+    assert_settles(both, x)
+    for n in range(1, 30):
+        both.change(lambda cell, n=n: cell.update(t=n))
+        both(x)
+    assert any("changes from call to call" in reason for reason in pg.stats(both.recorded).refusals)
+    both.change(lambda cell: cell.update(t=0))
+    assert_replays(both, x)
 
 
 # ---------------------------------------------------------------------------------------------------
