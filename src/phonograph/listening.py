@@ -45,7 +45,7 @@ from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
 from .where import users_line
 
-__all__ = ["Listener", "unheard", "watching_python"]
+__all__ = ["HEARS_ALL_THREADS", "Listener", "unheard", "watching_python"]
 
 
 _FOLLOWED = ASKING.union(SETS)  # functions of which each start is heard, and no effect by itself
@@ -158,6 +158,9 @@ class Listener:
 # -- sys.monitoring
 
 _monitors: Any = getattr(sys, "monitoring", None)
+HEARS_ALL_THREADS = _monitors is not None
+"""Whether what autograd calls on threads of its own is heard as well."""
+
 _TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
 _OF_TYPES = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
 # (Methods that are told their class have a type of their own, which has no other name.)

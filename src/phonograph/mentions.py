@@ -16,7 +16,7 @@ from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -68,7 +68,7 @@ class Mentions:
         self.spaces, self.computes_globals = self.spaces or used.spaces, self.computes_globals or used.computes
         self.gets_modules = self.gets_modules or used.modules
         self.looks_for_absent = self.looks_for_absent or not _ABSENT.isdisjoint(named) or catches(code)
-        self._known.update(map(_which, all_within(code)))
+        self._known.update(map(likeness, all_within(code)))
         self.bare |= used.bare
         for before, attribute in used.attributes:
             self._after[before].add(attribute)
@@ -85,6 +85,12 @@ class Mentions:
         self.reads |= names_in(code)
         self.looks_around = self.looks_around or looks_around(code)
         self.reads_settings = self.reads_settings or _reads_settings(code)
+
+    def add_libraries(self, ran: Iterable[CodeType]) -> None:
+        """Of this code that of libraries, which may read attributes of what it was given before."""
+        for code in ran:
+            if not is_torchs(code.co_filename) and not is_users(code.co_filename):
+                self.reads |= names_in(code)
 
     def add_words(self, words: Set[str]) -> None:
         """Names by which an object that is no code reads attributes."""
@@ -156,11 +162,11 @@ class Mentions:
             return False
         if code.co_filename == "<string>" and code.co_name in _WRITTEN:
             return False
-        return _which(code) not in self._known
+        return likeness(code) not in self._known
 
     def knows_alike(self, code: CodeType) -> bool:
         """Whether code was added that cannot be told from this one when it runs."""
-        return _which(code) in self._known
+        return likeness(code) in self._known
 
     def lacks(self, name: str) -> bool:
         """Whether a function was perhaps left out only because nothing names it."""
@@ -184,7 +190,7 @@ class Mentions:
         return frozenset(found)
 
 
-def _which(code: CodeType) -> tuple[object, ...]:
+def likeness(code: CodeType) -> tuple[object, ...]:
     """What code has in common with what torch.compile makes of it; of what is evaluated, with the same evaluated again."""
     if code.co_name == EVALUATED:
         return (code.co_filename, code)

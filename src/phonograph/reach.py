@@ -30,7 +30,7 @@ import typing
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
@@ -58,7 +58,7 @@ from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
 from .marked import is_marked
-from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
+from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions, likeness
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
 from .where import is_ours, is_users, users_line, written_out
@@ -96,10 +96,18 @@ _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v
 
 
 class Reach:
-    """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once."""
+    """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
+    only those methods are entered that did."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = ()) -> None:
+    def __init__(
+        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Collection[CodeType] | None = None
+    ) -> None:  # fmt: skip
+        self._began = (*roots,), (*heard,)
         self.mentions = Mentions(heard)
+        self._ran: set[tuple[object, ...]] | None = None
+        if ran is not None:
+            self._ran = {*map(likeness, ran)}
+            self.mentions.add_libraries(ran)
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
@@ -145,7 +153,7 @@ class Reach:
         self._unentered: list[tuple[str, Any, bool]] = []
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
-        self._work: deque[tuple[str, Any]] = deque(roots)
+        self._work: deque[tuple[str, Any]] = deque(self._began[0])
         self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self.packages = packages.Packages()
         self._functions: list[FunctionType] = []
@@ -195,6 +203,13 @@ class Reach:
         if variables and environment is not None and not named.isdisjoint({"environ", "getenv"}):
             keys = [*map(os.environ.encodekey, variables)]
             self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
+
+    def of_what_ran(self, ran: Collection[CodeType]) -> Reach | None:
+        """The same walk again after a call, in which this code ran, and not through methods that did not: nothing can depend on
+        what these alone name. (Most that seem to be called only have the name of another.) None if that does not come by all
+        that ran."""
+        part = Reach(*self._began, ran)
+        return None if any(part.mentions.unknown(code) and not self.mentions.unknown(code) for code in ran) else part
 
     # -- walking
 
@@ -292,7 +307,10 @@ class Reach:
         if not found:
             return Refusal(f"runs {code.co_name}, a closure that cannot be found", "name it in the recorded function",
                            users_line(frame))  # fmt: skip
-        found = [f for f in found if identity(f) not in self._seen]
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if is_users_class(type(first)):  # of a bound method, what it is bound to
+            found = [*found, first]
+        found = [x for x in found if identity(x) not in self._seen]
         return Overlooked(frozenset(), found) if found else None
 
     def _lasts(self, space: dict[str, Any]) -> bool:
@@ -442,7 +460,7 @@ class Reach:
         own = own_dict(thing)
         if own is not None:
             self._opaque.append((path, thing, set()))
-            functions = [f for f in own.values() if type(f) is FunctionType and is_users(f.__code__.co_filename)]
+            functions = [f for f in own.values() if _is_users_function(f)]
             if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
                 self._fixed(path, functions)  # `numpy.vectorize` calls one
 
@@ -801,7 +819,7 @@ class Reach:
         for base in kind.__mro__:
             for name in CONSTRUCTORS & vars(base).keys():
                 for f in functions_of(vars(base)[name]):
-                    if isinstance(f, FunctionType) and is_users(f.__code__.co_filename):
+                    if isinstance(f, FunctionType) and is_users(f.__code__.co_filename) and self._runs(f, named=True):
                         self.mentions.add_reads(f.__code__)
 
     def _enter_methods(self, kind: type, bases: list[type]) -> None:
@@ -825,10 +843,15 @@ class Reach:
             for name, member in list(vars(base).items()):
                 is_called = name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED)
                 for f in functions_of(member):
-                    if is_called or (self.mentions.looks_around and self._runs_alike(f)):
+                    if self._runs(f, named=is_called or (self.mentions.looks_around and self._runs_alike(f))):
                         self._visit(f"{base.__qualname__}.{name}", f)
                 if is_called and isinstance(member, classmethod):
                     self._making(kind)
+
+    def _runs(self, method: Any, *, named: bool) -> bool:
+        """Whether a method may run that is `named` or not: where it is known what ran, that decides."""
+        known = self._ran is not None and isinstance(method, FunctionType)
+        return likeness(method.__code__) in self._ran if known else named  # type: ignore[operator]
 
     def _runs_alike(self, f: Any) -> bool:
         """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""
@@ -856,6 +879,12 @@ class Reach:
         self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _is_users_function(f: Any) -> bool:
+    """Whether this is a function of the user's, or one of their methods bound to an object."""
+    f = f.__func__ if type(f) is MethodType else f
+    return type(f) is FunctionType and is_users(f.__code__.co_filename)
 
 
 def _runs_for_the_user(frame: FrameType) -> bool:

@@ -38,7 +38,7 @@ from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
-from .listening import watching_python
+from .listening import HEARS_ALL_THREADS, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
@@ -51,7 +51,14 @@ from .reliance import Grads, Reliances, Snapshot
 from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
-from .torch_private import in_inference, on_thread_of_autograds, parametrizations_are_cached, share_version, transforms_undone
+from .torch_private import (
+    in_inference,
+    on_thread_of_autograds,
+    parametrizations_are_cached,
+    ran_compiled,
+    share_version,
+    transforms_undone,
+)
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
 from .watch import BACKWARD, OperatorWatch, storage_id
@@ -176,7 +183,9 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
-        snapshot.also(reach.packages.after(captured.ran, reach.of_others))
+        relied = _relied(function, reach, captured, device)
+        snapshot = snapshot if relied is reach else Snapshot(relied)
+        snapshot.also(reach.packages.after(captured.ran, relied.of_others))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
         slots = tuple(
@@ -200,7 +209,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
-        reliances=Reliances(reach, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
+        reliances=Reliances(relied, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
         effects=_effects(captured.watch, slots, grads),
         draws=captured.watch.drew,
@@ -212,6 +221,19 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
     )
+
+
+def _relied(function: Any, reach: Reach, captured: Any, device: Any) -> Reach:
+    """That part of it on which a replay relies: what the methods that ran can get at. Of what is compiled, and of what autograd
+    calls on another thread, it may not be known whether it ran; and what runs in a backward by itself, its forward chose."""
+    codes = [code for code, _ in captured.ran]
+    heard = (HEARS_ALL_THREADS or device.torch_device.type == "cpu") and not ran_compiled(codes)
+    part = reach.of_what_ran(codes) if heard and not isinstance(function, Backward) else None
+    if part is None:
+        return reach
+    found = {storage_id(t) for _, t in part.tensors.values()}
+    read = {storage_id(t) for _, t in reach.tensors.values()} & captured.watch.touched
+    return part if read <= found else reach
 
 
 def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:

@@ -36,8 +36,8 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
            "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
-           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "raw_alloc", "raw_free",
-           "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
+           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
            "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
@@ -104,6 +104,19 @@ def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]
 
     run._torchdynamo_disable, run._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
     return run
+
+
+def ran_compiled(ran: Iterable[CodeType]) -> bool:
+    """Whether something that `torch.compile` has made was called: of what is compiled in it, no function need have been."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    contexts = getattr(dynamo, "_TorchDynamoContext", None)
+    return contexts is None or not _within(contexts.__call__.__code__).isdisjoint(ran)
+
+
+def _within(code: CodeType) -> set[CodeType]:
+    return {code}.union(*(_within(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
