@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["LOOKUPS", "MODULES", "SPACES", "Used", "all_within", "catches", "looks_around", "names_in", "read_at", "set_at",
-           "used_in", "words_in", "words_of"]  # fmt: skip
+__all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "looks_around", "matches", "names_in",
+           "read_at", "set_at", "slight_use_in", "used_in", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -236,6 +236,62 @@ class _Reading:
             self._various.add(name)
 
 
+class Slight(NamedTuple):
+    """Names of attributes by how little code does with them: it `counts` some up or down (``x.n += 1``), it `calls` what has
+    some (``x.step()``), and the `rest` it uses in any other way."""
+
+    counts: frozenset[str]
+    calls: frozenset[str]
+    rest: frozenset[str]
+
+
+@functools.cache
+def slight_use_in(code: CodeType) -> Slight:
+    """Of code and the functions that it defines."""
+    counts, calls, rest = set[str](), set[str](), set(_tuples_and_words(code))
+    for inner in all_within(code):
+        heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
+        stored = set[int]()  # where what was counted is put back
+        for n, i in enumerate(heard):
+            if i.opname == "LOAD_METHOD" or (i.opname == "LOAD_ATTR" and _MARKED & (i.arg or 0)):
+                calls.add(i.argval)
+            elif i.opname in _ATTRIBUTES and n not in stored:
+                if _is_counted(heard[n - 1 : n + 5] if n else []):
+                    stored.add(n + 4)
+                    counts.add(i.argval)
+                else:
+                    rest.add(i.argval)
+            elif i.opname.startswith(("IMPORT_FROM", "LOAD_SUPER")):
+                rest.add(i.argval)
+    return Slight(frozenset(counts - rest), frozenset(calls - rest), frozenset(rest))
+
+
+_MARKED = 1 if sys.version_info >= (3, 12) else 0  # the bit by which LOAD_ATTR says that it loads what is called
+
+
+def _tuples_and_words(code: CodeType) -> set[str]:
+    found = set[str]()
+    for inner in all_within(code):
+        _add_words([const for const in inner.co_consts if not isinstance(const, CodeType)], found, True)
+    return found
+
+
+def _is_counted(around: Instructions) -> bool:
+    """Whether these instructions, of which the second loads an attribute, add a number that stands there to it."""
+    if len(around) < 6 or any(i.is_jump_target for i in around[1:]):
+        return False
+    twice, _, number, adds, swap, back = around
+    return (
+        twice.opname in ("COPY", "DUP_TOP")
+        and number.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
+        and type(number.argval) is int
+        and (adds.opname in ("INPLACE_ADD", "INPLACE_SUBTRACT") or adds.argrepr in ("+=", "-="))
+        and swap.opname in ("SWAP", "ROT_TWO")
+        and back.opname == "STORE_ATTR"
+        and back.argval == around[1].argval
+    )
+
+
 def _one_of_space(instructions: Instructions, n: int) -> str:
     """The one name that stands there by which something is looked up in what the n-th instruction loads: a dictionary, or the
     function that gives one. "" if it is used in any other way. (In doubt it is.)"""
@@ -350,6 +406,12 @@ def catches(code: CodeType) -> bool:
             if bare or i.opname.startswith(_CATCHING):
                 return True
     return False
+
+
+@functools.cache
+def matches(code: CodeType) -> bool:
+    """Whether code reads attributes of what it matches by their places (``case State(a, b)``)."""
+    return any(i.opname == "MATCH_CLASS" for inner in all_within(code) for i in dis.get_instructions(inner))
 
 
 def set_at(code: CodeType, name: str) -> list[int]:

@@ -58,6 +58,7 @@ class Mentions:
         self.gets_modules = False  # whether it may so get at modules
         self.looks_for_absent = False  # whether it may ask for an attribute that is not there yet
         self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
+        self.words: set[str] = set()  # names by which what is no code reads attributes
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] = set()  # what was added, and the functions in it
 
@@ -96,6 +97,7 @@ class Mentions:
         """Names by which an object that is no code reads attributes."""
         self.names |= words
         self.reads |= words
+        self.words |= words
 
     def add_lookup(self, name: str) -> None:
         """A function of the standard library's, or a built-in one, is in reach, perhaps by another name than its own, for which

@@ -38,6 +38,7 @@ __all__ = [
     "slots",
     "some",
     "space",
+    "types_of",
     "unordered",
     "with_inner",
 ]  # fmt: skip
@@ -58,7 +59,8 @@ class Holder(NamedTuple):
 
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
-    `named` names the i-th of the values read. A recording may rely on a `part` of the place only.
+    `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
+    of `owner` holds.
     """
 
     path: str
@@ -68,6 +70,7 @@ class Holder(NamedTuple):
     named: Callable[[str, int, Values], str] | None = None
     dial: tuple[int, str] | None = None
     part: Part | None = None
+    owner: Any = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
@@ -218,7 +221,7 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         before.update(_pairs(values, 0))
 
     if names is None:
-        return Holder(path, read, restore, watched, keyed)
+        return Holder(path, read, restore, watched, keyed, owner=thing)
     some = tuple(names)
 
     def read_some() -> Values:
@@ -232,7 +235,16 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
     def named(path: str, i: int, values: Values) -> str:
         return f"{path}.{some[i]}" if i < len(some) else path
 
-    return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named))
+    return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named), owner=thing)
+
+
+def types_of(path: str, thing: Any, names: Sequence[str]) -> Holder:
+    """Of which types some attributes of an object are."""
+
+    def read() -> Values:
+        return tuple([type(found.get(n)) for n in names]) if (found := own_dict(thing)) is not None else ()
+
+    return kept(path, read)._replace(named=lambda path, i, _: f"{path}.{names[i]}")
 
 
 def some(path: str, thing: Any, names: Set[str]) -> Holder:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .borrowed import Borrowed, Loan, plain
+from .counting import advance
 from .identity import identity
 from .joint import Joint
 from .pool import Fill, once
@@ -70,6 +71,7 @@ class Player:
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
         self._written = [i for i, s in slots if s.written]
         self._reads = recording.reads
+        self._counts = recording.counts
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
@@ -226,6 +228,8 @@ class Player:
             self._leave(tensors, gradients=not (isinstance(program, Segments) and program.stopped))  # there they are right
             raise
         self._leave(tensors)
+        if self._counts:
+            advance(self._counts)
         return self._hand_out(call, tensors, targets), copied
 
     def _leave(self, tensors: list[torch.Tensor], gradients: bool = True) -> None:
@@ -245,6 +249,8 @@ class Player:
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             if self._bump or self._grads is not None:
                 self._after()
+        if self._counts:
+            advance(self._counts)
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:

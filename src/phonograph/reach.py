@@ -16,6 +16,7 @@ without notice.
 from __future__ import annotations
 
 import abc
+import argparse
 import builtins
 import ctypes
 import dataclasses
@@ -30,7 +31,7 @@ import typing
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
@@ -49,11 +50,13 @@ from types import (
 from typing import Any, Generic, Protocol
 
 import torch
+from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import packages, places, torch_private
 from .borrowed import Borrowed
-from .bytecode import Used, names_in, words_of
+from .bytecode import Used, matches, names_in, words_of
+from .counting import Count, slightly_used
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
@@ -91,13 +94,15 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
 _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
+_PARSED = frozenset(argparse.Namespace.__mro__) - {object}
+_OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
 class Reach:
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
-    only those methods are entered that did."""
+    only those methods are entered that did, and numbers are left out that it has only counted."""
 
     def __init__(
         self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Collection[CodeType] | None = None
@@ -105,8 +110,14 @@ class Reach:
         self._began = (*roots,), (*heard,)
         self.mentions = Mentions(heard)
         self._ran: set[tuple[object, ...]] | None = None
+        self._counted: Set[str] = frozenset()  # names of attributes to which it only adds numbers...
+        self._called: Set[str] = frozenset()  # ...and of which it only calls what has them
+        self._reads_fields = self._matches = True  # of a dataclass, by `fields` and the like; by `case State(a, b)`
         if ran is not None:
             self._ran = {*map(likeness, ran)}
+            self._counted, self._called = slightly_used(ran)
+            self._reads_fields = any(code.co_filename in _OF_FIELDS or "__dataclass_fields__" in code.co_names for code in ran)
+            self._matches = any(map(matches, ran))
             self.mentions.add_libraries(ran)
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
@@ -204,12 +215,15 @@ class Reach:
             keys = [*map(os.environ.encodekey, variables)]
             self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
 
-    def of_what_ran(self, ran: Collection[CodeType]) -> Reach | None:
+    def of_what_ran(self, ran: Collection[CodeType], counts: Sequence[Count]) -> Reach | None:
         """The same walk again after a call, in which this code ran, and not through methods that did not: nothing can depend on
         what these alone name. (Most that seem to be called only have the name of another.) None if that does not come by all
-        that ran."""
+        that ran, or if what was counted might be read as well."""
         part = Reach(*self._began, ran)
-        return None if any(part.mentions.unknown(code) and not self.mentions.unknown(code) for code in ran) else part
+        if any(part.mentions.unknown(code) and not self.mentions.unknown(code) for code in ran):
+            return None
+        read = part.mentions.looks_around or not part.mentions.words.isdisjoint(count.name for count in counts)
+        return None if counts and read else part
 
     # -- walking
 
@@ -268,6 +282,8 @@ class Reach:
         for path, thing, entered in self._selected:
             names = None if self.mentions.looks_around else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
+            if numbers := [n for n, value in (own_dict(thing) or {}).items() if self._is_count(n, value)]:
+                self._hold(places.types_of(path, thing, numbers))
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -434,11 +450,13 @@ class Reach:
             self._fixed(path, place.read())
 
     def _is_plain(self, kind: type) -> bool:
-        """Whether nobody but the user's code knows the attributes of such objects: no class of another library, and no
-        dataclass, such as are made to be handed on."""
+        """Whether nobody but the user's code knows the attributes of such objects: no class of another library. Dataclasses and
+        parsed arguments are made to be handed on: of them it has to be known that nobody has asked for all."""
         if kind not in self._plain:
-            foreign = [base for base in kind.__mro__ if not is_users_class(base) and base not in _SILENT_BASES]
-            self._plain[kind] = not foreign and not dataclasses.is_dataclass(kind)
+            foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
+            handed_on = dataclasses.is_dataclass(kind) or not foreign.isdisjoint(_PARSED)
+            asked = self._reads_fields or kind in _pytree.SUPPORTED_NODES
+            self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
         return self._plain[kind]
 
     def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
@@ -448,8 +466,19 @@ class Reach:
         wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
-        entered |= wanted
+        entered |= wanted - {n for n in wanted if self._is_none_of_its_business(n, own[n])}
         self._items(path, {n: own[n] for n in own if n in wanted})
+
+    def _is_none_of_its_business(self, name: str, value: Any) -> bool:
+        """Whether the code that ran cannot depend on the value of an attribute that it names: it has counted it, or what it has
+        called is another's, as `optimizer.step()` is where `self.step` is a number."""
+        if self.mentions.looks_around or name in self.mentions.words:
+            return False
+        called = name in self._called and not callable(value) and not self.mentions.looks_for_absent
+        return called or self._is_count(name, value)
+
+    def _is_count(self, name: str, value: Any) -> bool:
+        return name in self._counted and type(value) is int
 
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
@@ -876,7 +905,8 @@ class Reach:
                 delattr(kind, name)
 
         self._hold(Holder(path, read, restore, named=places.keyed))
-        self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
+        if self._matches:
+            self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -34,6 +34,7 @@ import torch
 from . import outputs
 from .backward import Backward
 from .bytecode import set_at
+from .counting import Count, counted
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
@@ -161,7 +162,11 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         for t in captured.watch.written.values():
             if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
+        codes = _all_that_ran(function, captured, device)
+        counts = counted(snapshot, codes) if codes is not None else []
         changes = snapshot.changes()  # `self.seen = []` is none
+        part = _relied(reach, codes, counts, captured.watch.touched) if codes is not None and not changes else None
+        changes += [count.path for count in counts if part is None]
         if changes:
             remedy = _SCHEDULER if any(name.endswith(".last_epoch") for name in changes) else _OUTLIVES
             where = _where_set(changes[0], reach, captured.ran)
@@ -183,8 +188,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
-        relied = _relied(function, reach, captured, device)
-        snapshot = snapshot if relied is reach else Snapshot(relied)
+        relied = reach if part is None else part
+        snapshot = snapshot if part is None else Snapshot(part)
         snapshot.also(reach.packages.after(captured.ran, relied.of_others))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
@@ -211,7 +216,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(relied, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        effects=_effects(captured.watch, slots, grads),
+        effects=_effects(captured.watch, slots, grads, counts),
         draws=captured.watch.drew,
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
@@ -220,20 +225,25 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         reads=function.reads if isinstance(function, Backward) else None,
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
+        counts=tuple(counts),
     )
 
 
-def _relied(function: Any, reach: Reach, captured: Any, device: Any) -> Reach:
-    """That part of it on which a replay relies: what the methods that ran can get at. Of what is compiled, and of what autograd
-    calls on another thread, it may not be known whether it ran; and what runs in a backward by itself, its forward chose."""
+def _all_that_ran(function: Any, captured: Any, device: Any) -> list[CodeType] | None:
+    """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
+    autograd calls on a thread of its own; and what runs in a backward by itself, its forward has chosen."""
     codes = [code for code, _ in captured.ran]
-    heard = (HEARS_ALL_THREADS or device.torch_device.type == "cpu") and not ran_compiled(codes)
-    part = reach.of_what_ran(codes) if heard and not isinstance(function, Backward) else None
+    heard = HEARS_ALL_THREADS or device.torch_device.type == "cpu"
+    return codes if heard and not isinstance(function, Backward) and not ran_compiled(codes) else None
+
+
+def _relied(reach: Reach, ran: list[CodeType], counts: list[Count], touched: Set[int]) -> Reach | None:
+    """That part of what is in reach on which a replay relies; None if it lacks something that an operator has read."""
+    part = reach.of_what_ran(ran, counts)
     if part is None:
-        return reach
+        return None
     found = {storage_id(t) for _, t in part.tensors.values()}
-    read = {storage_id(t) for _, t in reach.tensors.values()} & captured.watch.touched
-    return part if read <= found else reach
+    return part if {storage_id(t) for _, t in reach.tensors.values()} & touched <= found else None
 
 
 def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
@@ -371,8 +381,10 @@ def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
 
 
-def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads) -> str:
+def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, counts: Sequence[Count]) -> str:
     """What a replay does besides giving results."""
+    if counts:
+        return f"counts {counts[0].path}"
     if watch.written:
         name = watch.known.get(next(iter(watch.written)), "")
         return f"writes {name or 'a tensor that outlives the call'}"

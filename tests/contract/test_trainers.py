@@ -76,6 +76,36 @@ KEEPING_BOOKS = {
             def say(self): self.said += 1
             def between(self): self.said += 1
     """,
+    "a dataclass": """
+        import dataclasses
+        @dataclasses.dataclass
+        class State:
+            done: int = 0
+            best: float = 9.0
+            scale: float = 2.0
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.state = State()
+            def step(self, x): return self.update(x) * self.state.scale
+            def between(self):
+                self.state.done += 1
+                self.state.best = 1.0 / self.state.done
+    """,
+    "a parser's arguments": """
+        import argparse
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.args = argparse.Namespace(scale=2.0, global_step=0)
+            def step(self, x): return self.update(x) * self.args.scale
+            def between(self): self.args.global_step += 1
+    """,
+    "a number with the name of what is called": """
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.step = self.backward = 0
+            def learn(self, x): return self.update(x)
+            def between(self):
+                self.step += 1
+                self.backward += 2
+        recorded_as = "learn"
+    """,
     "a constructor": """
         class Noted:
             def __init__(self, n): self.n, self.now = n, made.now
@@ -120,6 +150,56 @@ def test_c09_what_methods_name_that_do_not_run(device, source):
         ours.between()
         live.between()
     assert counts(recorded) == (1, 1, 11), pg.explain(recorded)
+
+
+# How a step reads of `state`, a dataclass or a parser's arguments, what nothing names.
+READING_ALL = {
+    "fields": ("dataclass", "[getattr(self.state, field.name) for field in dataclasses.fields(self.state)][0]"),
+    "asdict": ("dataclass", "dataclasses.asdict(self.state)['sca' + 'le']"),
+    "astuple": ("dataclass", "dataclasses.astuple(self.state)[0]"),
+    "its fields' names": ("dataclass", "getattr(self.state, [*self.state.__dataclass_fields__][0])"),
+    "replace": ("dataclass", "made_of(dataclasses.replace(self.state))"),
+    "comparison": ("dataclass", "(2.0 if self.state == State() else 3.0)"),
+    "repr": ("dataclass", "float(repr(self.state)[12:15])"),
+    "a match": ("dataclass", "matched(self.state)"),
+    "hash": ("dataclass", "(2.0 if hash(self.state) == hash(State()) else 3.0)"),
+    "order": ("dataclass", "(3.0 if self.state > State() else 2.0)"),
+    "vars": ("arguments", "vars(self.state)['sca' + 'le']"),
+    "a comparison of arguments": ("arguments", "(2.0 if self.state == argparse.Namespace(scale=2.0) else 3.0)"),
+    "a look-up": ("arguments", "(2.0 if 'scale' in self.state else 3.0)"),
+    "a repr of arguments": ("arguments", "float(repr(self.state)[16:19])"),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize(("kind", "read"), READING_ALL.values(), ids=READING_ALL)
+def test_c09_all_that_an_object_has_at_once(device, kind, read):
+    source = f"""
+        import argparse, dataclasses
+        @dataclasses.dataclass(order=True, unsafe_hash=True)
+        class State:
+            scale: float = 2.0
+        def made_of(state): return float(repr(state)[12:15])
+        def matched(state):
+            match state:
+                case State(a): return a
+        class Trainer(Base):
+            def __init__(self):
+                super().__init__()
+                self.state = State() if "{kind}" == "dataclass" else argparse.Namespace(scale=2.0)
+            def step(self, x): return self.update(x) * {read}
+            def change(self):
+                if "{read}".startswith("(2.0 if 'scale'"): del self.state.scale
+                else: self.state.scale = 3.0
+    """
+    (ours, _), (live, _) = trainer(source, device), trainer(source, device)
+    recorded = pg.record(ours.step)
+    for n in range(8):
+        if n == 4:
+            ours.change()
+            live.change()
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+    assert counts(recorded)[2] >= 4, pg.explain(recorded)
 
 
 @may_run_live
