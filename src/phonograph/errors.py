@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 __all__ = ["Attached", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unpadded",
@@ -48,9 +47,9 @@ class RunsLive(UserWarning):
 
 class Overlooked(Exception):
     """Code runs in a capture that was left out when the function was looked at, for want of `names`, or because nothing leads
-    to the functions, or classes, `met`. Never reaches the user: the capture is taken back, and made again."""
+    to the functions, classes or objects `met`. Never reaches the user: the capture is taken back, and made again."""
 
-    def __init__(self, names: frozenset[str], met: Iterable[FunctionType | type] = ()) -> None:
+    def __init__(self, names: frozenset[str], met: Iterable[object] = ()) -> None:
         super().__init__(names)
         self.names = names
         self.met = tuple(met)

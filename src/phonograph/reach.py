@@ -324,7 +324,7 @@ class Reach:
             return Refusal(f"runs {code.co_name}, a closure that cannot be found", "name it in the recorded function",
                            users_line(frame))  # fmt: skip
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if is_users_class(type(first)):  # of a bound method, what it is bound to
+        if is_users_class(type(first)) and type(first).__weakrefoffset__:  # of a bound method, what it is bound to
             found = [*found, first]
         found = [x for x in found if identity(x) not in self._seen]
         return Overlooked(frozenset(), found) if found else None

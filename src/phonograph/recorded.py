@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -185,7 +185,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
-        self._met: list[weakref.ref[Any]] = []  # functions that ran, and classes, to which nothing leads from here
+        self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met since the last replay
         self._replayed_then = 0
         self._last_key: Any = None
@@ -614,7 +614,8 @@ class Recorded(Observed, Generic[P, R]):
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
-        met = [(f.__qualname__, f) for ref in self._met if (f := ref()) is not None]
+        found = [x for ref in self._met if (x := ref()) is not None]
+        met = [((x if isinstance(x, (FunctionType, type)) else type(x)).__qualname__, x) for x in found]
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
