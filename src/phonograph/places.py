@@ -38,7 +38,6 @@ __all__ = [
     "slots",
     "some",
     "space",
-    "types_of",
     "unordered",
     "with_inner",
 ]  # fmt: skip
@@ -236,15 +235,6 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         return f"{path}.{some[i]}" if i < len(some) else path
 
     return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named), owner=thing)
-
-
-def types_of(path: str, thing: Any, names: Sequence[str]) -> Holder:
-    """Of which types some attributes of an object are."""
-
-    def read() -> Values:
-        return tuple([type(found.get(n)) for n in names]) if (found := own_dict(thing)) is not None else ()
-
-    return kept(path, read)._replace(named=lambda path, i, _: f"{path}.{names[i]}")
 
 
 def some(path: str, thing: Any, names: Set[str]) -> Holder:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from .borrowed import Borrowed, Loan, plain
-from .counting import advance
 from .identity import identity
 from .joint import Joint
+from .left import advance, putting
 from .pool import Fill, once
 from .recording import Output, Recording, memory_of
 from .segments import Diverged, Segments
@@ -71,7 +71,7 @@ class Player:
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
         self._written = [i for i, s in slots if s.written]
         self._reads = recording.reads
-        self._counts = recording.counts
+        self._counts = recording.left.counts
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
@@ -87,6 +87,8 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
+        if recording.left.puts:
+            self._rebuild = putting(recording.left.puts, self._rebuild)
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False

@@ -31,7 +31,7 @@ import typing
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
@@ -56,10 +56,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import packages, places, torch_private
 from .borrowed import Borrowed
 from .bytecode import Used, matches, names_in, words_of
-from .counting import Count, slightly_used
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
+from .left import Left, kinds, slightly_used
 from .marked import is_marked
 from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions, likeness
 from .places import Holder, kept, key_label, own_dict
@@ -102,16 +102,20 @@ _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v
 
 class Reach:
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
-    only those methods are entered that did, and numbers are left out that it has only counted."""
+    only those methods are entered that did, and left out are numbers that it has only counted, and what it has `left`."""
 
     def __init__(
-        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Collection[CodeType] | None = None
+        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Collection[CodeType] | None = None,
+        left: Left | None = None,
     ) -> None:  # fmt: skip
         self._began = (*roots,), (*heard,)
         self.mentions = Mentions(heard)
         self._ran: set[tuple[object, ...]] | None = None
         self._counted: Set[str] = frozenset()  # names of attributes to which it only adds numbers...
         self._called: Set[str] = frozenset()  # ...and of which it only calls what has them
+        self._put: dict[int, set[str]] = defaultdict(set)  # of which objects it has put tensors into attributes
+        for put in left.puts if left is not None else ():
+            self._put[identity(put.of)].add(put.name)
         self._reads_fields = self._matches = True  # of a dataclass, by `fields` and the like; by `case State(a, b)`
         if ran is not None:
             self._ran = {*map(likeness, ran)}
@@ -215,15 +219,17 @@ class Reach:
             keys = [*map(os.environ.encodekey, variables)]
             self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
 
-    def of_what_ran(self, ran: Collection[CodeType], counts: Sequence[Count]) -> Reach | None:
+    def of_what_ran(self, ran: Collection[CodeType], left: Left) -> Reach | None:
         """The same walk again after a call, in which this code ran, and not through methods that did not: nothing can depend on
         what these alone name. (Most that seem to be called only have the name of another.) None if that does not come by all
-        that ran, or if what was counted might be read as well."""
-        part = Reach(*self._began, ran)
+        that ran, or if what the call has `left` might be read as well."""
+        part = Reach(*self._began, ran, left)
         if any(part.mentions.unknown(code) and not self.mentions.unknown(code) for code in ran):
             return None
-        read = part.mentions.looks_around or not part.mentions.words.isdisjoint(count.name for count in counts)
-        return None if counts and read else part
+        mentions = part.mentions
+        reads = mentions.looks_around or not mentions.words.isdisjoint(left.names)
+        asks = mentions.asks_identity or mentions.asks_history
+        return None if (left.paths and reads) or (left.puts and asks) else part
 
     # -- walking
 
@@ -282,8 +288,9 @@ class Reach:
         for path, thing, entered in self._selected:
             names = None if self.mentions.looks_around else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
-            if numbers := [n for n, value in (own_dict(thing) or {}).items() if self._is_count(n, value)]:
-                self._hold(places.types_of(path, thing, numbers))
+            own, put = own_dict(thing) or {}, self._put.get(identity(thing), set())
+            if some := [n for n, value in own.items() if n in put or self._is_count(n, value)]:
+                self._hold(kinds(path, thing, some))
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -466,6 +473,7 @@ class Reach:
         wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
+        wanted -= self._put.get(identity(thing), set())
         entered |= wanted - {n for n in wanted if self._is_none_of_its_business(n, own[n])}
         self._items(path, {n: own[n] for n in own if n in wanted})
 

@@ -700,8 +700,8 @@ class Recorded(Observed, Generic[P, R]):
                 settled(tracing)
                 if recording.live_parts and self.options.verify:
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
-                if recording.counts and self.options.verify:
-                    raise Refusal(f"counts {recording.counts[0].path}, which verify would do twice", "record it without verify")
+                if recording.left.counts and self.options.verify:
+                    raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
                 return recording
             except Overlooked as e:
                 self._heard |= e.names

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -34,11 +34,11 @@ import torch
 from . import outputs
 from .backward import Backward
 from .bytecode import set_at
-from .counting import Count, counted
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
+from .left import Left, left_by
 from .listening import HEARS_ALL_THREADS, watching_python
 from .loggers import Question, levels
 from .marked import Marked
@@ -155,18 +155,17 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         small = 0 if isinstance(function, Backward) else SMALL
         most = 0 if terms.borrow else math.inf if copies_out else small
         with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
-            captured = _capture(function, call, reach, device, grads, arguments, fixed, shared, protected, dials, most, terms,
-                                release)  # fmt: skip
+            captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
+                                most, terms, release)  # fmt: skip
         if release is not None and (release.again or captured.watch.parts):
             raise _ReadAgain
         for t in captured.watch.written.values():
             if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
-        codes = _all_that_ran(function, captured, device)
-        counts = counted(snapshot, codes) if codes is not None else []
+        left: Left = captured.left
         changes = snapshot.changes()  # `self.seen = []` is none
-        part = _relied(reach, codes, counts, captured.watch.touched) if codes is not None and not changes else None
-        changes += [count.path for count in counts if part is None]
+        part = None if changes else _relied(function, captured, reach, device)
+        changes += left.paths if part is None else []
         if changes:
             remedy = _SCHEDULER if any(name.endswith(".last_epoch") for name in changes) else _OUTLIVES
             where = _where_set(changes[0], reach, captured.ran)
@@ -183,6 +182,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         leaves: list[Any] = []
         shape = flatten(captured.result, leaves)
         plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+        if any(o.kind == "outside" and any(o.value is put.old for put in left.puts) for o in plan):
+            raise Refusal("returns, or keeps, what it has found in an attribute that it sets", _OUTLIVES)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
@@ -216,7 +217,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(relied, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        effects=_effects(captured.watch, slots, grads, counts),
+        effects=_effects(captured.watch, slots, grads, left),
         draws=captured.watch.drew,
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
@@ -225,21 +226,26 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         reads=function.reads if isinstance(function, Backward) else None,
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
-        counts=tuple(counts),
+        left=left.after(),
     )
 
 
-def _all_that_ran(function: Any, captured: Any, device: Any) -> list[CodeType] | None:
+def _all_that_ran(function: Any, ran: Iterable[CodeType], device: Any) -> list[CodeType] | None:
     """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
     autograd calls on a thread of its own; and what runs in a backward by itself, its forward has chosen."""
-    codes = [code for code, _ in captured.ran]
+    codes = [*ran]
     heard = HEARS_ALL_THREADS or device.torch_device.type == "cpu"
     return codes if heard and not isinstance(function, Backward) and not ran_compiled(codes) else None
 
 
-def _relied(reach: Reach, ran: list[CodeType], counts: list[Count], touched: Set[int]) -> Reach | None:
-    """That part of what is in reach on which a replay relies; None if it lacks something that an operator has read."""
-    part = reach.of_what_ran(ran, counts)
+def _relied(function: Any, captured: Any, reach: Reach, device: Any) -> Reach | None:
+    """That part of what is in reach on which a replay relies; None if it is not known, or lacks something that an operator has
+    read."""
+    touched, left = captured.watch.touched, captured.left
+    if any(put.old is not None and storage_id(put.old) in touched for put in left.puts):
+        return None
+    ran = _all_that_ran(function, (code for code, _ in captured.ran), device)
+    part = reach.of_what_ran(ran, left) if ran is not None else None
     if part is None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
@@ -381,10 +387,10 @@ def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
 
 
-def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, counts: Sequence[Count]) -> str:
+def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, left: Left) -> str:
     """What a replay does besides giving results."""
-    if counts:
-        return f"counts {counts[0].path}"
+    if left.paths:
+        return f"sets {left.paths[0]}"
     if watch.written:
         name = watch.known.get(next(iter(watch.written)), "")
         return f"writes {name or 'a tensor that outlives the call'}"
@@ -440,9 +446,9 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
 
 
 def _capture(
-    function: Callable[..., Any], call: Call, reach: Reach, device: Any, grads: Grads, arguments: list[torch.Tensor],
-    fixed: list[bool], shared: list[torch.Tensor | None], protected: Spans, dials: Dials, most: float, terms: Terms,
-    release: Release | None,
+    function: Callable[..., Any], call: Call, reach: Reach, snapshot: Snapshot, device: Any, grads: Grads,
+    arguments: list[torch.Tensor], fixed: list[bool], shared: list[torch.Tensor | None], protected: Spans, dials: Dials,
+    most: float, terms: Terms, release: Release | None,
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
     outer = {identity(x) for x in reach._keep}
@@ -451,6 +457,7 @@ def _capture(
     ran: list[Iterable[CodeType]] = []
     functions: list[tuple[CodeType, dict[str, Any]]] = []
     loggers: list[Question] = []
+    left: list[Left] = [Left()]
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
@@ -499,6 +506,11 @@ def _capture(
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):
             raise refusal
+        codes = _all_that_ran(function, listener.ran, device)
+        if codes is not None and not terms.borrow:  # what is lent may not stay there
+            left[:] = [left_by(snapshot, codes)]
+        if left[0].puts:
+            result = (result, [put.new for put in left[0].puts])
         functions.extend(listener.functions())
         loggers.extend(listener.loggers.values())
         dials.ran(listener.ran)
@@ -535,7 +547,7 @@ def _capture(
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
-                                 seen=tuple(stood), ran=functions, loggers=loggers)  # fmt: skip
+                                 seen=tuple(stood), ran=functions, loggers=loggers, left=left[0])  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .counting import Count
 from .identity import identity
+from .left import Left
 from .pool import Lease
 from .reliance import Reliances
 from .spans import Spans
@@ -144,7 +144,8 @@ class Recording:
     `outputs` has more than the result has leaves where these are views of what is no result.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
     memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else. `draws` is
-    False if it surely draws no random numbers. Each time it is played, `counts` go on.
+    False if it surely draws no random numbers. Each time it is played, it leaves what the call has
+    `left` in attributes.
     """
 
     name: str
@@ -164,7 +165,7 @@ class Recording:
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()
-    counts: tuple[Count, ...] = ()
+    left: Left = field(default_factory=Left)
     releases: frozenset[Lease] = frozenset()
     reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)
@@ -184,7 +185,7 @@ class Recording:
             f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
             f"  slots: {slots}\n  outputs: {outs}\n"
             + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
-            + "".join(f"  counts {count.path}\n" for count in self.counts)
+            + "".join(f"  sets {path}\n" for path in self.left.paths)
             + f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
         )
 

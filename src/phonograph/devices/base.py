@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..dials import Dials
+from ..left import Left
 from ..loggers import Question
 from ..pool import Pool
 from ..randomness import Rewind
@@ -39,7 +40,8 @@ class Captured(NamedTuple):
     that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
     `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
     `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
-    globals of each. `loggers`: what these were asked.
+    globals of each. `loggers`: what these were asked. What the call has `left` in attributes is not there any more; tensors
+    among it are in the result, as (the function's own, [tensors]).
     """
 
     result: Any
@@ -57,6 +59,7 @@ class Captured(NamedTuple):
     seen: tuple[torch.Tensor, ...] = ()
     ran: Sequence[tuple[CodeType, dict[str, Any]]] = ()
     loggers: Sequence[Question] = ()
+    left: Left = Left()
 
 
 class Device(Protocol):

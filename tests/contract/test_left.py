@@ -1,5 +1,5 @@
-"""C9: what a call counts. `self.steps += 1` is done by each replay, if nothing in the call can depend on the number; whatever
-does makes it run live, or be recorded anew. The numbers and the results are eager's.
+"""C9: what a call leaves in attributes. `self.steps += 1` is done by each replay, and so is `self.features = x`, if nothing in
+the call can depend on what was there; whatever does makes it run live, or be recorded anew. Attributes and results are eager's.
 """
 
 import textwrap
@@ -189,8 +189,8 @@ OTHERWISE = {
 
 
 def made(source):
-    space = {"torch": torch, "__name__": "counting_of_the_test"}
-    exec(compile(BASE + textwrap.dedent(source), "/users/counting.py", "exec"), space)
+    space = {"torch": torch, "__name__": "left_by_the_test"}
+    exec(compile(BASE + textwrap.dedent(source), "/users/left.py", "exec"), space)
     return space["Made"](), space.get("number", lambda made: made.n)
 
 
@@ -361,4 +361,220 @@ def test_c19_what_is_counted_is_told(device):
     recorded = pg.record(ours.step)
     for n in range(4):
         recorded(ramp(device, 3, start=n))
-    assert "counts self.n" in pg.explain(recorded)
+    assert "sets self.n" in pg.explain(recorded)
+
+
+# -- tensors that are put somewhere
+
+PUT = {
+    "a detached one": "y = x * 2; self.last = y.detach(); return y + 1",
+    "the result": "self.last = x * 2; return self.last",
+    "a view of the result": "y = x * 2; self.last = y[1:]; return y",
+    "a part of what is no result": "y = x * 2; self.last = y[1:]; return y.sum()",
+    "an argument": "self.last = x; return x * 2",
+    "another one than before": "self.last, self.other = x * 2, x * 3; return x * 4",
+    "one in two places": "self.last = self.other = x * 2; return x * 4",
+    "twice": "self.last = x * 2; self.last = x * 3; return self.last * 4",
+    "in another object": "self.inner.last = x * 2; return x * 3",
+    "without elements": "self.last = x[:0] * 2; return x * 3",
+    "of integers": "self.last = x.long(); return x * 3",
+    "and a number is counted": "self.n += 1; self.last = x * 2; return x * 3",
+    "and nothing is returned": "self.last = x * 2",
+    "where it may be None": "self.last = x * 2 if self.last is None else x * 3; return x * 4",
+    "where its shape is asked for": "self.last = x * self.last.shape[0] if self.last is not None else x * 2; return x",
+    "in a method": "self.keep(x * 2); return x * 3",
+    "made in no_grad": "\n        with torch.no_grad(): self.last = x * 2\n        return x * 3",
+}
+
+PUT_AND_READ = {
+    "as an operand": "y = x if self.last is None else x + self.last; self.last = y * 0.5; return y",
+    "after it": "y = x * 2; old = self.last; self.last = y; return y if old is None else y + old",
+    "as the result": "old = self.last; self.last = x * 2; return x if old is None else old",
+    "in a container": "old = self.last; self.last = x * 2; return [old, x * 3]",
+    "as a view": "old = self.last; self.last = x * 2; return x if old is None else old[1:]",
+    "to move it on": "self.other = self.last; self.last = x * 2; return x * 3",
+    "to swap them": "self.last, self.other = x * 2, self.last; return x * 3",
+    "which it is": "same = self.last is self.other; self.last = x * 2; return x * 3 if same else x * 4",
+    "to write it": "old = self.last; self.last = x * 2; return x if old is None else old.detach().add_(1)",
+    "its attributes": "t = getattr(self.last, 'tag', 1.0); self.last = x * 2; return x * t",
+    "its version": "v = 0 if self.last is None else self.last._version; self.last = x * 2; return x * (1 + v)",
+    "its history": "h = self.last is not None and self.last.grad_fn is not None; self.last = x * 2; return x * (1 + h)",
+    "its gradient": "g = self.last is not None and self.last.requires_grad; self.last = x * 2; return x * (1 + g)",
+    "by vars": "old = vars(self)['last']; self.last = x * 2; return x if old is None else x + old",
+    "in a list": "old = [self.last]; self.last = x * 2; return x if old[0] is None else x + old[0]",
+    "when it was put in place of a number": "self.n = x * 2; return x * 3",
+}
+
+PUTTING = """
+class Inner:
+    def __init__(self): self.last = None
+class Made(Base):
+    def __init__(self):
+        super().__init__()
+        self.last = self.other = None
+        self.inner, self.seen = Inner(), set()
+    def step(self, x):
+        {}
+    def keep(self, t): self.last = t
+"""
+
+
+def attributes(made):
+    return {"last": made.last, "other": made.other, "inner": made.inner.last, "n": made.n}
+
+
+@may_run_live
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
+def test_c09_a_tensor_that_is_put_somewhere(device, put):
+    (ours, _), (live, _) = made(PUTTING.format(put)), made(PUTTING.format(put))
+    recorded, kept = pg.record(ours.step), []
+    for n in range(10):
+        x = ramp(device, 3, start=n)
+        assert_same(recorded(x), live.step(x))
+        assert_same(attributes(ours), attributes(live))
+        assert (ours.last is x) == (live.last is x)
+        kept.append((attributes(ours), attributes(live)))
+    for mine, theirs in kept:  # they are the owner's
+        assert_same(mine, theirs)
+    assert pg.stats(recorded).replayed >= 7, pg.explain(recorded)
+
+
+@may_run_live
+@pytest.mark.parametrize("read", PUT_AND_READ.values(), ids=PUT_AND_READ)
+def test_c09_a_tensor_that_is_put_where_another_was_read(device, read):
+    (ours, _), (live, _) = made(PUTTING.format(read)), made(PUTTING.format(read))
+    recorded = pg.record(ours.step)
+    for n in range(10):
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+        assert_same(attributes(ours), attributes(live))
+        for one in (ours, live):
+            if n == 4 and one.last is not None:
+                one.last.tag = 3.0
+            if n == 6 and one.last is not None:
+                one.last.add_(1)
+            if n == 8:
+                one.last = ramp(device, 3).requires_grad_()
+
+
+@may_run_live
+def test_c09_what_was_put_is_replaced_by_its_owner(device):
+    source = PUTTING.format("self.last = x * 2; return x * 3")
+    (ours, _), (live, _) = made(source), made(source)
+    recorded = pg.record(ours.step)
+    for value in (None, 3, ramp(device, 5), ramp(device, 3).double(), "text", ramp(device, 3)):
+        ours.last = live.last = value
+        for n in range(4):
+            assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+            assert_same(attributes(ours), attributes(live))
+    del ours.last, live.last
+    for n in range(4):
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+        assert_same(attributes(ours), attributes(live))
+
+
+@may_run_live
+def test_c09_what_is_put_of_several_shapes(device):
+    source = PUTTING.format("self.last = x * 2; return x * 3")
+    (ours, _), (live, _) = made(source), made(source)
+    recorded = pg.record(ours.step)
+    for n in range(12):
+        x = ramp(device, 3 + n % 2, start=n)
+        assert_same(recorded(x), live.step(x))
+        assert_same(attributes(ours), attributes(live))
+    assert counts(recorded)[2] >= 6, pg.explain(recorded)
+
+
+@may_run_live
+@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
+def test_c09_a_model_that_keeps_what_it_has_seen(device, size):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2)
+            self.hidden = self.detached = None
+
+        def forward(self, x):
+            self.hidden = self.first(x).tanh()
+            self.detached = self.hidden.detach()
+            return self.second(self.hidden)
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        net = Net().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        called, found = wrap(net), []
+        for n in range(8):
+            optimizer.zero_grad()
+            out = called(ramp(device, size, 2, start=n) / size)
+            loss = out.square().mean() + net.hidden.square().mean() * (n % 2)
+            loss.backward()
+            optimizer.step()
+            found.append((loss.detach().clone(), net.hidden.detach().clone(), net.detached.clone()))
+            found.append([p.grad.clone() for p in net.parameters()])
+        return found, net
+
+    ours, live = trained(pg.record), trained(lambda net: net)
+    assert_same(ours[0], live[0])
+    assert pg.stats(ours[1]).replayed >= 4, pg.explain(ours[1])
+
+
+@may_run_live
+def test_c09_a_step_that_keeps_its_loss(device):
+    class Trainer:
+        def __init__(self):
+            torch.manual_seed(0)
+            self.model = nn.Linear(3, 2).to(device)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.loss = self.out = None
+
+        def step(self, x):
+            self.out = self.model(x)
+            self.loss = self.out.square().mean()
+            self.optimizer.zero_grad()
+            self.loss.backward()
+            self.optimizer.step()
+
+    ours, live = Trainer(), Trainer()
+    recorded = pg.record(ours.step)
+    for n in range(8):
+        for one, step in ((ours, recorded), (live, live.step)):
+            step(ramp(device, 4, 3, start=n))
+            with pytest.raises(RuntimeError, match="second time"):
+                one.loss.backward()
+        assert_same((ours.loss.detach(), ours.out.detach()), (live.loss.detach(), live.out.detach()))
+        assert (ours.loss.requires_grad, ours.loss.grad_fn is None) == (live.loss.requires_grad, live.loss.grad_fn is None)
+    assert counts(recorded) == (1, 1, 7), pg.explain(recorded)
+
+
+@may_run_live
+@pytest.mark.parametrize("options", [{"verify": 2}, {"outputs": "borrow"}, {"max_recordings": 1}], ids=str)
+def test_c09_what_is_put_with_other_options(device, options):
+    source = PUTTING.format("self.last = x * 2; return x * 3")
+    (ours, _), (live, _) = made(source), made(source)
+    recorded = pg.record(ours.step, **options)
+    for n in range(8):
+        assert_same(recorded(ramp(device, 3, start=n)).clone(), live.step(ramp(device, 3, start=n)))
+        assert type(ours.last) is torch.Tensor
+        assert_same(attributes(ours), attributes(live))
+
+
+@may_run_live
+def test_c09_a_replay_that_raises_has_put_nothing(device):
+    source = """
+        class Made(Base):
+            def __init__(self): super().__init__(); self.last = None
+            def step(self, x, at):
+                y = x.index_select(0, at)
+                self.last = y * 2
+                return y
+    """
+    (ours, _), (live, _) = made(source), made(source)
+    recorded, x = pg.record(ours.step), ramp(device, 4)
+    for n in range(5):
+        at = torch.tensor([n % 4], device=device)
+        assert_same(recorded(x, at), live.step(x, at))
+    if device.type == "cpu":
+        for step in (recorded, live.step):
+            with pytest.raises(IndexError):
+                step(x, torch.tensor([9]))
+        assert_same(ours.last, live.last)
