@@ -55,7 +55,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import packages, places, torch_private
 from .borrowed import Borrowed
-from .bytecode import Used, matches, names_in, words_of
+from .bytecode import Used, looks_around, matches, names_in, words_of
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
@@ -64,7 +64,7 @@ from .marked import is_marked
 from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions, likeness
 from .places import Holder, kept, key_label, own_dict
 from .torch_private import has_memory
-from .where import is_ours, is_users, users_line, written_out
+from .where import LIBRARY, is_ours, is_torchs, is_users, origin, users_line, written_out
 
 __all__ = ["FEW", "Reach"]
 
@@ -120,7 +120,7 @@ class Reach:
         if ran is not None:
             self._ran = {*map(likeness, ran)}
             self._counted, self._called = slightly_used(ran)
-            self._reads_fields = any(code.co_filename in _OF_FIELDS or "__dataclass_fields__" in code.co_names for code in ran)
+            self._reads_fields = any(map(_reads_fields, ran))
             self._matches = any(map(matches, ran))
             self.mentions.add_libraries(ran)
         self.holders: list[Holder] = []
@@ -917,6 +917,12 @@ class Reach:
             self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _reads_fields(code: CodeType) -> bool:
+    """Whether this code may read all that a dataclass, or a parser's result, has."""
+    installed = origin(code.co_filename) == LIBRARY and not is_torchs(code.co_filename)
+    return code.co_filename in _OF_FIELDS or "__dataclass_fields__" in code.co_names or (installed and looks_around(code))
 
 
 def _is_users_function(f: Any) -> bool:
