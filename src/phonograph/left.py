@@ -60,6 +60,10 @@ class Left(NamedTuple):
     def names(self) -> list[str]:
         return [count.name for count in self.counts] + [put.name for put in self.puts]
 
+    @property
+    def owners(self) -> list[object]:
+        return [count.of for count in self.counts] + [put.of for put in self.puts]
+
     def after(self) -> Left:
         """For when the capture is over: without its tensors."""
         return Left(self.counts, tuple([put._replace(old=None, new=None) for put in self.puts]))

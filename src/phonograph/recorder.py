@@ -48,7 +48,7 @@ from .pool import Lease, unowned
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
-from .reliance import Grads, Reliances, Snapshot
+from .reliance import Grads, Reliances, Snapshot, not_heard
 from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
@@ -185,6 +185,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         if any(o.kind == "outside" and any(o.value is put.old for put in left.puts) for o in plan):
             raise Refusal("returns, or keeps, what it has found in an attribute that it sets", _OUTLIVES)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
+        if backward is not None and _may_read(backward, left):
+            raise Refusal(f"sets {left.puts[0].path}, and may read in its backward what was there", "return the new value")
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
@@ -204,6 +206,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.live():
             raise Refusal("calls a function that is marked @pg.live and sets a hyper-parameter which cannot be followed",
                           "set it outside")  # fmt: skip
+    not_heard(left.owners)
     return Recording(
         name=name,
         key=call.key,
@@ -250,6 +253,13 @@ def _relied(function: Any, captured: Any, reach: Reach, device: Any) -> Reach | 
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
     return part if {storage_id(t) for _, t in reach.tensors.values()} & touched <= found else None
+
+
+def _may_read(backward: Backward, left: Left) -> bool:
+    """Whether a backward may read what the forward has put other tensors in place of. (It would be that of the capture.)"""
+    old = {storage_id(put.old) for put in left.puts if put.old is not None}
+    saved = {storage_id(t) for t in backward.constant.values()}
+    return bool(old) and (backward.function is not None or not old.isdisjoint(saved))
 
 
 def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:

@@ -38,7 +38,7 @@ from .signature import modes
 from .torch_private import address, alias, bump, tensor_check, use_count
 from .where import written_out
 
-__all__ = ["Grads", "Reliances", "Snapshot", "changed", "relied", "same", "state_of"]
+__all__ = ["Grads", "Reliances", "Snapshot", "changed", "not_heard", "relied", "same", "state_of"]
 
 _HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
 
@@ -368,11 +368,7 @@ class Reliances:
         live = dials.live()
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
-        self._hot = [entry for entry in held if not entry[0].watched]
-        self._read_hot = _together([entry[1] for entry in self._hot])
-        self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
-        self._watched = [entry for entry in held if entry[0].watched]
+        self._held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
         self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
@@ -381,13 +377,24 @@ class Reliances:
         self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(identity, hot))
         others = [t for t in tensors if identity(t) not in looked_at]
-        self._rotates = bool(self._watched or others)
-        self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
+        self._others = bool(others)
+        self._sort()
+        _all.add(self)
         self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(like([]), [])])
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
         self._epoch = witness.epoch
+
+    def _sort(self) -> None:
+        """What is looked at before each replay, and what the witness hears of."""
+        watched = [entry[0].watched and identity(entry[0].owner) not in _unheard for entry in self._held]
+        self._hot = [entry for entry, is_watched in zip(self._held, watched, strict=True) if not is_watched]
+        self._watched = [entry for entry, is_watched in zip(self._held, watched, strict=True) if is_watched]
+        self._read_hot = _together([entry[1] for entry in self._hot])
+        self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
+        self._rotates = bool(self._watched or self._others)
+        self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
 
     def __len__(self) -> int:
         return len(self._hot) + len(self._watched) + len(self._tensors)
@@ -459,6 +466,20 @@ class Reliances:
     def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
         states = _states([t for t, _ in tensors])
         return next((self._names[identity(t)] for (t, state), now in zip(tensors, states, strict=True) if now != state), None)
+
+
+_all: weakref.WeakSet[Reliances] = weakref.WeakSet()
+_unheard: set[int] = set()  # identities of objects, in whose dictionaries replays set attributes
+
+
+def not_heard(things: Iterable[object]) -> None:
+    """Replays will set attributes of these objects, and the witness does not hear of it: whoever relies on their attributes has
+    to look by himself."""
+    new = {*map(identity, things)} - _unheard
+    if new:
+        _unheard.update(new)
+        for reliances in _all:
+            reliances._sort()
 
 
 def _parts(things: list[Any], size: int) -> list[list[Any]]:

@@ -578,3 +578,134 @@ def test_c09_a_replay_that_raises_has_put_nothing(device):
             with pytest.raises(IndexError):
                 step(x, torch.tensor([9]))
         assert_same(ours.last, live.last)
+
+
+class _Keeps(torch.autograd.Function):
+    """Reads in its backward what it was given, and not before."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.save_for_backward(kept)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return grad * kept, None
+
+
+class _KeepsItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.kept, None
+
+
+def _by_a_hook(x, kept):
+    y = x * 2
+    y.register_hook(lambda grad: grad * kept)
+    return y * 1.0
+
+
+def _recomputed(x, kept):
+    return torch.utils.checkpoint.checkpoint(lambda x: x * kept, x, use_reentrant=False)
+
+
+@may_run_live
+@pytest.mark.parametrize("kept_by", [_Keeps.apply, _KeepsItself.apply, _by_a_hook, _recomputed, torch.mul],
+                         ids=["saved", "ctx", "hook", "recomputed", "operator"])  # fmt: skip
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_c06_a_backward_that_reads_what_was_there(device, kept_by, place):
+    """What a forward has put another tensor in place of may be read as late as in its backward."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.last = nn.Parameter(torch.ones(3)), torch.ones(3, device=device)
+
+        def forward(self, x):
+            w = self.weight * x
+            if place == "before":
+                y, self.last = kept_by(w, self.last), x * 3
+            else:
+                old, self.last = self.last, x * 3
+                y = kept_by(w, old)
+            return y
+
+    def gradients(wrap):
+        net, found = Net().to(device), []
+        called = wrap(net)
+        for n in range(8):
+            net.zero_grad()
+            called(ramp(device, 3, start=n)).sum().backward()
+            found.append((net.weight.grad.clone(), net.last.clone()))
+        return found
+
+    assert_same(gradients(pg.record), gradients(lambda net: net))
+
+
+@may_run_live
+def test_c06_a_hook_that_reads_what_the_forward_counts(device):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.n = nn.Parameter(torch.ones(3)), 0
+
+        def forward(self, x):
+            self.n += 1
+            y = self.weight * x
+            y.register_hook(self.hook)
+            return y * 1.0
+
+        def hook(self, grad):
+            return grad * self.n
+
+    def gradients(wrap):
+        net, found = Net().to(device), []
+        called = wrap(net)
+        for n in range(8):
+            net.zero_grad()
+            outs = [called(ramp(device, 3, start=n + k)) for k in range(1 + n % 2)]
+            sum(out.sum() for out in outs).backward()
+            found.append((net.weight.grad.clone(), net.n))
+        return found
+
+    assert_same(gradients(pg.record), gradients(lambda net: net))
+
+
+@may_run_live
+@pytest.mark.parametrize("first", ["reader", "model"])
+def test_c09_who_else_reads_what_a_replay_leaves(device, first):
+    """A module's attributes are not looked at each time, but where replays set them."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.n, self.last = nn.Linear(3, 3), 1, None
+
+        def forward(self, x):
+            self.n += 1
+            self.last = x * 2
+            return self.linear(x)
+
+    def run(wrap):
+        torch.manual_seed(0)
+        net, found = Net().to(device), []
+        net.last = ramp(device, 3)
+        read, called = wrap(lambda x: x * net.n + (0 if net.last is None else net.last)), wrap(net)
+
+        def reads():
+            found.extend(read(ramp(device, 3, start=n)).clone() for n in range(4))
+
+        def calls():
+            found.extend(called(ramp(device, 3, start=n)).detach().clone() for n in range(4))
+
+        for part in (reads, calls, reads, calls) if first == "reader" else (calls, reads, calls, reads):
+            part()
+        return found
+
+    assert_same(run(pg.record), run(lambda f: f))
