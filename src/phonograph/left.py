@@ -11,20 +11,17 @@ nothing in the call depends on what it finds there, which is something else in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from types import CodeType
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .bytecode import slight_use_in
 from .places import Holder, kept, own_dict
-from .where import is_torchs
 
 if TYPE_CHECKING:
     from .reliance import Snapshot
 
-__all__ = ["Count", "Left", "Put", "advance", "kinds", "left_by", "putting", "slightly_used"]
+__all__ = ["Count", "Left", "Put", "advance", "kinds", "left_by", "putting"]
 
 
 class Count(NamedTuple):
@@ -69,17 +66,9 @@ class Left(NamedTuple):
         return Left(self.counts, tuple([put._replace(old=None, new=None) for put in self.puts]))
 
 
-def slightly_used(ran: Iterable[CodeType]) -> tuple[Set[str], Set[str]]:
-    """Names of attributes with which the code that ran, torch's aside, does nothing but to add numbers to them and to call what
-    has them; and those where it only calls."""
-    uses = [slight_use_in(code) for code in ran if not is_torchs(code.co_filename)]
-    counts, calls, rest = (frozenset[str]().union(*names) for names in zip(*uses, strict=True)) if uses else [frozenset()] * 3
-    return counts - rest, calls - counts - rest
-
-
-def left_by(snapshot: Snapshot, ran: Collection[CodeType]) -> Left:
-    """What the call that followed the snapshot has left in attributes; those are as before now."""
-    names, _ = slightly_used(ran)
+def left_by(snapshot: Snapshot, counting: Set[str]) -> Left:
+    """What the call that followed the snapshot has left in attributes; those are as before now. The code that ran does nothing
+    but count with those of the names `counting`."""
     counts, puts = list[Count](), list[Put]()
     for holder, old in zip(snapshot.holders, snapshot.values, strict=True):
         if holder.owner is None or not _sets_plainly(type(holder.owner)):
@@ -89,7 +78,7 @@ def left_by(snapshot: Snapshot, ran: Collection[CodeType]) -> Left:
         if len(now) != len(old) or now[: n + 1] != old[: n + 1]:  # other attributes
             continue
         pairs = [(name, a, b) for name, a, b in zip(old[1 : n + 1], old[n + 1 :], now[n + 1 :], strict=True) if a is not b]
-        counted = {name: b - a for name, a, b in pairs if name in names and type(a) is type(b) is int}
+        counted = {name: b - a for name, a, b in pairs if name in counting and type(a) is type(b) is int}
         put = {name: (a, b) for name, a, b in pairs if (a is None or _is_tensor(a)) and _is_tensor(b)}
         if pairs and len(counted) + len(put) == len(pairs):
             counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]

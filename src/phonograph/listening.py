@@ -81,7 +81,8 @@ def watching_python(
 class Listener:
     """What both sources call. Raises a `Refusal` where the call or start would be an effect.
 
-    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran,
+    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `elsewhere`
+    that of some which ran in other threads or were called by the garbage collector, and were no part of it,
     `overlooked` what one of them was left out for, `loggers` what these were asked."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
@@ -93,6 +94,7 @@ class Listener:
         self.loggers: dict[tuple[int, int | None], Question] = {}
         self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self._met.values()
+        self.elsewhere: dict[int, CodeType] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
@@ -178,6 +180,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     def started(code: CodeType, offset: int) -> Any:
         if listener.is_new(code):
             if not listener.concerned():
+                listener.elsewhere[identity(code)] = code
                 return None  # another thread, or the collector, is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
         if identity(code) in listener.caching or code in _FOLLOWED:
@@ -245,8 +248,11 @@ def _profiling(listener: Listener) -> Iterator[None]:
                 listener.called(arg, arg.__self__, frame)
         elif event == "call":
             code = frame.f_code
-            if is_new(code) and listener.concerned():
-                listener.met(frame)
+            if is_new(code):
+                if listener.concerned():
+                    listener.met(frame)
+                else:
+                    listener.elsewhere[identity(code)] = code
             if code.co_name in starts or identity(code) in caching or code in _FOLLOWED:
                 listener.started(frame)
         elif event == "return" and frame.f_code in READS and arg is not None:

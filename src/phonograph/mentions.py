@@ -11,12 +11,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
-from .bytecode import LOOKUPS, MODULES, SPACES, Used, all_within, catches, looks_around, names_in, read_at, used_in, words_in
+from .bytecode import (
+    LOOKUPS,
+    MODULES,
+    SPACES,
+    Used,
+    all_within,
+    catches,
+    looks_around,
+    matches,
+    names_in,
+    read_at,
+    used_in,
+    words_in,
+)
 from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions", "likeness"]
+__all__ = ["ABSENT", "CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -27,8 +40,8 @@ _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defa
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
-_HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-_ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
+HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
 EVALUATED = "<module>"  # the name of what `eval` and `exec` run
 _NO_FUNCTIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _WRITTEN = frozenset({"__init__", "__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__setattr__",
@@ -50,7 +63,9 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.looks_around_unknown = False  # of what has no name, or a local one
+        self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
+        self.looks_tensors_up = False  # whether a container may, that has tensors as keys
         self._after: defaultdict[str, set[str]] = defaultdict(set)
         self.bare: set[str] = set()  # see `Used`
         self.spaces = False  # whether code may get at global variables otherwise than as such, by any name in code...
@@ -59,6 +74,7 @@ class Mentions:
         self.looks_for_absent = False  # whether it may ask for an attribute that is not there yet
         self.generators_catch = False  # whether they run code after an exception of whoever goes through what they give
         self.words: set[str] = set()  # names by which what is no code reads attributes
+        self._matches = False
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] = set()  # what was added, and the functions in it
 
@@ -68,12 +84,13 @@ class Mentions:
         self.names |= named
         self.spaces, self.computes_globals = self.spaces or used.spaces, self.computes_globals or used.computes
         self.gets_modules = self.gets_modules or used.modules
-        self.looks_for_absent = self.looks_for_absent or not _ABSENT.isdisjoint(named) or catches(code)
+        self.looks_for_absent = self.looks_for_absent or not ABSENT.isdisjoint(named) or catches(code)
         self._known.update(map(likeness, all_within(code)))
         self.bare |= used.bare
         for before, attribute in used.attributes:
             self._after[before].add(attribute)
         self._after[""] |= words_in(code)
+        self._matches = self._matches or matches(code)
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
         self.generators_catch = self.generators_catch or generators_catch(code)
@@ -86,12 +103,6 @@ class Mentions:
         self.reads |= names_in(code)
         self.looks_around = self.looks_around or looks_around(code)
         self.reads_settings = self.reads_settings or _reads_settings(code)
-
-    def add_libraries(self, ran: Iterable[CodeType]) -> None:
-        """Of this code that of libraries, which may read attributes of what it was given before."""
-        for code in ran:
-            if not is_torchs(code.co_filename) and not is_users(code.co_filename):
-                self.reads |= names_in(code)
 
     def add_words(self, words: Set[str]) -> None:
         """Names by which an object that is no code reads attributes."""
@@ -110,7 +121,7 @@ class Mentions:
 
     def looks_anywhere(self) -> None:
         """Some code may read attributes that it does not name, of anything."""
-        self.looks_around = self.looks_around_unknown = self.looks_for_absent = True
+        self.looks_around = self.looks_around_unknown = self.looks_for_absent = self.looks_unseen = True
 
     def following(self, name: str) -> tuple[set[str], set[str]]:
         """The names by which code reads attributes of what has this name; and those by which it reads some of what has none."""
@@ -130,12 +141,12 @@ class Mentions:
     @property
     def asks_kind(self) -> bool:
         """Whether some code may ask of which class an object is."""
-        return not self.names.isdisjoint({"isinstance", "issubclass"})
+        return not self.names.isdisjoint({"isinstance", "issubclass"}) or self._matches
 
     @property
     def asks_history(self) -> bool:
         """Whether some code may ask for an argument's place in a graph of autograd's."""
-        return not self.names.isdisjoint(_HISTORY)
+        return not self.names.isdisjoint(HISTORY)
 
     @property
     def reads_gradients(self) -> bool:

@@ -19,7 +19,6 @@ import abc
 import argparse
 import builtins
 import ctypes
-import dataclasses
 import functools
 import operator
 import os
@@ -31,21 +30,25 @@ import typing
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
 from types import (
+    AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
     CodeType,
+    CoroutineType,
     FrameType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
+    MethodDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any, Generic, Protocol
 
@@ -55,16 +58,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import packages, places, torch_private
 from .borrowed import Borrowed
-from .bytecode import Used, looks_around, matches, names_in, words_of
+from .bytecode import Used, names_in, words_of
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
-from .left import Left, kinds, slightly_used
+from .left import Left, kinds
 from .marked import is_marked
-from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions, likeness
+from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
+from .ran import Ran, is_resumed
 from .torch_private import has_memory
-from .where import LIBRARY, is_ours, is_torchs, is_users, origin, users_line, written_out
+from .where import is_ours, is_users, users_line, written_out
 
 __all__ = ["FEW", "Reach"]
 
@@ -75,7 +79,7 @@ _BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Stru
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
-_ITERATORS = (GeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
+_ITERATORS = (GeneratorType, CoroutineType, AsyncGeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _MEMBERS = (staticmethod, classmethod, property)
 _ALIASES = (types.GenericAlias, types.UnionType, type(typing.List[int]))  # noqa: UP006 - which is no list[int]
 _BUILTINS = vars(builtins)
@@ -94,35 +98,27 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
 _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
+_FIELDS = "__dataclass_fields__"
 _PARSED = frozenset(argparse.Namespace.__mro__) - {object}
-_OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
 class Reach:
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
-    only those methods are entered that did, and left out are numbers that it has only counted, and what it has `left`."""
+    those attributes of the user's objects are left out that it cannot have read, and what it has `left`."""
 
     def __init__(
-        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Collection[CodeType] | None = None,
-        left: Left | None = None,
+        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Ran | None = None, left: Left | None = None
     ) -> None:  # fmt: skip
-        self._began = (*roots,), (*heard,)
-        self.mentions = Mentions(heard)
-        self._ran: set[tuple[object, ...]] | None = None
-        self._counted: Set[str] = frozenset()  # names of attributes to which it only adds numbers...
-        self._called: Set[str] = frozenset()  # ...and of which it only calls what has them
+        self._began = (*roots,), frozenset(heard)
+        self._ran = ran
         self._put: dict[int, set[str]] = defaultdict(set)  # of which objects it has put tensors into attributes
         for put in left.puts if left is not None else ():
             self._put[identity(put.of)].add(put.name)
-        self._reads_fields = self._matches = True  # of a dataclass, by `fields` and the like; by `case State(a, b)`
-        if ran is not None:
-            self._ran = {*map(likeness, ran)}
-            self._counted, self._called = slightly_used(ran)
-            self._reads_fields = any(map(_reads_fields, ran))
-            self._matches = any(map(matches, ran))
-            self.mentions.add_libraries(ran)
+        self._unbound: set[int] = set()  # the identities of methods that did not run
+        self._resumed: set[str] = set()  # what generators name, which may have run unheard
+        self.mentions = Mentions(heard)
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
@@ -219,17 +215,21 @@ class Reach:
             keys = [*map(os.environ.encodekey, variables)]
             self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
 
-    def of_what_ran(self, ran: Collection[CodeType], left: Left) -> Reach | None:
-        """The same walk again after a call, in which this code ran, and not through methods that did not: nothing can depend on
-        what these alone name. (Most that seem to be called only have the name of another.) None if that does not come by all
-        that ran, or if what the call has `left` might be read as well."""
-        part = Reach(*self._began, ran, left)
-        if any(part.mentions.unknown(code) and not self.mentions.unknown(code) for code in ran):
+    def of_what_ran(self, ran: Ran, left: Left) -> Reach | None:
+        """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
+        has `left`."""
+        if ran.reflects:
             return None
-        mentions = part.mentions
-        reads = mentions.looks_around or not mentions.words.isdisjoint(left.names)
-        asks = mentions.asks_identity or mentions.asks_history
-        return None if (left.paths and reads) or (left.puts and asks) else part
+        part = Reach(*self._began, ran, left)
+        reads = part._any_attribute or not part.mentions.words.isdisjoint(left.names)
+        asks = ran.asks_identity or ran.asks_history or part.mentions.looks_tensors_up
+        return None if (left.names and reads) or (left.puts and asks) else part
+
+    @property
+    def _any_attribute(self) -> bool:
+        """Whether attributes of the user's objects may be read that are not named."""
+        ran, mentions = self._ran, self.mentions
+        return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
 
     # -- walking
 
@@ -286,10 +286,10 @@ class Reach:
             if entered or self.mentions.looks_for_absent:
                 self._hold(places.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
-            names = None if self.mentions.looks_around else [n for n in own_dict(thing) or () if n in entered]
+            names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
             own, put = own_dict(thing) or {}, self._put.get(identity(thing), set())
-            if some := [n for n, value in own.items() if n in put or self._is_count(n, value)]:
+            if some := [n for n, value in own.items() if n in put or self._is_count(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
 
     @property
@@ -382,7 +382,7 @@ class Reach:
             if named:
                 continue
             if type(k) is torch.Tensor:
-                self.mentions.asks_identity = True  # looking it up does
+                self.mentions.asks_identity = self.mentions.looks_tensors_up = True  # looking it up does
             if not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
@@ -403,7 +403,8 @@ class Reach:
         place = places.unordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
-        self.mentions.asks_identity = self.mentions.asks_identity or torch.Tensor in map(type, place.read())
+        if torch.Tensor in map(type, place.read()):
+            self.mentions.asks_identity = self.mentions.looks_tensors_up = True
 
     def _tuple(self, path: str, values: Any) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
@@ -461,43 +462,46 @@ class Reach:
         parsed arguments are made to be handed on: of them it has to be known that nobody has asked for all."""
         if kind not in self._plain:
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
-            handed_on = dataclasses.is_dataclass(kind) or not foreign.isdisjoint(_PARSED)
-            asked = self._reads_fields or kind in _pytree.SUPPORTED_NODES
+            handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
+            asked = self._ran is None or self._ran.reads_fields or kind in _pytree.SUPPORTED_NODES
             self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
         return self._plain[kind]
 
     def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        wanted = {n for n in own if self.mentions.looks_around or n in self.mentions.reads or n.startswith("__")} - entered
+        wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
         wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
+            wanted -= {n for n in wanted if self._is_count(thing, n, own[n])}
         wanted -= self._put.get(identity(thing), set())
-        entered |= wanted - {n for n in wanted if self._is_none_of_its_business(n, own[n])}
+        entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
 
-    def _is_none_of_its_business(self, name: str, value: Any) -> bool:
-        """Whether the code that ran cannot depend on the value of an attribute that it names: it has counted it, or what it has
-        called is another's, as `optimizer.step()` is where `self.step` is a number."""
-        if self.mentions.looks_around or name in self.mentions.words:
-            return False
-        called = name in self._called and not callable(value) and not self.mentions.looks_for_absent
-        return called or self._is_count(name, value)
+    def _may_read(self, thing: Any, name: str, value: Any) -> bool:
+        """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
+        ran, module = self._ran, isinstance(thing, torch.nn.Module)
+        if self._any_attribute or ran is None:
+            return self._any_attribute or name in self.mentions.reads
+        if name in self.mentions.words or name in self._began[1] or name in self._resumed:
+            return True
+        slight = ran.merely_counts(name, value, of_module=module) or ran.merely_calls(name, value, of_module=module)
+        return ran.names(name, of_module=module) and not slight
 
-    def _is_count(self, name: str, value: Any) -> bool:
-        return name in self._counted and type(value) is int
+    def _is_count(self, thing: Any, name: str, value: Any) -> bool:
+        return self._ran is not None and self._ran.merely_counts(name, value, of_module=isinstance(thing, torch.nn.Module))
 
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
         does not count, so that only those of its attributes do which code of the user's names."""
         if isinstance(thing, WeakIdKeyDictionary):
-            self.mentions.asks_identity = True
+            self.mentions.asks_identity = self.mentions.looks_tensors_up = True
             self._work.extend((path, key) for key in thing)
         own = own_dict(thing)
         if own is not None:
             self._opaque.append((path, thing, set()))
-            functions = [f for f in own.values() if _is_users_function(f)]
+            functions = [x for x in own.values() if _is_users_function(x) or is_users_class(type(x))]
             if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
                 self._fixed(path, functions)  # `numpy.vectorize` calls one
 
@@ -675,18 +679,25 @@ class Reach:
 
     def _builtin(self, path: str, f: BuiltinFunctionType | MethodWrapperType) -> None:
         """A method of an object (`append = results.append`), unless it is a function of a module."""
-        self.mentions.add_lookup(f.__name__)
+        self._descriptor(path, f)
         of_module = isinstance(f.__self__, ModuleType) and type(f) is BuiltinFunctionType
         if not of_module and not isinstance(f.__self__, type):
             self._work.append((path, f.__self__))
+
+    def _descriptor(self, path: str, f: Any) -> None:
+        """A method of a built-in class, such as `object.__getattribute__`."""
+        self.mentions.add_lookup(f.__name__)
+        self.mentions.looks_unseen = self.mentions.looks_unseen or f.__name__ in ("format", "format_map")
 
     def _function(self, path: str, f: FunctionType) -> None:
         if is_marked(f):
             self.marked = True
             return  # what it reads and changes is its own business
+        unbound = identity(f) in self._unbound  # what its variables are does not count, but for what they lead to
         if f.__closure__:
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
-            self._hold(place)
+            if not unbound:
+                self._hold(place)
             for name, value in zip(f.__code__.co_freevars, place.read(), strict=True):
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
@@ -708,11 +719,14 @@ class Reach:
             self._dict(f"{f.__qualname__}'s defaults", f.__kwdefaults__)
         if f.__dict__.keys() - {"__wrapped__"}:
             self._dict(f.__qualname__, f.__dict__)
-        self._code(f)
+        self._code(f, unbound)
 
-    def _code(self, f: FunctionType) -> None:
+    def _code(self, f: FunctionType, unbound: bool) -> None:
         """What the code of a function of the user's names."""
         named, used = self.mentions.add(f.__code__, f.__name__)
+        if is_resumed(f.__code__):
+            self._resumed |= named
+            self.mentions.looks_unseen = self.mentions.looks_unseen or bool(used.around)
         g = f.__globals__
         self._looks_around(used, g, is_method="<" not in f.__qualname__.rpartition(".")[0] and "." in f.__qualname__)
         self._imported(named, used, g)
@@ -721,15 +735,15 @@ class Reach:
         absent = (named if used.spaces else by_name | used.asked) - g.keys()
         held = self._spaces.setdefault(identity(g), (g, set()))[1]
         new = (((used.variables | used.asked) & g.keys()) | absent) - held
-        held |= new
-        if new:
+        if new and not unbound:
+            held |= new
             self._hold(places.space("globals", g, sorted(new)))
         for n in sorted(new & g.keys()):
             self._variable_of(n, g[n], used.bare)
             if type(g[n]) is str and "format" in named:
                 self.mentions.add_words(words_of(g[n]) if "{" in g[n] else set())
         hidden = sorted(used.variables - g.keys() - absent | (absent & used.variables - used.sets))
-        if hidden:  # a global that appears later may shadow a builtin, or a builtin appear
+        if hidden and not unbound:  # a global that appears later may shadow a builtin, or a builtin appear
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
             read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": _BUILTINS.get})
             self._hold(kept("builtins", read))
@@ -856,7 +870,7 @@ class Reach:
         for base in kind.__mro__:
             for name in CONSTRUCTORS & vars(base).keys():
                 for f in functions_of(vars(base)[name]):
-                    if isinstance(f, FunctionType) and is_users(f.__code__.co_filename) and self._runs(f, named=True):
+                    if isinstance(f, FunctionType) and is_users(f.__code__.co_filename):
                         self.mentions.add_reads(f.__code__)
 
     def _enter_methods(self, kind: type, bases: list[type]) -> None:
@@ -880,15 +894,12 @@ class Reach:
             for name, member in list(vars(base).items()):
                 is_called = name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED)
                 for f in functions_of(member):
-                    if self._runs(f, named=is_called or (self.mentions.looks_around and self._runs_alike(f))):
+                    if is_called or (self.mentions.looks_around and self._runs_alike(f)):
+                        if self._ran is not None and isinstance(f, FunctionType) and not self._ran.has(f.__code__):
+                            self._unbound.add(identity(f))
                         self._visit(f"{base.__qualname__}.{name}", f)
                 if is_called and isinstance(member, classmethod):
                     self._making(kind)
-
-    def _runs(self, method: Any, *, named: bool) -> bool:
-        """Whether a method may run that is `named` or not: where it is known what ran, that decides."""
-        known = self._ran is not None and isinstance(method, FunctionType)
-        return likeness(method.__code__) in self._ran if known else named  # type: ignore[operator]
 
     def _runs_alike(self, f: Any) -> bool:
         """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""
@@ -913,16 +924,10 @@ class Reach:
                 delattr(kind, name)
 
         self._hold(Holder(path, read, restore, named=places.keyed))
-        if self._matches:
+        if self._ran is None or self._ran.matches:
             self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
-
-
-def _reads_fields(code: CodeType) -> bool:
-    """Whether this code may read all that a dataclass, or a parser's result, has."""
-    installed = origin(code.co_filename) == LIBRARY and not is_torchs(code.co_filename)
-    return code.co_filename in _OF_FIELDS or "__dataclass_fields__" in code.co_names or (installed and looks_around(code))
 
 
 def _is_users_function(f: Any) -> bool:
@@ -1023,6 +1028,8 @@ _WAYS: list[tuple[type, _Enter]] = [
     (operator.methodcaller, Reach._getter),
     (BuiltinFunctionType, Reach._builtin),
     (MethodWrapperType, Reach._builtin),
+    (WrapperDescriptorType, Reach._descriptor),
+    (MethodDescriptorType, Reach._descriptor),
     (weakref.ref, Reach._weak),
     (weakref.ProxyType, Reach._proxy),
     (weakref.CallableProxyType, Reach._proxy),
@@ -1069,7 +1076,7 @@ def _way(kind: type) -> _Enter:
         return Reach._recorded
     if kind.__module__.startswith("phonograph.") and hasattr(kind, "reached"):  # a function of our own
         return lambda reach, path, function: reach._fixed(path, function.reached())
-    if hasattr(kind, "__next__"):
+    if any("__next__" in vars(base) for base in kind.__mro__):
         return _iterator
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):

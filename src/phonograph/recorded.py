@@ -707,6 +707,9 @@ class Recorded(Observed, Generic[P, R]):
                 self._heard |= e.names
                 self._met += [weakref.ref(one) for one in e.met]
                 e.__traceback__ = e.__context__ = None  # which would keep what the capture has made
+                e.met = tuple(
+                    [one for one in e.met if isinstance(one, (FunctionType, type))]
+                )  # others may be the capture's own
                 reach = self._reach(call)
             except Attached:
                 if history.attached or borrow:

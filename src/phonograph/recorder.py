@@ -45,6 +45,7 @@ from .marked import Marked
 from .mentions import CYCLED, LIVE
 from .optimizers import fit_to_step, recordable
 from .pool import Lease, unowned
+from .ran import Ran
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
@@ -164,8 +165,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         left: Left = captured.left
         changes = snapshot.changes()  # `self.seen = []` is none
-        part = None if changes else _relied(function, captured, reach, device)
-        changes += left.paths if part is None else []
+        relied = None if changes else _relied(captured, reach)
+        changes += left.paths if relied is None else []
         if changes:
             remedy = _SCHEDULER if any(name.endswith(".last_epoch") for name in changes) else _OUTLIVES
             where = _where_set(changes[0], reach, captured.ran)
@@ -191,8 +192,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
-        relied = reach if part is None else part
-        snapshot = snapshot if part is None else Snapshot(part)
+        snapshot = snapshot if relied is None else Snapshot(relied)
+        relied = relied or reach
         snapshot.also(reach.packages.after(captured.ran, relied.of_others))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
@@ -233,22 +234,26 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     )
 
 
-def _all_that_ran(function: Any, ran: Iterable[CodeType], device: Any) -> list[CodeType] | None:
+def _all_that_ran(function: Any, listener: Any, device: Any) -> Ran | None:
     """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
     autograd calls on a thread of its own; and what runs in a backward by itself, its forward has chosen."""
-    codes = [*ran]
-    heard = HEARS_ALL_THREADS or device.torch_device.type == "cpu"
-    return codes if heard and not isinstance(function, Backward) and not ran_compiled(codes) else None
+    codes = [*listener.ran, *listener.elsewhere.values()]
+    if isinstance(function, Backward) or ran_compiled(codes):
+        return None
+    if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
+        nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
+        if nested or device.torch_device.type != "cpu":
+            return None
+    return Ran(codes)
 
 
-def _relied(function: Any, captured: Any, reach: Reach, device: Any) -> Reach | None:
+def _relied(captured: Any, reach: Reach) -> Reach | None:
     """That part of what is in reach on which a replay relies; None if it is not known, or lacks something that an operator has
     read."""
     touched, left = captured.watch.touched, captured.left
-    if any(put.old is not None and storage_id(put.old) in touched for put in left.puts):
+    if captured.known is None or any(put.old is not None and storage_id(put.old) in touched for put in left.puts):
         return None
-    ran = _all_that_ran(function, (code for code, _ in captured.ran), device)
-    part = reach.of_what_ran(ran, left) if ran is not None else None
+    part = reach.of_what_ran(captured.known, left)
     if part is None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
@@ -468,6 +473,7 @@ def _capture(
     functions: list[tuple[CodeType, dict[str, Any]]] = []
     loggers: list[Question] = []
     left: list[Left] = [Left()]
+    known: list[Ran | None] = [None]
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
@@ -516,9 +522,9 @@ def _capture(
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):
             raise refusal
-        codes = _all_that_ran(function, listener.ran, device)
-        if codes is not None and not terms.borrow:  # what is lent may not stay there
-            left[:] = [left_by(snapshot, codes)]
+        known[0] = all_of_it = _all_that_ran(function, listener, device)
+        if all_of_it is not None and not terms.borrow:  # what is lent may not stay there
+            left[0] = left_by(snapshot, all_of_it.counts)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
         functions.extend(listener.functions())
@@ -557,7 +563,7 @@ def _capture(
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
-                                 seen=tuple(stood), ran=functions, loggers=loggers, left=left[0])  # fmt: skip
+                                 seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's

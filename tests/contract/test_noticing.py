@@ -2736,12 +2736,12 @@ class _Counting:
         self.n, self.seen, self.table, self.weight = 0, None, {"n": 0}, nn.Parameter(torch.ones(3, device=device))
 
     def counts(self, x):
-        self.n += 1
+        self.n = self.n + 1
         return x * 2
 
     def keeps(self, x):
         y = x * 2
-        self.seen = y.detach()
+        self.seen = [y.detach()]
         return y
 
     def replaces(self, x):
@@ -2755,7 +2755,7 @@ class _Counting:
 
     def twice(self, x):
         self.n += 1
-        self.n += 1
+        self.n *= 2
         return x * 2
 
 

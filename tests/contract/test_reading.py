@@ -1,4 +1,5 @@
-"""C9: ways to read something outside, each a program of its own: `reading.txt` has their source.
+"""C9: ways to read something outside, each a program of its own: `reading.txt` has their source, and `reading_unrun.txt` those
+where a method that does not run in the call says what is read, or leads to it.
 
 A case has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f` reads:
 the next call has to give what plain PyTorch gives. Or `f` changes something itself, once in each call, as `count` tells.
@@ -28,12 +29,21 @@ PACKAGE = {  # an installed one
 }
 
 
-def cases():
-    parts = re.split(r"^#case (.*)\n", Path(__file__).with_name("reading.txt").read_text(), flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+def cases(name, begin="", end=""):
+    parts = re.split(r"^#case (.*)\n", Path(__file__).with_name(name).read_text(), flags=re.MULTILINE)[1:]
+    return {case: begin + source + end for case, source in zip(parts[::2], parts[1::2], strict=True)}
 
 
-CASES = cases()
+UNRUN = """
+import contextlib, functools, operator, os, types, weakref
+from torch import nn
+"""
+CALLED = """
+if isinstance(f, nn.Module):
+    model = f
+    def f(x): return model(x)
+"""
+CASES = cases("reading.txt") | cases("reading_unrun.txt", UNRUN, CALLED)
 
 
 @pytest.fixture

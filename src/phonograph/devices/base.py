@@ -13,6 +13,7 @@ from ..dials import Dials
 from ..left import Left
 from ..loggers import Question
 from ..pool import Pool
+from ..ran import Ran
 from ..randomness import Rewind
 from ..reach import Reach
 from ..recording import Program, Recording
@@ -41,7 +42,7 @@ class Captured(NamedTuple):
     `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
     `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
     globals of each. `loggers`: what these were asked. What the call has `left` in attributes is not there any more; tensors
-    among it are in the result, as (the function's own, [tensors]).
+    among it are in the result, as (the function's own, [tensors]). `known`: all code that ran, if that is certain.
     """
 
     result: Any
@@ -60,6 +61,7 @@ class Captured(NamedTuple):
     ran: Sequence[tuple[CodeType, dict[str, Any]]] = ()
     loggers: Sequence[Question] = ()
     left: Left = Left()
+    known: Ran | None = None
 
 
 class Device(Protocol):

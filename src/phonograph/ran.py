@@ -1,0 +1,81 @@
+"""What the code that ran in a call names: only of that can a replay depend, among the attributes of the user's own objects.
+
+Before a call it is not known what will run. So all that has the name of what is called is looked at, and a trainer's `train()`
+is, because the step calls the model's. Afterwards it is known. What an attribute holds that no code that ran names does not
+count, if nothing that ran reads attributes that it does not name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+from collections.abc import Collection, Set
+from types import CodeType
+
+from .bytecode import catches, looks_around, matches, names_in, slight_use_in
+from .introspection import asks_identity
+from .mentions import ABSENT, HISTORY, likeness
+from .where import LIBRARY, is_torchs, is_users, origin
+
+__all__ = ["Ran", "is_resumed"]
+
+_FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
+_FIELDS = frozenset({"__dataclass_fields__"})
+_OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
+# By which code may read what a function is bound to, though it does not run.
+_REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
+                       "get_objects", "get_referents", "get_referrers"})  # fmt: skip
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class Ran:
+    """All code that ran in a call."""
+
+    def __init__(self, codes: Collection[CodeType]) -> None:
+        others = [code for code in codes if not is_torchs(code.co_filename)]
+        users = [code for code in others if is_users(code.co_filename)]
+        by_users = frozenset[str]().union(*map(names_in, users))
+        self._likenesses = {*map(likeness, codes)}
+        self._names: Set[str] = frozenset[str]().union(*map(names_in, others))
+        self._torchs: Set[str] = frozenset[str]().union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
+        uses = [slight_use_in(code) for code in others]
+        rest = frozenset[str]().union(*(use.rest for use in uses))
+        self.counts: Set[str] = frozenset[str]().union(*(use.counts for use in uses)) - rest
+        """Attributes with which it does nothing but to add numbers to them, and to call what has them."""
+        self._calls: Set[str] = frozenset[str]().union(*(use.calls for use in uses)) - self.counts - rest
+        self.looks_around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
+        """Whether it may read attributes that it does not name."""
+        self.looks_for_absent = any(map(catches, users)) or not by_users.isdisjoint(ABSENT)
+        self.reflects = not by_users.isdisjoint(_REFLECTS)
+        self.asks_identity = any(map(asks_identity, users))
+        self.asks_history = not by_users.isdisjoint(HISTORY)
+        self.reads_fields = any(map(_reads_fields, others))
+        """Whether it may read all that a dataclass, or a parser's result, has."""
+        self.matches = any(map(matches, others))
+
+    def has(self, code: CodeType) -> bool:
+        """Whether it is, or may be, among it: before Python 3.12 only the start of a generator is heard."""
+        return likeness(code) in self._likenesses or is_resumed(code)
+
+    def names(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it may read such an attribute. Torch's own code knows those of modules only."""
+        return attribute in self._names or (of_module and attribute in self._torchs)
+
+    def merely_counts(self, attribute: str, value: object, *, of_module: bool) -> bool:
+        return type(value) is int and attribute in self.counts and not (of_module and attribute in self._torchs)
+
+    def merely_calls(self, attribute: str, value: object, *, of_module: bool) -> bool:
+        """Whether what it does with such an attribute, it does with another object's: this one has no function there."""
+        known = of_module and attribute in self._torchs
+        return attribute in self._calls and not callable(value) and not (known or self.looks_for_absent)
+
+
+def is_resumed(code: CodeType) -> bool:
+    """Whether a function with this code goes on where it was before."""
+    return bool(code.co_flags & _RESUMED)
+
+
+def _reads_fields(code: CodeType) -> bool:
+    installed = origin(code.co_filename) == LIBRARY
+    return code.co_filename in _OF_FIELDS or not _FIELDS.isdisjoint(code.co_names) or (installed and looks_around(code))
