@@ -211,3 +211,25 @@ case_of_the_test.loaded.append(True)
     for _ in range(4):
         assert_same(recorded(x), x * 2)
     assert not module.loaded
+
+
+@may_run_live
+@pytest.mark.parametrize("given", ["x * 2", "x * float(x.sum().item())"], ids=["recordable", "not recordable"])
+def test_c13_a_suspended_coroutine_goes_on(device, load, given):
+    """A capture that was given up inside of it would have ended it."""
+    module = load(f"""
+async def loop():
+    x = None
+    while True:
+        x = yield None if x is None else {given}
+def made():
+    running = loop()
+    def step(x):
+        try: running.asend(x).send(None)
+        except StopIteration as e: return e.value
+    step(None)
+    return step
+""")
+    ours, live = pg.record(module.made()), module.made()
+    for n in range(6):
+        assert_same(ours(ramp(device, 3, start=n)), live(ramp(device, 3, start=n)))
