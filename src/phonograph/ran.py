@@ -55,7 +55,7 @@ class Ran:
         self.matches = any(map(matches, others))
 
     def has(self, code: CodeType) -> bool:
-        """Whether it is, or may be, among it: before Python 3.12 only the start of a generator is heard."""
+        """Whether it is, or may be, among it: from Python 3.12 on only the start of a generator is heard."""
         return likeness(code) in self._likenesses or is_resumed(code)
 
     def names(self, attribute: str, *, of_module: bool) -> bool:

@@ -221,7 +221,7 @@ class Reach:
         if ran.reflects:
             return None
         part = Reach(*self._began, ran, left)
-        reads = part._any_attribute or not part.mentions.words.isdisjoint(left.names)
+        reads = part._any_attribute or any(map(part._named_otherwise, left.names))
         asks = ran.asks_identity or ran.asks_history or part.mentions.looks_tensors_up
         return None if (left.names and reads) or (left.puts and asks) else part
 
@@ -484,13 +484,19 @@ class Reach:
         ran, module = self._ran, isinstance(thing, torch.nn.Module)
         if self._any_attribute or ran is None:
             return self._any_attribute or name in self.mentions.reads
-        if name in self.mentions.words or name in self._began[1] or name in self._resumed:
+        if self._named_otherwise(name):
             return True
         slight = ran.merely_counts(name, value, of_module=module) or ran.merely_calls(name, value, of_module=module)
         return ran.names(name, of_module=module) and not slight
 
     def _is_count(self, thing: Any, name: str, value: Any) -> bool:
-        return self._ran is not None and self._ran.merely_counts(name, value, of_module=isinstance(thing, torch.nn.Module))
+        if self._ran is None or self._named_otherwise(name):
+            return False
+        return self._ran.merely_counts(name, value, of_module=isinstance(thing, torch.nn.Module))
+
+    def _named_otherwise(self, name: str) -> bool:
+        """Whether what may read attributes of this name is not among the code that is known to have run."""
+        return name in self.mentions.words or name in self._began[1] or name in self._resumed
 
     def _theirs(self, path: str, thing: Any) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and

@@ -246,6 +246,30 @@ def test_c09_what_is_counted_is_read_in_another_branch(device):
 
 
 @may_run_live
+def test_c09_what_is_counted_is_read_by_a_generator_from_before(device):
+    """It goes on where it was: where functions are heard by their starts, it is not."""
+    source = """
+        import weakref
+        class Made(Base):
+            def __init__(self):
+                super().__init__()
+                running = self.numbers()
+                next(running)
+                self.following = weakref.finalize(self, running.send)  # which hides it
+            def numbers(self):
+                while True: yield self.n
+            def step(self, x):
+                self.n += 1
+                return x * self.following.peek()[1](None)
+    """
+    (ours, _), (live, _) = made(source), made(source)
+    recorded = pg.record(ours.step)
+    for n in range(6):
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+        assert ours.n == live.n
+
+
+@may_run_live
 def test_c09_a_class_that_sets_attributes_its_own_way(device):
     source = """
         class Made(Base):
