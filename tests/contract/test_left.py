@@ -256,6 +256,7 @@ def test_c09_what_is_counted_is_read_by_a_generator_from_before(device):
                 running = self.numbers()
                 next(running)
                 self.following = weakref.finalize(self, running.send)  # which hides it
+                self.following.atexit = False
             def numbers(self):
                 while True: yield self.n
             def step(self, x):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import phonograph as pg
 from phonograph.places import own_dict
@@ -233,3 +234,32 @@ def made():
     ours, live = pg.record(module.made()), module.made()
     for n in range(6):
         assert_same(ours(ramp(device, 3, start=n)), live(ramp(device, 3, start=n)))
+
+
+@may_run_live
+def test_c09_what_torch_reads_of_a_module_of_the_users(device):
+    """Code of the user's that names it does not run, and torch's does."""
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_features, self.eps = 3, 0.0
+            self.register_buffer("running_mean", torch.zeros(3))
+            self.register_buffer("running_var", torch.ones(3))
+            self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+
+        def __repr__(self):
+            return f"Norm(eps={self.eps})"
+
+    linear, norm = nn.Linear(3, 3).to(device).eval(), Norm().to(device).eval()
+
+    def f(x):
+        return torch.nn.utils.fusion.fuse_linear_bn_eval(linear, norm)(x)
+
+    recorded, x = pg.record(f), ramp(device, 2, 3)
+    with torch.no_grad():
+        for _ in range(6):
+            assert_same(recorded(x), f(x))
+        assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
+        norm.eps = 3.0
+        assert_same(recorded(x), f(x))
