@@ -263,3 +263,25 @@ def test_c09_what_torch_reads_of_a_module_of_the_users(device):
         assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
         norm.eps = 3.0
         assert_same(recorded(x), f(x))
+
+
+@may_run_live
+def test_c09_a_tensor_that_no_code_that_ran_names(device):
+    class Hiding:
+        def __init__(self):
+            self.weight = torch.full((3,), 2.0, device=device)
+            self.hidden = slice(self.weight)
+
+        def __repr__(self):
+            return str(self.weight)
+
+        def step(self, x):
+            return x * self.hidden.stop
+
+    hiding, x = Hiding(), ramp(device, 3)
+    recorded = pg.record(hiding.step)
+    for _ in range(6):
+        assert_same(recorded(x), hiding.step(x))
+    assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
+    hiding.weight.data = torch.full((3,), 3.0, device=device)
+    assert_same(recorded(x), hiding.step(x))
