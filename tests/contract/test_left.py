@@ -501,7 +501,7 @@ def test_c09_what_was_put_is_replaced_by_its_owner(device):
 def test_c09_whether_it_is_the_one_that_was_put(device):
     source = PUTTING.format("same = self.last is self.other; self.last = x * 2; return x * 3 if same else x * 4")
     (ours, _), (live, _) = made(source), made(source)
-    recorded = pg.record(ours.step)
+    recorded = pg.record(ours.step, warmup=0)
     for n in range(12):
         assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
         assert_same(attributes(ours), attributes(live))
