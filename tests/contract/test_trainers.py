@@ -224,14 +224,22 @@ def test_c09_a_method_that_runs_later_counts_from_then_on(device):
 def test_c09_what_a_backward_runs_counts(device):
     """Of a model that is recorded in place, methods run in the backward as well: as hooks, or where a part is recomputed."""
 
+    class Helper:
+        def __init__(self):
+            self.factor = 1.0
+
+        def hook(self, grad):
+            return grad * self.factor
+
     class Part(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.scale, self.slope = torch.nn.Linear(3, 3), 2.0, 1.0
+            self.inner, self.scale, self.slope, self.helper = torch.nn.Linear(3, 3), 2.0, 1.0, Helper()
 
         def forward(self, x):
             y = torch.utils.checkpoint.checkpoint(self.scaled, x, use_reentrant=False)
             y.register_hook(self.sloping)
+            y.register_hook(self.helper.hook)
             return y * 1.0
 
         def scaled(self, x):
@@ -251,9 +259,9 @@ def test_c09_what_a_backward_runs_counts(device):
         model(ramp(device, 3)).sum().backward()
         return model.inner.weight.grad.clone()
 
-    for scale, slope in [(2.0, 1.0), (3.0, 1.0), (3.0, 2.0), (2.0, 1.0)]:
+    for scale, slope, factor in [(2.0, 1.0, 1.0), (3.0, 1.0, 1.0), (3.0, 2.0, 1.0), (3.0, 2.0, 3.0), (2.0, 1.0, 1.0)]:
         for one in (ours, live):
-            one.scale, one.slope = scale, slope
+            one.scale, one.slope, one.helper.factor = scale, slope, factor
         for _ in range(4):
             assert_same(gradient(ours), gradient(live))
     assert pg.stats(ours).replayed > 0, pg.explain(ours)
