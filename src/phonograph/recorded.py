@@ -654,7 +654,7 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.takes_turns = in_flight
                 recording.backward.apart = apart
                 recording.backward.once = device.once
-                recording.backward.stop, recording.backward.doubt = self._stop, self._doubt
+                recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
                 ran = self._history(call.key).ran_backward
                 if ran and not recording.backward.gradients_stay(call.tensors):
                     recording.backward.shares, recording.backward.room = True, recording.room
@@ -792,6 +792,18 @@ def together(recorded: Sequence[Recorded[Any, Any]], before: Counters) -> Stats:
     counters = sum(map(counted, recorded), before)
     devices = set[Any]().union(*(mine._devices for mine in recorded))
     return counters.stats(sum(d.pool_bytes for d in devices))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a function that may be gone by then. (A graph of autograd's has this: it must not keep a model of which an
+    attribute may hold the graph. The garbage collector does not see all of such a circle.)"""
+    of = weakref.WeakMethod(method)
+
+    def called(*args: Any) -> Any:
+        there = of()
+        return there(*args) if there is not None else None
+
+    return called
 
 
 def _there(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

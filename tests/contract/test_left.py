@@ -2,7 +2,9 @@
 the call can depend on what was there; whatever does makes it run live, or be recorded anew. Attributes and results are eager's.
 """
 
+import gc
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -553,6 +555,31 @@ def test_c09_a_model_that_keeps_what_it_has_seen(device, size):
     ours, live = trained(pg.record), trained(lambda net: net)
     assert_same(ours[0], live[0])
     assert pg.stats(ours[1]).replayed >= 4, pg.explain(ours[1])
+
+
+@may_run_live
+@pytest.mark.parametrize("attached", [True, False])
+def test_c18_a_model_that_keeps_a_result_goes_when_it_is_dropped(device, attached):
+    """Though the result may have a graph that has what replays the model."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.hidden = nn.Linear(2, 3), None
+
+        def forward(self, x):
+            hidden = self.first(x).tanh()
+            self.hidden = hidden if attached else hidden.detach()
+            return hidden * 2
+
+    net = pg.record(Net().to(device))
+    for n in range(6):
+        net(ramp(device, 4, 2, start=n)).sum().backward()
+    assert pg.stats(net).replayed >= 3
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
 
 
 @may_run_live
