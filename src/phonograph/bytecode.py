@@ -238,32 +238,68 @@ class _Reading:
 
 class Slight(NamedTuple):
     """Names of attributes by how little code does with them: it `counts` some up or down (``x.n += 1``), it `calls` what has
-    some (``x.step()``), and the `rest` it uses in any other way."""
+    some (``x.step()``), some it `sets`, and reads only what it has set before of the same object, if at all; and the `rest` it
+    uses in any other way."""
 
     counts: frozenset[str]
     calls: frozenset[str]
+    sets: frozenset[str]
     rest: frozenset[str]
 
 
 @functools.cache
 def slight_use_in(code: CodeType) -> Slight:
     """Of code and the functions that it defines."""
-    counts, calls, rest = set[str](), set[str](), set(_tuples_and_words(code))
+    counts, calls, sets, rest = set[str](), set[str](), set[str](), set(_tuples_and_words(code))
     for inner in all_within(code):
         heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
         stored = set[int]()  # where what was counted is put back
+        surely = set[tuple[str, str]]()  # what was set so far, in any case
         for n, i in enumerate(heard):
-            if i.opname == "LOAD_METHOD" or (i.opname == "LOAD_ATTR" and _MARKED & (i.arg or 0)):
-                calls.add(i.argval)
-            elif i.opname in _ATTRIBUTES and n not in stored:
-                if _is_counted(heard[n - 1 : n + 5] if n else []):
-                    stored.add(n + 4)
-                    counts.add(i.argval)
-                else:
-                    rest.add(i.argval)
-            elif i.opname.startswith(("IMPORT_FROM", "LOAD_SUPER")):
+            if i.opname.startswith(("IMPORT_FROM", "LOAD_SUPER")):
                 rest.add(i.argval)
-    return Slight(frozenset(counts - rest), frozenset(calls - rest), frozenset(rest))
+            if i.opname not in _ATTRIBUTES or n in stored:
+                continue
+            of = _variable(inner, heard[n - 1]) if n else ""
+            if i.opname == "STORE_ATTR":
+                sets.add(i.argval)
+                if of and not _may_be_skipped(inner, heard, n):
+                    surely.add((of, i.argval))
+            elif of and (of, i.argval) in surely and i.opname != "DELETE_ATTR":
+                pass
+            elif i.opname == "LOAD_METHOD" or (i.opname == "LOAD_ATTR" and _MARKED & (i.arg or 0)):
+                calls.add(i.argval)
+            elif _is_counted(heard[n - 1 : n + 5] if n else []):
+                stored.add(n + 4)
+                counts.add(i.argval)
+            else:
+                rest.add(i.argval)
+    sets -= counts | calls | rest
+    return Slight(frozenset(counts - rest), frozenset(calls - rest), frozenset(sets), frozenset(rest))
+
+
+def _variable(code: CodeType, loading: dis.Instruction) -> str:
+    """The local variable that this loads alone, if it is always the same object."""
+    loads = loading.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")) and "CLEAR" not in loading.opname
+    name = (loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval) if loads else ""
+    return name if name in code.co_varnames[: code.co_argcount] and not _assigns(code, name) else ""
+
+
+@functools.cache
+def _assigns(code: CodeType, name: str) -> bool:
+    for i in dis.get_instructions(code):
+        if i.opname.startswith(("STORE_FAST", "DELETE_FAST")):
+            names = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            if name in (names[:1] if i.opname.startswith("STORE_FAST_LOAD") else names):
+                return True
+    return False
+
+
+def _may_be_skipped(code: CodeType, heard: Instructions, n: int) -> bool:
+    """Whether code may come by what follows an instruction without that."""
+    at = heard[n].offset
+    jumps = any(i.opcode in _JUMPS and i.argval > at for i in heard[:n])
+    return jumps or bool(getattr(code, "co_exceptiontable", b"")) or any(i.opname.startswith("SETUP_") for i in heard[:n])
 
 
 _MARKED = 1 if sys.version_info >= (3, 12) else 0  # the bit by which LOAD_ATTR says that it loads what is called

@@ -5,13 +5,13 @@ nothing in the call depends on what it finds there, which is something else in e
 
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
-* A tensor that is *put* in place of another, or of None: it is one more result of the call. No operator has read the other;
-  what can be asked of it besides, its shape, say, has to be the same in each call, and no code may ask which tensor it is.
+* A tensor that is *put* somewhere: it is one more result of the call. No code that ran reads such an attribute but where it has
+  set it before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ import torch
 from .places import Holder, kept, own_dict
 
 if TYPE_CHECKING:
-    from .reliance import Snapshot
+    from .ran import Ran
 
-__all__ = ["Count", "Left", "Put", "advance", "kinds", "left_by", "putting"]
+__all__ = ["Count", "Left", "Put", "advance", "before", "kinds", "left_by", "putting"]
 
 
 class Count(NamedTuple):
@@ -34,12 +34,11 @@ class Count(NamedTuple):
 
 
 class Put(NamedTuple):
-    """One that each run sets to a tensor of its own; in the capture, from `old` to `new`."""
+    """One that each run sets to a tensor of its own: in the capture, to `new`."""
 
     path: str
     of: object
     name: str
-    old: torch.Tensor | None = None
     new: torch.Tensor | None = None
 
 
@@ -63,26 +62,29 @@ class Left(NamedTuple):
 
     def after(self) -> Left:
         """For when the capture is over: without its tensors."""
-        return Left(self.counts, tuple([put._replace(old=None, new=None) for put in self.puts]))
+        return Left(self.counts, tuple([put._replace(new=None) for put in self.puts]))
 
 
-def left_by(snapshot: Snapshot, counting: Set[str]) -> Left:
-    """What the call that followed the snapshot has left in attributes; those are as before now. The code that ran does nothing
-    but count with those of the names `counting`."""
+def before(holders: Sequence[Holder]) -> list[tuple[Holder, tuple[Any, ...]]]:
+    """What a call finds in attributes, right before it."""
+    return [(h, h.read()) for h in holders if h.owner is not None and _sets_plainly(type(h.owner))]
+
+
+def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran) -> Left:
+    """What a call in which this code ran has left in attributes, where it had `found` this; they are as before now."""
     counts, puts = list[Count](), list[Put]()
-    for holder, old in zip(snapshot.holders, snapshot.values, strict=True):
-        if holder.owner is None or not _sets_plainly(type(holder.owner)):
-            continue
+    for holder, old in found:
         now = holder.read()
         n = old[0]
         if len(now) != len(old) or now[: n + 1] != old[: n + 1]:  # other attributes
             continue
         pairs = [(name, a, b) for name, a, b in zip(old[1 : n + 1], old[n + 1 :], now[n + 1 :], strict=True) if a is not b]
-        counted = {name: b - a for name, a, b in pairs if name in counting and type(a) is type(b) is int}
-        put = {name: (a, b) for name, a, b in pairs if (a is None or _is_tensor(a)) and _is_tensor(b)}
+        module = isinstance(holder.owner, torch.nn.Module)
+        counted = {n: b - a for n, a, b in pairs if type(a) is type(b) is int and ran.counts(n, of_module=module)}
+        put = {n: b for n, _, b in pairs if _is_tensor(b) and ran.sets(n, of_module=module)}
         if pairs and len(counted) + len(put) == len(pairs):
             counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]
-            puts += [Put(f"{holder.path}.{name}", holder.owner, name, *ab) for name, ab in put.items()]
+            puts += [Put(f"{holder.path}.{name}", holder.owner, name, new) for name, new in put.items()]
             holder.restore(old)
     return Left(tuple(counts), tuple(puts))
 
@@ -98,22 +100,13 @@ def _is_tensor(value: Any) -> bool:
 
 
 def kinds(path: str, of: object, names: Sequence[str]) -> Holder:
-    """Of what kind some attributes of an object are, whatever their values."""
-    before = [_kind((own_dict(of) or {}).get(n)) for n in names]
+    """Of what types some attributes of an object are, whatever their values."""
 
     def read() -> tuple[Any, ...]:
         own = own_dict(of) or {}
-        return tuple([_kind(own.get(n)) == kind for n, kind in zip(names, before, strict=True)])
+        return tuple([type(own.get(n)) for n in names])
 
     return kept(path, read)._replace(named=lambda path, i, _: f"{path}.{names[i]}")
-
-
-def _kind(x: Any) -> tuple[Any, ...]:
-    if not _is_tensor(x):
-        return (type(x),)
-    hooked = x._backward_hooks is not None or (x.is_leaf and x.grad is not None)
-    return (torch.Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_leaf, x.is_inference(), hooked,
-            bool(x.__dict__))  # fmt: skip
 
 
 def advance(counts: Sequence[Count]) -> None:

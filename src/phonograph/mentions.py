@@ -29,7 +29,7 @@ from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
-__all__ = ["ABSENT", "CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -40,8 +40,11 @@ _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defa
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
-HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
-ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
+_HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+_ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
+# Functions that read attributes which no code need name: of texts, or of all.
+_UNSEEN = frozenset({"format", "format_map", "copy", "deepcopy", "getmembers", "getmembers_static", "asdict", "astuple",
+                     "dumps", "dump", "replace"})  # fmt: skip
 EVALUATED = "<module>"  # the name of what `eval` and `exec` run
 _NO_FUNCTIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 _WRITTEN = frozenset({"__init__", "__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__setattr__",
@@ -65,7 +68,6 @@ class Mentions:
         self.looks_around_unknown = False  # of what has no name, or a local one
         self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
-        self.looks_tensors_up = False  # whether a container may, that has tensors as keys
         self._after: defaultdict[str, set[str]] = defaultdict(set)
         self.bare: set[str] = set()  # see `Used`
         self.spaces = False  # whether code may get at global variables otherwise than as such, by any name in code...
@@ -84,7 +86,7 @@ class Mentions:
         self.names |= named
         self.spaces, self.computes_globals = self.spaces or used.spaces, self.computes_globals or used.computes
         self.gets_modules = self.gets_modules or used.modules
-        self.looks_for_absent = self.looks_for_absent or not ABSENT.isdisjoint(named) or catches(code)
+        self.looks_for_absent = self.looks_for_absent or not _ABSENT.isdisjoint(named) or catches(code)
         self._known.update(map(likeness, all_within(code)))
         self.bare |= used.bare
         for before, attribute in used.attributes:
@@ -118,6 +120,7 @@ class Mentions:
         if name in SPACES:
             self.spaces = self.computes_globals = True
         self.gets_modules = self.gets_modules or name in MODULES
+        self.looks_unseen = self.looks_unseen or name in _UNSEEN
 
     def looks_anywhere(self) -> None:
         """Some code may read attributes that it does not name, of anything."""
@@ -146,7 +149,7 @@ class Mentions:
     @property
     def asks_history(self) -> bool:
         """Whether some code may ask for an argument's place in a graph of autograd's."""
-        return not self.names.isdisjoint(HISTORY)
+        return not self.names.isdisjoint(_HISTORY)
 
     @property
     def reads_gradients(self) -> bool:

@@ -8,18 +8,21 @@ count, if nothing that ran reads attributes that it does not name.
 from __future__ import annotations
 
 import argparse
+import copy
+import copyreg
 import dataclasses
 import inspect
+import pickle
 from collections.abc import Collection, Set
 from types import CodeType
 
-from .bytecode import catches, looks_around, matches, names_in, slight_use_in
-from .introspection import asks_identity
-from .mentions import ABSENT, HISTORY, likeness
+from .bytecode import looks_around, matches, names_in, slight_use_in
+from .mentions import likeness
 from .where import LIBRARY, is_torchs, is_users, origin
 
 __all__ = ["Ran", "is_resumed"]
 
+_NONE = frozenset[str]()
 _FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
 _FIELDS = frozenset({"__dataclass_fields__"})
 _OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
@@ -32,7 +35,9 @@ _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 class Ran:
     """All code that ran in a call."""
 
-    def __init__(self, codes: Collection[CodeType]) -> None:
+    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType]) -> None:
+        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say."""
+        codes = [*called, *elsewhere]
         others = [code for code in codes if not is_torchs(code.co_filename)]
         users = [code for code in others if is_users(code.co_filename)]
         by_users = frozenset[str]().union(*map(names_in, users))
@@ -40,16 +45,15 @@ class Ran:
         self._names: Set[str] = frozenset[str]().union(*map(names_in, others))
         self._torchs: Set[str] = frozenset[str]().union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
         uses = [slight_use_in(code) for code in others]
-        rest = frozenset[str]().union(*(use.rest for use in uses))
-        self.counts: Set[str] = frozenset[str]().union(*(use.counts for use in uses)) - rest
-        """Attributes with which it does nothing but to add numbers to them, and to call what has them."""
-        self._calls: Set[str] = frozenset[str]().union(*(use.calls for use in uses)) - self.counts - rest
-        self.looks_around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
+        counts, calls, sets, rest = (
+            (frozenset[str]().union(*names) for names in zip(*uses, strict=True)) if uses else [_NONE] * 4
+        )
+        rest |= _NONE.union(*map(names_in, elsewhere))
+        self._counts, self._sets, self._calls = counts - sets - rest, sets - counts - calls - rest, calls - counts - sets - rest
+        around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
+        self.looks_around = around or any(map(_goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
-        self.looks_for_absent = any(map(catches, users)) or not by_users.isdisjoint(ABSENT)
         self.reflects = not by_users.isdisjoint(_REFLECTS)
-        self.asks_identity = any(map(asks_identity, users))
-        self.asks_history = not by_users.isdisjoint(HISTORY)
         self.reads_fields = any(map(_reads_fields, others))
         """Whether it may read all that a dataclass, or a parser's result, has."""
         self.matches = any(map(matches, others))
@@ -62,18 +66,31 @@ class Ran:
         """Whether it may read such an attribute. Torch's own code knows those of modules only."""
         return attribute in self._names or (of_module and attribute in self._torchs)
 
-    def merely_counts(self, attribute: str, value: object, *, of_module: bool) -> bool:
-        return type(value) is int and attribute in self.counts and not (of_module and attribute in self._torchs)
+    def counts(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it does nothing with such an attribute but to add numbers to it, and to call what has it."""
+        return attribute in self._counts and not (of_module and attribute in self._torchs)
 
-    def merely_calls(self, attribute: str, value: object, *, of_module: bool) -> bool:
-        """Whether what it does with such an attribute, it does with another object's: this one has no function there."""
-        known = of_module and attribute in self._torchs
-        return attribute in self._calls and not callable(value) and not (known or self.looks_for_absent)
+    def sets(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it sets it, and does not read it before it has."""
+        return attribute in self._sets and not (of_module and attribute in self._torchs)
+
+    def slightly(self, attribute: str, value: object, *, of_module: bool) -> bool:
+        """Whether no more than the kind of what this attribute holds can matter: a number that is counted, or what is no
+        function, where code calls what has this name in another object."""
+        if type(value) is int and self.counts(attribute, of_module=of_module):
+            return True
+        return attribute in self._calls and not callable(value) and not (of_module and attribute in self._torchs)
 
 
 def is_resumed(code: CodeType) -> bool:
     """Whether a function with this code goes on where it was before."""
     return bool(code.co_flags & _RESUMED)
+
+
+def _goes_through_objects(code: CodeType) -> bool:
+    """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
+    of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
+    return of_inspect or code.co_filename in (copy.__file__, copyreg.__file__, pickle.__file__)
 
 
 def _reads_fields(code: CodeType) -> bool:

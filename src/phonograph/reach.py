@@ -222,8 +222,7 @@ class Reach:
             return None
         part = Reach(*self._began, ran, left)
         reads = part._any_attribute or any(map(part._named_otherwise, left.names))
-        asks = ran.asks_identity or ran.asks_history or part.mentions.looks_tensors_up
-        return None if (left.names and reads) or (left.puts and asks) else part
+        return None if left.names and reads else part
 
     @property
     def _any_attribute(self) -> bool:
@@ -288,8 +287,7 @@ class Reach:
         for path, thing, entered in self._selected:
             names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
-            own, put = own_dict(thing) or {}, self._put.get(identity(thing), set())
-            if some := [n for n, value in own.items() if n in put or self._is_count(thing, n, value)]:
+            if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
 
     @property
@@ -382,7 +380,7 @@ class Reach:
             if named:
                 continue
             if type(k) is torch.Tensor:
-                self.mentions.asks_identity = self.mentions.looks_tensors_up = True  # looking it up does
+                self.mentions.asks_identity = True  # looking it up does
             if not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
@@ -404,7 +402,7 @@ class Reach:
         self._hold(place)
         self._fixed(path, place.read())
         if torch.Tensor in map(type, place.read()):
-            self.mentions.asks_identity = self.mentions.looks_tensors_up = True
+            self.mentions.asks_identity = True
 
     def _tuple(self, path: str, values: Any) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
@@ -474,7 +472,7 @@ class Reach:
         wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
         if isinstance(thing, torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
-            wanted -= {n for n in wanted if self._is_count(thing, n, own[n])}
+            wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
         wanted -= self._put.get(identity(thing), set())
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
@@ -484,15 +482,12 @@ class Reach:
         ran, module = self._ran, isinstance(thing, torch.nn.Module)
         if self._any_attribute or ran is None:
             return self._any_attribute or name in self.mentions.reads
-        if self._named_otherwise(name):
-            return True
-        slight = ran.merely_counts(name, value, of_module=module) or ran.merely_calls(name, value, of_module=module)
-        return ran.names(name, of_module=module) and not slight
+        return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
 
-    def _is_count(self, thing: Any, name: str, value: Any) -> bool:
-        if self._ran is None or self._named_otherwise(name):
-            return False
-        return self._ran.merely_counts(name, value, of_module=isinstance(thing, torch.nn.Module))
+    def _slightly(self, thing: Any, name: str, value: Any) -> bool:
+        """Whether only its kind counts of what an attribute holds."""
+        ran, module = self._ran, isinstance(thing, torch.nn.Module)
+        return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
 
     def _named_otherwise(self, name: str) -> bool:
         """Whether what may read attributes of this name is not among the code that is known to have run."""
@@ -502,7 +497,7 @@ class Reach:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
         does not count, so that only those of its attributes do which code of the user's names."""
         if isinstance(thing, WeakIdKeyDictionary):
-            self.mentions.asks_identity = self.mentions.looks_tensors_up = True
+            self.mentions.asks_identity = True
             self._work.extend((path, key) for key in thing)
         own = own_dict(thing)
         if own is not None:
@@ -693,7 +688,6 @@ class Reach:
     def _descriptor(self, path: str, f: Any) -> None:
         """A method of a built-in class, such as `object.__getattribute__`."""
         self.mentions.add_lookup(f.__name__)
-        self.mentions.looks_unseen = self.mentions.looks_unseen or f.__name__ in ("format", "format_map")
 
     def _function(self, path: str, f: FunctionType) -> None:
         if is_marked(f):

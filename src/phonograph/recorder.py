@@ -38,7 +38,7 @@ from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
-from .left import Left, left_by
+from .left import Left, before, left_by
 from .listening import HEARS_ALL_THREADS, watching_python
 from .loggers import Question, levels
 from .marked import Marked
@@ -183,11 +183,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         leaves: list[Any] = []
         shape = flatten(captured.result, leaves)
         plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
-        if any(o.kind == "outside" and any(o.value is put.old for put in left.puts) for o in plan):
-            raise Refusal("returns, or keeps, what it has found in an attribute that it sets", _OUTLIVES)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
-        if backward is not None and _may_read(backward, left):
-            raise Refusal(f"sets {left.puts[0].path}, and may read in its backward what was there", "return the new value")
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
@@ -237,34 +233,25 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
 def _all_that_ran(function: Any, listener: Any, device: Any) -> Ran | None:
     """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
     autograd calls on a thread of its own; and what runs in a backward by itself, its forward has chosen."""
-    codes = [*listener.ran, *listener.elsewhere.values()]
+    codes = [*listener.ran]
     if isinstance(function, Backward) or ran_compiled(codes):
         return None
     if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
         nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
         if nested or device.torch_device.type != "cpu":
             return None
-    return Ran(codes)
+    return Ran(codes, listener.elsewhere.values())
 
 
 def _relied(captured: Any, reach: Reach) -> Reach | None:
     """That part of what is in reach on which a replay relies; None if it is not known, or lacks something that an operator has
     read."""
-    touched, left = captured.watch.touched, captured.left
-    if captured.known is None or any(put.old is not None and storage_id(put.old) in touched for put in left.puts):
-        return None
-    part = reach.of_what_ran(captured.known, left)
+    touched = captured.watch.touched
+    part = reach.of_what_ran(captured.known, captured.left) if captured.known is not None else None
     if part is None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
     return part if {storage_id(t) for _, t in reach.tensors.values()} & touched <= found else None
-
-
-def _may_read(backward: Backward, left: Left) -> bool:
-    """Whether a backward may read what the forward has put other tensors in place of. (It would be that of the capture.)"""
-    old = {storage_id(put.old) for put in left.puts if put.old is not None}
-    saved = {storage_id(t) for t in backward.constant.values()}
-    return bool(old) and (backward.function is not None or not old.isdisjoint(saved))
 
 
 def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
@@ -496,7 +483,7 @@ def _capture(
         leaves = [sets.get(identity(x), x) for x in leaves]
         args, kwargs = unflatten(call.shape, iter(leaves))
         given.update(identity(c) for c in (*containers((args, kwargs)), *sets.values()))
-        before, modes_before = [_metadata(s) for s in seen], modes()
+        metadata, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
@@ -513,6 +500,7 @@ def _capture(
             state = _state_of(function) if tracing is not None else ()
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
+            found_there = before(snapshot.holders)
             try:
                 result = called(*args, **kwargs)
             except BaseException as e:
@@ -523,8 +511,10 @@ def _capture(
         for refusal in (*said, *listener.found):
             raise refusal
         known[0] = all_of_it = _all_that_ran(function, listener, device)
-        if all_of_it is not None and not terms.borrow:  # what is lent may not stay there
-            left[0] = left_by(snapshot, all_of_it.counts)
+        # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
+        alone = HEARS_ALL_THREADS or threading.active_count() == 1
+        if all_of_it is not None and alone and not (terms.borrow or watch.runs_python):
+            left[0] = left_by(found_there, all_of_it)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
         functions.extend(listener.functions())
@@ -535,7 +525,7 @@ def _capture(
             raise overlooked
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
-        _arguments_are_as_before(call, (args, kwargs), leaves, seen, before)
+        _arguments_are_as_before(call, (args, kwargs), leaves, seen, metadata)
         if tracing is not None:
             found: list[Any] = []
             flatten(result, found)

@@ -118,6 +118,7 @@ class OperatorWatch(TorchDispatchMode):
         self.states = States()
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
+        self.runs_python = False  # whether some operator is of others, and may be Python code
         self.dials: Dials | None = None
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
@@ -153,6 +154,7 @@ class OperatorWatch(TorchDispatchMode):
             sizes = _sizes(m, args, kwargs) if m.resizes else ()
             if listening is not None and not m.compiled:
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
+            self.runs_python = self.runs_python or m.others
             blamed = func  # also for what Python code of its own does
             out = self.perform(func, m, args, kwargs)
             blamed = None

@@ -407,13 +407,13 @@ PUT = {
     "of integers": "self.last = x.long(); return x * 3",
     "and a number is counted": "self.n += 1; self.last = x * 2; return x * 3",
     "and nothing is returned": "self.last = x * 2",
-    "where it may be None": "self.last = x * 2 if self.last is None else x * 3; return x * 4",
-    "where its shape is asked for": "self.last = x * self.last.shape[0] if self.last is not None else x * 2; return x",
     "in a method": "self.keep(x * 2); return x * 3",
     "made in no_grad": "\n        with torch.no_grad(): self.last = x * 2\n        return x * 3",
 }
 
 PUT_AND_READ = {
+    "where it may be None": "self.last = x * 2 if self.last is None else x * 3; return x * 4",
+    "where its shape is asked for": "self.last = x * self.last.shape[0] if self.last is not None else x * 2; return x",
     "as an operand": "y = x if self.last is None else x + self.last; self.last = y * 0.5; return y",
     "after it": "y = x * 2; old = self.last; self.last = y; return y if old is None else y + old",
     "as the result": "old = self.last; self.last = x * 2; return x if old is None else old",
@@ -773,3 +773,92 @@ def test_c09_who_else_reads_what_a_replay_leaves(device, first):
         return found
 
     assert_same(run(pg.record), run(lambda f: f))
+
+
+# -- what a review has found
+
+UNUSUAL = {
+    "a kernel counts": "return self.n_of_kernel(x)",
+    "its gradient": "y = x + self.last.grad; self.last = x * 2; return y",
+    "its tag": "t = self.last.tag if self.last is not None and self.last.__dict__ else 1.0; self.last = x * 2; return x * t",
+    "whether it is another's": "s = operator.is_(self.last, self.other); self.last = x * 2; return x * (1 + s)",
+    "its hash": "s = len({self.last, self.other}); self.last = x * 2; return x * s",
+    "where it may have been set": "if self.flag: self.last = x * 3\n"
+    "        y = self.last; self.last = x * 2; return x if y is None else y + x",
+    "a copy's sum": "self.n += 1; return x * cp(self).total",
+    "what is swallowed": "y = x * 2\n        with Swallows(): y = self.tool(y)\n        return y",
+    "a live part's": "y = told(x * 2, self.last); self.last = x + 5; return y * 3",
+}
+UNUSUALLY = """
+from copy import copy as cp
+import phonograph as pg
+class Swallows:
+    def __enter__(self): return self
+    def __exit__(self, *_): return True
+@pg.live
+def told(x, h): return x + (0 if h is None else h)
+class Made(Base):
+    def __init__(self):
+        super().__init__()
+        self.last = self.other = self.tool = None
+    def __setstate__(self, state): self.total = state["n"]
+    def step(self, x):
+        {}
+"""
+
+
+def kernel_of(name, counter):
+    @torch.library.custom_op(f"phonograph_left::{name}", mutates_args=())
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        counter.n += 1
+        return x * 2
+
+    return counts
+
+
+@may_run_live
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_c09_what_is_read_of_what_is_left_in_unusual_ways(device, case):
+    (ours, _), (live, _) = made(UNUSUALLY.format(UNUSUAL[case])), made(UNUSUALLY.format(UNUSUAL[case]))
+    if case == "a kernel counts":
+        ours.n_of_kernel, live.n_of_kernel = kernel_of(f"ours_{device.type}", ours), kernel_of(f"live_{device.type}", live)
+    recorded = pg.record(ours.step)
+    for n in range(12):
+        for one in (ours, live):
+            one.flag = n % 3 == 2
+            if case == "its gradient":
+                one.last = torch.zeros(3, device=device, requires_grad=True)
+                one.last.grad = torch.ones(3, device=device) * n
+            elif case == "its tag" and one.last is not None:
+                one.last.tag = float(n)
+            elif case in ("whether it is another's", "its hash") and n % 4 == 3:
+                one.other = one.last
+            elif case == "what is swallowed" and n == 6:
+                one.tool = torch.neg
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+        assert ours.n == live.n
+        if case != "its gradient":
+            assert_same(ours.last, live.last)
+
+
+@may_run_live
+def test_c09_what_the_garbage_collector_counts_meanwhile(device):
+    source = """
+        class Garbage:
+            def __init__(self, of): self.me, self.of = self, of
+            def __del__(self): self.of.n += 1
+        class Made(Base):
+            def step(self, x):
+                self.n += 1
+                return x * 2
+        def number(made): return Garbage(made)
+    """
+    (ours, garbage), (live, _) = made(source), made(source)
+    recorded = pg.record(ours.step)
+    for n in range(8):
+        garbage(ours)
+        garbage(live)
+        assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+    gc.collect()
+    assert live.n == 16
+    assert ours.n <= 16  # a capture that is given up puts back what was counted by then
