@@ -43,7 +43,7 @@ class Put(NamedTuple):
 
 
 class Left(NamedTuple):
-    """All of them."""
+    """All that a call leaves."""
 
     counts: tuple[Count, ...] = ()
     puts: tuple[Put, ...] = ()
@@ -75,13 +75,13 @@ def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran) -> Left:
     counts, puts = list[Count](), list[Put]()
     for holder, old in found:
         now = holder.read()
-        n = old[0]
-        if len(now) != len(old) or now[: n + 1] != old[: n + 1]:  # other attributes
+        end = 1 + old[0]  # of the names
+        if len(now) != len(old) or now[:end] != old[:end]:  # there are others
             continue
-        pairs = [(name, a, b) for name, a, b in zip(old[1 : n + 1], old[n + 1 :], now[n + 1 :], strict=True) if a is not b]
+        pairs = [(name, a, b) for name, a, b in zip(old[1:end], old[end:], now[end:], strict=True) if a is not b]
         module = isinstance(holder.owner, torch.nn.Module)
-        counted = {n: b - a for n, a, b in pairs if type(a) is type(b) is int and ran.counts(n, of_module=module)}
-        put = {n: b for n, _, b in pairs if _is_tensor(b) and ran.sets(n, of_module=module)}
+        counted = {name: b - a for name, a, b in pairs if type(a) is type(b) is int and ran.counts(name, of_module=module)}
+        put = {name: b for name, _, b in pairs if _is_tensor(b) and ran.sets(name, of_module=module)}
         if pairs and len(counted) + len(put) == len(pairs):
             counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]
             puts += [Put(f"{holder.path}.{name}", holder.owner, name, new) for name, new in put.items()]

@@ -40,14 +40,12 @@ class Ran:
         codes = [*called, *elsewhere]
         others = [code for code in codes if not is_torchs(code.co_filename)]
         users = [code for code in others if is_users(code.co_filename)]
-        by_users = frozenset[str]().union(*map(names_in, users))
+        by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
-        self._names: Set[str] = frozenset[str]().union(*map(names_in, others))
-        self._torchs: Set[str] = frozenset[str]().union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
+        self._names: Set[str] = _NONE.union(*map(names_in, others))
+        self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
         uses = [slight_use_in(code) for code in others]
-        counts, calls, sets, rest = (
-            (frozenset[str]().union(*names) for names in zip(*uses, strict=True)) if uses else [_NONE] * 4
-        )
+        counts, calls, sets, rest = (_NONE.union(*names) for names in zip(*uses, strict=True)) if uses else [_NONE] * 4
         rest |= _NONE.union(*map(names_in, elsewhere))
         self._counts, self._sets, self._calls = counts - sets - rest, sets - counts - calls - rest, calls - counts - sets - rest
         around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
