@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from _queue import SimpleQueue
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -43,9 +44,9 @@ from .identity import identity
 from .loggers import ASKING, Question, question
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
-from .where import users_line
+from .where import is_users, users_line
 
-__all__ = ["HEARS_ALL_THREADS", "Listener", "unheard", "watching_python"]
+__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python"]
 
 
 _FOLLOWED = ASKING.union(SETS)  # functions of which each start is heard, and no effect by itself
@@ -221,6 +222,17 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             _monitors.register_callback(tool, event, None)
         _monitors.free_tool_id(tool)
         _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
+
+
+def alone() -> bool:
+    """Whether no code of the user's runs in other threads, or what does is heard."""
+    here = threading.get_ident()
+    return HEARS_ALL_THREADS or not any(
+        is_users(f.f_code.co_filename)
+        for thread, top in sys._current_frames().items()
+        if thread != here
+        for f, _ in traceback.walk_stack(top)
+    )
 
 
 # -- sys.setprofile

@@ -39,7 +39,7 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
-from .listening import HEARS_ALL_THREADS, watching_python
+from .listening import HEARS_ALL_THREADS, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
@@ -488,6 +488,7 @@ def _capture(
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
+        found_there = before(snapshot.holders)
         with (
             watch.casts.following(),
             saving,
@@ -500,7 +501,6 @@ def _capture(
             state = _state_of(function) if tracing is not None else ()
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
-            found_there = before(snapshot.holders)
             try:
                 result = called(*args, **kwargs)
             except BaseException as e:
@@ -512,8 +512,7 @@ def _capture(
             raise refusal
         known[0] = all_of_it = _all_that_ran(function, listener, device)
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
-        alone = HEARS_ALL_THREADS or threading.active_count() == 1
-        if all_of_it is not None and alone and not (terms.borrow or watch.runs_python):
+        if all_of_it is not None and alone() and not (terms.borrow or watch.runs_python):
             left[0] = left_by(found_there, all_of_it)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
