@@ -79,7 +79,7 @@ def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran) -> Left:
         if len(now) != len(old) or now[:end] != old[:end]:  # there are others
             continue
         pairs = [(name, a, b) for name, a, b in zip(old[1:end], old[end:], now[end:], strict=True) if a is not b]
-        module = isinstance(holder.owner, torch.nn.Module)
+        module = issubclass(type(holder.owner), torch.nn.Module)  # `isinstance` asks the object
         counted = {name: b - a for name, a, b in pairs if type(a) is type(b) is int and ran.counts(name, of_module=module)}
         put = {name: b for name, _, b in pairs if _is_tensor(b) and ran.sets(name, of_module=module)}
         if pairs and len(counted) + len(put) == len(pairs):

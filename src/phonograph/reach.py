@@ -286,7 +286,7 @@ class Reach:
                 self._hold(places.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
             names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
-            self._hold(places.attributes(path, thing, names, watched=isinstance(thing, torch.nn.Module)))
+            self._hold(places.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
 
@@ -470,7 +470,7 @@ class Reach:
         own = own_dict(thing) or {}
         wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
         wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
-        if isinstance(thing, torch.nn.Module):
+        if issubclass(type(thing), torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
             wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
         wanted -= self._put.get(identity(thing), set())
@@ -479,14 +479,14 @@ class Reach:
 
     def _may_read(self, thing: Any, name: str, value: Any) -> bool:
         """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
-        ran, module = self._ran, isinstance(thing, torch.nn.Module)
+        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         if self._any_attribute or ran is None:
             return self._any_attribute or name in self.mentions.reads
         return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
 
     def _slightly(self, thing: Any, name: str, value: Any) -> bool:
         """Whether only its kind counts of what an attribute holds."""
-        ran, module = self._ran, isinstance(thing, torch.nn.Module)
+        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
 
     def _named_otherwise(self, name: str) -> bool:
