@@ -2,7 +2,7 @@
 
 import pytest
 
-from phonograph.bytecode import catches, read_at, used_in
+from phonograph.bytecode import catches, read_at, slight_use_in, used_in
 
 AROUND = {
     "getattr(self, n)": "self",
@@ -143,3 +143,58 @@ def test_variables_are_globals_only():
     used = used_in(space["f"].__code__)
     assert used.sets == {"made"}
     assert used.variables - {"__name__"} == {"made", "read", "also", "rate"}
+
+
+def sets_at_once(self, x):
+    self.h = x
+    return self.h.grad
+
+
+def may_set(self, x):
+    if x:
+        self.h = x
+    return self.h.grad
+
+
+def sets_in_a_loop(self, x):
+    for y in x:
+        self.h = y
+    return self.h.grad
+
+
+def may_have_raised(self, x):
+    try:
+        self.h = x()
+    except ValueError:
+        x = None
+    return self.h.grad
+
+
+def sets_of_another(self, x):
+    self.h = x
+    self = x.other
+    return self.h.grad
+
+
+def sets_afterwards(self, x):
+    y = self.h.grad
+    self.h = x
+    return y
+
+
+def deletes(self, x):
+    self.h = x
+    del self.h
+    return x
+
+
+def sets_of_an_argument(self, x):
+    x.h = 1
+    return self.h.grad
+
+
+@pytest.mark.parametrize("read", [may_set, sets_in_a_loop, may_have_raised, sets_of_another, sets_afterwards, deletes,
+                                  sets_of_an_argument])  # fmt: skip
+def test_an_attribute_that_may_be_read_before_it_is_set(read):
+    assert "h" in slight_use_in(read.__code__).rest
+    assert "h" in slight_use_in(sets_at_once.__code__).sets
