@@ -48,8 +48,8 @@ CASES = cases("reading.txt") | cases("reading_unrun.txt", UNRUN, CALLED)
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    """A function that imports a case's module, from files that are written for it."""
+def load(device, tmp_path, monkeypatch):
+    """A function that imports a case's module, from files that are written for it; `DEVICE` is the device in it."""
     files = {f"site-packages/{name}": text for name, text in PACKAGE.items()}
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
@@ -59,7 +59,7 @@ def load(tmp_path, monkeypatch):
     def loaded(text):
         source, *others = re.split(r"^#file (.*)\n", text, flags=re.MULTILINE)
         files.update(zip(others[::2], others[1::2], strict=True))
-        files["case_of_the_test.py"] = f"import torch, sys\n{source}"
+        files["case_of_the_test.py"] = f"import torch, sys\nDEVICE = torch.device({str(device)!r})\n{source}"
         for name, content in files.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
