@@ -42,6 +42,8 @@ _TABLES, _ROWS = (dict, OrderedDict), (list, set)
 _PLAIN = (*SCALARS, float, complex, slice, range, frozenset, enum.Enum)
 
 Key = tuple[int, Any]
+Named = tuple[str, "ModuleType | type"]
+"""A module or a class, after what it is called."""
 Following = Callable[[str], tuple[Set[str], Set[str]]]
 """By which names code reads attributes of what is called so, and of what has no name."""
 
@@ -86,19 +88,31 @@ def _is(value: Any, kind: Any) -> bool:
     return issubclass(type(value), kind)
 
 
-def values_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
-    """What code that uses these names may read of a module of another's, or of a class, that is called so."""
-    if isinstance(thing, type):
-        named, unnamed = following(path.rpartition(".")[2])
-        yield from _attributes(path, thing, named | unnamed)
-        return
-    for name, value, space in _named_in(path, thing, following, set()):
-        module = str(space.get("__name__"))
-        if not callable(value) and not _is(value, _CONSTANT if module.partition(".")[0] == "torch" else ()):
-            yield Value(f"{module}.{name}", space, name)
-            yield from _inside(f"{module}.{name}", value, frozenset().union(*following(name)))
-        elif _is(value, type) and is_anothers(value):
-            yield from _attributes(f"{module}.{name}", value, frozenset().union(*following(name)))
+def values_in(others: Iterable[Named], following: Following) -> Iterator[Value]:
+    """What code that uses these names may read of modules of others', and of classes, that are called so."""
+    modules, seen = set[tuple[int, str]](), set[tuple[int, str]]()
+
+    def once(path: str, thing: Any, names: Set[str], look: Callable[[str, Any, Set[str]], Iterator[Value]]) -> Iterator[Value]:
+        key = identity(thing), path.rpartition(".")[2]
+        if key not in seen:
+            seen.add(key)
+            yield from look(path, thing, names)
+
+    for path, thing in others:
+        if isinstance(thing, type):
+            yield from once(path, thing, _any_of(following(path.rpartition(".")[2])), _attributes)
+            continue
+        for name, value, space in _named_in(path, thing, following, modules):
+            module = str(space.get("__name__"))
+            if not callable(value) and not _is(value, _CONSTANT if module.partition(".")[0] == "torch" else ()):
+                yield Value(f"{module}.{name}", space, name)
+                yield from once(f"{module}.{name}", value, _any_of(following(name)), _inside)
+            elif _is(value, type) and is_anothers(value):
+                yield from once(f"{module}.{name}", value, _any_of(following(name)), _attributes)
+
+
+def _any_of(names: tuple[Set[str], ...]) -> Set[str]:
+    return frozenset().union(*names)
 
 
 def attributes_of(kind: type, names: Set[str]) -> Iterator[Value]:
@@ -109,11 +123,13 @@ def attributes_of(kind: type, names: Set[str]) -> Iterator[Value]:
         yield from _attributes(kind.__qualname__, kind, names)
 
 
-def functions_in(path: str, thing: ModuleType | type, following: Following) -> Iterator[Value]:
-    """Functions and classes of a package or of torch that such code may call: somebody may put others in their place."""
-    for name, value, space in _named_in(path, thing, following, set()) if isinstance(thing, ModuleType) else ():
-        if callable(value) and origin(space.get("__file__") or "<frozen>") is LIBRARY:
-            yield Value(f"{space.get('__name__')}.{name}", space, name)
+def functions_in(others: Iterable[Named], following: Following) -> Iterator[Value]:
+    """Functions and classes of packages or of torch that such code may call: somebody may put others in their place."""
+    seen: set[tuple[int, str]] = set()
+    for path, thing in others:
+        for name, value, space in _named_in(path, thing, following, seen) if isinstance(thing, ModuleType) else ():
+            if callable(value) and origin(space.get("__file__") or "<frozen>") is LIBRARY:
+                yield Value(f"{space.get('__name__')}.{name}", space, name)
 
 
 def _named_in(

@@ -200,13 +200,13 @@ class Reach:
             self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
         others, named = self._others.values(), self.mentions.names
         following = self.mentions.following
-        values = {v.key: v for path, thing in others for v in packages.values_in(path, thing, self.mentions.following_any)}
+        values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
         theirs = [v for kind in self._foreign for v in packages.attributes_of(kind, self.mentions.reads)]
         values |= {v.key: v for v in theirs}
         self.of_others |= values.keys()
         for place in packages.together(values.values()):
             self._hold(place)
-        called = {f.key: f for path, thing in others for f in packages.functions_in(path, thing, following)}
+        called = {f.key: f for f in packages.functions_in(others, following)}
         called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
         if called:
             self._hold(packages.as_they_are(called.values()))
