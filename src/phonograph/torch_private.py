@@ -493,6 +493,10 @@ def transformed() -> bool:
 
 
 _functorch: Any = torch._C._functorch
+_END_OF: dict[str, Callable[[], Any]] = {  # (what torch 2.11 has to end them all takes one too many)
+    "Grad": _functorch._grad_decrement_nesting, "Jvp": _functorch._jvp_decrement_nesting,
+    "Vmap": _functorch._vmap_decrement_nesting, "Functionalize": _functorch._func_decrement_nesting,
+}  # fmt: skip
 _hooks_of_saved: Any = torch._C._autograd
 
 
@@ -507,8 +511,8 @@ def transforms_undone(ran: Callable[[], Iterable[CodeType]]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if _functorch.get_dynamic_layer_stack_depth() > depth:
-            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while _functorch.get_dynamic_layer_stack_depth() > depth:
+            _END_OF[_functorch.peek_interpreter_stack().key().name]()
         if level < 0 and any("_enter_dual_level" in code.co_names for code in ran()):  # or it is another thread's
             _end_dual_level()
             forward_ad._current_level = level
