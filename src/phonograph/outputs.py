@@ -51,7 +51,7 @@ def plan(
         Refusal: a leaf that a replay could not hand out.
     """
     _lasting(captured.result, reach)
-    outer = {identity(x) for x in reach._keep}
+    outer = {identity(x) for x in reach.met}
     returned = [identity(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
     if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
@@ -87,7 +87,7 @@ def _lasting(result: Any, reach: Reach) -> None:
 
 
 def _outlives(leaf: Any, reach: Reach) -> bool:
-    return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach._keep)
+    return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach.met)
 
 
 def _value(leaf: Any, reach: Reach) -> Output:

@@ -1,24 +1,19 @@
 """What a function can get at besides its arguments: found by walking, never by running it.
 
 From the function outwards: closure cells, globals that its code names, default arguments, the object whose method it
-is, and from there attributes, containers, modules, optimizers, other functions of the user's. Each place that holds
-values becomes a `Holder`, which can be read again at C speed; tensors, optimizers, generators and the like are
-collected on the way.
+is, and from there attributes, containers, modules, optimizers (`objects`), other functions of the user's.
 
 What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are), Python
-modules that are not the user's, and C objects. Of a class, a module or an object of the user's, and of an object of torch's,
-NumPy's or the standard library's, only those functions and values are entered that some code of the user's names (a trainer
-may count its steps on `self`); so the walk goes on until no new names turn up. (Names can fall short: see `mentions`.) A tensor
-that a recorded call reads and that was not found here has an unknown origin, and the recorder refuses it: it could be replaced
-without notice.
+modules that are not the user's, and C objects. Of a class, a module or an object, only those functions and values are entered
+that some code of the user's names; so the walk goes on until no new names turn up. (Names can fall short: see `mentions`.) A
+tensor that a recorded call reads and that was not found here has an unknown origin, and the recorder refuses it: it could be
+replaced without notice.
 """
 
 from __future__ import annotations
 
 import abc
-import argparse
 import builtins
-import ctypes
 import functools
 import operator
 import os
@@ -28,12 +23,9 @@ import threading
 import types
 import typing
 import weakref
-from array import array
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Set
-from contextlib import suppress
+from collections import defaultdict, deque
+from collections.abc import Iterable, Set
 from contextvars import ContextVar
-from mmap import mmap
 from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
@@ -50,42 +42,30 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, Generic, Protocol
+from typing import Any
 
 import torch
-from torch.utils import _pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import packages, places, torch_private
-from .borrowed import Borrowed
 from .bytecode import Used, names_in, words_of
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
-from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, slots_of
+from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class
 from .left import Left, kinds
 from .marked import is_marked
-from .mentions import CONSTRUCTORS, CYCLED, EVALUATED, LIVE, Mentions
-from .places import Holder, kept, key_label, own_dict
+from .mentions import CONSTRUCTORS, EVALUATED
+from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
+from .places import Holder, kept, own_dict
 from .ran import Ran, is_resumed
-from .torch_private import has_memory
 from .where import is_ours, is_users, users_line, written_out
 
-__all__ = ["FEW", "Reach"]
+__all__ = ["Reach"]
 
-FEW = 64  # so many parameters are all looked at before each replay
-_ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
-_PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
-_BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
-_COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
 _ITERATORS = (GeneratorType, CoroutineType, AsyncGeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _MEMBERS = (staticmethod, classmethod, property)
 _ALIASES = (types.GenericAlias, types.UnionType, type(typing.List[int]))  # noqa: UP006 - which is no list[int]
-_BUILTINS = vars(builtins)
-_LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
-# Methods of a class of the user's that are called without being named; an object may have its own.
-_UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
 # What every module has.
 _MODULES_NAMES = frozenset({"__name__", "__doc__", "__loader__", "__spec__", "__package__", "__file__", "__cached__",
                             "__builtins__", "__path__", "__annotations__", "__conditional_annotations__"})  # fmt: skip
@@ -96,59 +76,28 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
 # What Python keeps in a class once an object of it is copied or pickled (as results are, by us), or its annotations are read.
 _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
-# Classes that read no attributes of objects derived from them, other than those that they give them.
-_SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
-_FIELDS = "__dataclass_fields__"
-_PARSED = frozenset(argparse.Namespace.__mro__) - {object}
-_NOTES = "_per_optimizer_states"  # of gradient scalers
-_MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 
 
-class Reach:
+class Reach(Objects):
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
     those attributes of the user's objects are left out that it cannot have read, and what it has `left`."""
 
     def __init__(
         self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Ran | None = None, left: Left | None = None
     ) -> None:  # fmt: skip
-        self._began = (*roots,), frozenset(heard)
-        self._ran = ran
-        self._put: dict[int, set[str]] = defaultdict(set)  # of which objects it has put tensors into attributes
-        for put in left.puts if left is not None else ():
-            self._put[identity(put.of)].add(put.name)
+        super().__init__(frozenset(heard), ran, left)
+        self._roots = (*roots,)
         self._unbound: set[int] = set()  # the identities of methods that did not run
-        self._resumed: set[str] = set()  # what generators name, which may have run unheard
-        self.mentions = Mentions(heard)
-        self.holders: list[Holder] = []
-        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self.modules: list[torch.nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.generators: list[torch.Generator] = []
-        self.streams: list[torch.Stream] = []
-        self.host_rngs: list[Any] = []
-        self.iterators: list[str] = []
-        self.arrays: list[str] = []
-        self.borrowed: list[str] = []
-        self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.compiles_a_step = False
         self.marked = False  # it has met functions that are marked `@pg.live`
-        self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
         self.truncated = False  # there was more than could be looked at
-        self._seen: set[int] = set()
-        self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
-        self._called_groups: list[tuple[str, Any]] = []  # what has that name elsewhere: who reads it there names it
+        self._ways: dict[type, Enter] = {}  # how to enter an object of this type
+        self._functions: list[FunctionType] = []
         self._classes: set[int] = set()
-        self._keep: list[Any] = []  # ids in _seen stay valid
-        self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
-        self._slotted: dict[type, list[tuple[str, Any]]] = {}  # their slots
-        self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
-        self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
-        self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
-        self._ways: dict[type, _Enter] = {}  # how to enter an object of this type
-        self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
-        self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
+        self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
+        self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}  # the globals of functions
         self._module_named = False  # whether some code may read attributes that it does not name, of a module...
@@ -156,19 +105,15 @@ class Reach:
         self._modules_flow = False  # ...or of what may be one: whether any is handed on, and not only named
         self._looked_far = False
         self._far: set[int] = set()  # those of them to which nothing leads but their name
-        self._descended: set[int] = set()  # classes whose subclasses are held
-        self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._imports = False
         # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
         # modules that are far only if they run).
         self._unentered: list[tuple[str, Any, bool]] = []
         self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
-        self._work: deque[tuple[str, Any]] = deque(self._began[0])
-        self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self.packages = packages.Packages()
-        self._functions: list[FunctionType] = []
-        self._objects: list[Any] = []
+        self._work.extend(self._roots)
+        self._work.extend(("a hook", hook) for hook in (*torch_private.module_hooks(), *torch_private.optimizer_hooks()))
         self._drain()
         self._whole()
 
@@ -220,15 +165,9 @@ class Reach:
         has `left`."""
         if ran.reflects:
             return None
-        part = Reach(*self._began, ran, left)
+        part = Reach(self._roots, self._heard, ran, left)
         reads = part._any_attribute or any(map(part._named_otherwise, left.names))
         return None if left.names and reads else part
-
-    @property
-    def _any_attribute(self) -> bool:
-        """Whether attributes of the user's objects may be read that are not named."""
-        ran, mentions = self._ran, self.mentions
-        return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
 
     # -- walking
 
@@ -339,321 +278,19 @@ class Reach:
         of_module = own_dict(sys.modules.get(str(space.get("__name__")))) is space
         return identity(space) in self._spaces or (of_module and not getattr(space.get("__spec__"), "_initializing", False))
 
-    def _hold(self, place: Holder) -> None:
-        self.holders.append(place)
-
     def _visit(self, path: str, thing: Any) -> None:
         kind = type(thing)
-        if kind in _LEAVES:
+        if kind in LEAVES:
             return
         if identity(thing) in self._seen:
             self.lends_groups = self.lends_groups or identity(thing) in self._groups
             return
         self._seen.add(identity(thing))
-        self._keep.append(thing)
+        self.met.append(thing)
         enter = self._ways.get(kind)
         if enter is None:
             enter = self._ways[kind] = _way(kind)
         enter(self, path, thing)
-
-    def _fixed(self, path: str, values: Iterable[Any]) -> None:
-        """The items of something that cannot change, or is held already."""
-        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in _LEAVES)
-
-    # -- containers
-
-    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
-        self._hold(places.dictionary(path, d, watched=watched))
-        self._items(path, d)
-
-    def _items(self, path: str, d: dict[Any, Any]) -> None:
-        seen, work = self._seen, self._work
-        for k, v in list(dict.items(d)):
-            named = type(k) is str
-            if type(v) not in _LEAVES and v is not _BUILTINS:  # `exec` puts all of them there
-                if named and k == "param_groups":
-                    self._called_groups.append((f"{path}.{k}", v))
-                elif identity(v) not in seen:
-                    work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
-                elif identity(v) in self._groups:
-                    self.lends_groups = True
-            if named:
-                continue
-            if type(k) is torch.Tensor:
-                self.mentions.asks_identity = True  # looking it up does
-            if not isinstance(k, torch.nn.Parameter):
-                work.append((path, k))
-
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
-        dicts = [d for d in dicts if identity(d) not in self._seen]
-        self._hold(places.dictionaries(path, dicts, watched=watched))
-        self._keep += dicts
-        self._seen.update(map(identity, dicts))
-        for d in filter(None, dicts):
-            self._items(path, d)
-
-    def _list(self, path: str, values: list[Any] | deque[Any]) -> None:
-        place = places.ordered(path, values)
-        self._hold(place)
-        self._fixed(path, place.read())
-
-    def _set(self, path: str, values: set[Any]) -> None:
-        place = places.unordered(path, values)
-        self._hold(place)
-        self._fixed(path, place.read())
-        if torch.Tensor in map(type, place.read()):
-            self.mentions.asks_identity = True
-
-    def _tuple(self, path: str, values: Any) -> None:
-        self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
-
-    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
-        self._hold(kept(path, lambda: (*view, *view.values())))
-        self._fixed(path, view.values())
-
-    def _array(self, path: str, array: Any) -> None:
-        if array.nbytes > _ARRAY or array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
-            self.arrays.append(path)
-        else:
-            self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
-            self._hold(places.array_of_numpys(path, array))
-
-    def _record(self, path: str, row: Any) -> None:
-        """A row of an array of records: what is written to one is seen in the other."""
-        self._array(path, sys.modules["numpy"].asarray(row))
-
-    def _buffer(self, path: str, thing: Any) -> None:
-        if memoryview(thing).nbytes > _ARRAY or not memoryview(thing).c_contiguous:
-            self.arrays.append(path)
-        else:
-            self._hold(places.buffer(path, thing))
-
-    # -- objects
-
-    def _object(self, path: str, thing: Any) -> None:
-        """An object of some class: its attributes, its contents if it is a container as well, its methods."""
-        self._objects.append(thing)
-        own = own_dict(thing)
-        if own is not None and self._is_plain(type(thing)):
-            self._selected.append((path, thing, set()))
-        elif own is not None:
-            self._hold(places.attributes(path, thing))
-            self._items(path, own)
-        self._slots(path, thing)
-        for kind, enter in _CONTENTS:
-            if issubclass(type(thing), kind):
-                enter(self, path, thing)
-        self._class_of(type(thing))
-
-    def _slots(self, path: str, thing: Any) -> None:
-        kind = type(thing)
-        if kind not in self._slotted:
-            self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
-        descriptors = self._slotted[kind]
-        if descriptors:
-            place = places.slots(path, thing, descriptors)
-            self._hold(place)
-            self._fixed(path, place.read())
-
-    def _is_plain(self, kind: type) -> bool:
-        """Whether nobody but the user's code knows the attributes of such objects: no class of another library. Dataclasses and
-        parsed arguments are made to be handed on: of them it has to be known that nobody has asked for all."""
-        if kind not in self._plain:
-            foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
-            handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
-            asked = self._ran is None or self._ran.reads_fields or kind in _pytree.SUPPORTED_NODES
-            self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
-        return self._plain[kind]
-
-    def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
-        """Those attributes of an object that some code may read."""
-        own = own_dict(thing) or {}
-        wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
-        wanted |= {n for n in own.keys() & _UNNAMED if callable(own[n])} - entered
-        if issubclass(type(thing), torch.nn.Module):
-            wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
-            wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
-        wanted -= self._put.get(identity(thing), set())
-        entered |= wanted
-        self._items(path, {n: own[n] for n in own if n in wanted})
-
-    def _may_read(self, thing: Any, name: str, value: Any) -> bool:
-        """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
-        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
-        if self._any_attribute or ran is None:
-            return self._any_attribute or name in self.mentions.reads
-        return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
-
-    def _slightly(self, thing: Any, name: str, value: Any) -> bool:
-        """Whether only its kind counts of what an attribute holds."""
-        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
-        return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
-
-    def _named_otherwise(self, name: str) -> bool:
-        """Whether what may read attributes of this name is not among the code that is known to have run."""
-        return name in self.mentions.words or name in self._began[1] or name in self._resumed
-
-    def _theirs(self, path: str, thing: Any) -> None:
-        """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
-        does not count, so that only those of its attributes do which code of the user's names."""
-        if isinstance(thing, WeakIdKeyDictionary):
-            self.mentions.asks_identity = True
-            self._work.extend((path, key) for key in thing)
-        own = own_dict(thing)
-        if own is not None:
-            self._opaque.append((path, thing, set()))
-            functions = [x for x in own.values() if _is_users_function(x) or is_users_class(type(x))]
-            if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
-                self._fixed(path, functions)  # `numpy.vectorize` calls one
-
-    def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
-        self._hold(kept(path, lambda: (ref() is None,)))
-        self._work.append((path, ref()))
-
-    def _proxy(self, path: str, proxy: Any) -> None:
-        with suppress(ReferenceError, AttributeError):  # it may stand for nothing any more
-            self._work.append((path, proxy.__init__.__self__))
-
-    def _cell(self, path: str, cell: CellType) -> None:
-        place = places.cells(path, [cell], ["cell_contents"])
-        self._hold(place)
-        self._fixed(path, place.read())
-
-    def _exception(self, path: str, e: BaseException) -> None:
-        self._hold(kept(path, lambda: (*e.args, e.__cause__, e.__context__)))
-        self._fixed(path, e.args)
-        self._object(path, e)
-
-    def _default(self, path: str, d: defaultdict[Any, Any]) -> None:
-        self._object(path, d)
-        self._hold(kept(path, lambda: (d.default_factory,)))
-        self._work.append((path, d.default_factory))
-
-    def _variable(self, path: str, variable: ContextVar[Any]) -> None:
-        self._hold(kept(path, lambda: (variable.get(MISSING),)))
-        self._work.append((path, variable.get(MISSING)))
-
-    def _cache(self, path: str, wrapper: Any) -> None:
-        """A function wrapped in `functools.lru_cache`."""
-        self._object(path, wrapper)
-        code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
-        if code is not None and is_users(code.co_filename):
-            self.caching.add(identity(code))
-            place = places.cache(path, wrapper)
-            self._hold(place)
-            self._fixed(path, place.read())
-
-    def _recorded(self, path: str, recorded: Any) -> None:
-        """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
-        attributes, own = recorded.__dict__, recorded.own
-
-        def read() -> tuple[Any, ...]:
-            return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
-
-        def restore(values: tuple[Any, ...]) -> None:
-            for k in [k for k in attributes if k not in own]:
-                del attributes[k]
-            attributes.update(zip(values[::2], values[1::2], strict=True))
-
-        self._hold(Holder(path, read, restore))
-        self._fixed(path, read()[1::2])
-        self._work.append((path, recorded.__wrapped__))
-
-    # -- torch's objects
-
-    def _module(self, path: str, module: torch.nn.Module) -> None:
-        self.modules.append(module)
-        own = module.__dict__
-        inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
-        self._seen.add(identity(own.get("_non_persistent_buffers_set")))
-        self._dicts(path, inner, watched=True)
-        if self._is_plain(type(module)):
-            self._selected.append((path, module, set()))
-        else:
-            self._dict(path, own, watched=True)
-        self._slots(path, module)
-        self._class_of(type(module))
-
-    def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizers.append(optimizer)
-        self._objects.append(optimizer)
-        own, groups = optimizer.__dict__, optimizer.param_groups
-        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
-        self._hold(places.dictionary(path, own))
-        self._items(path, own)
-        self._is_group(groups)
-        if isinstance(groups, list):
-            self._hold(places.ordered(f"{path}.param_groups", groups))
-        self._seen.add(identity(optimizer.state))
-        self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
-        self._dict(f"{path}.state", optimizer.state, watched=True)
-        self._class_of(type(optimizer))
-        for i, group in enumerate(groups):
-            self._group(f"{path}.param_groups[{i}]", group)
-        # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
-        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-        self._dicts(f"{path}.state", states)
-
-    def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
-        """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new
-        dictionary: that is no change."""
-        own = scaler.__dict__
-        notes = own.get(_NOTES)
-        if notes is None:  # it is switched off
-            self._object(path, scaler)
-            return
-        self._objects.append(scaler)
-        self._hold(places.with_inner(path, own, _NOTES))
-        self._items(path, {k: v for k, v in own.items() if k != _NOTES})
-        for i, note in enumerate(notes.values()):
-            self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
-        self._class_of(type(scaler))
-
-    def _is_group(self, group: Any) -> None:
-        """An optimizer has this, a parameter group or a list of them."""
-        self.lends_groups = self.lends_groups or (identity(group) in self._seen and identity(group) not in self._groups)
-        self._groups.add(identity(group))
-        self._seen.add(identity(group))
-        self._keep.append(group)
-
-    def _group(self, path: str, group: dict[str, Any]) -> None:
-        """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
-        followed = (*LIVE, *CYCLED)
-        self._is_group(group)
-
-        def read() -> tuple[Any, ...]:
-            return tuple([v for k, v in group.items() if k not in followed])
-
-        def restore(values: tuple[Any, ...]) -> None:
-            group.update(zip([k for k in group if k not in followed], values, strict=True))
-
-        self._hold(Holder(path, read, restore))
-        for key in followed:
-            if key in group:
-                self._hold(_live_place(path, group, key))
-        self._fixed(path, group.values())
-
-    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
-        if type(tensor) is Borrowed:
-            self.borrowed.append(path)
-            return
-        if not has_memory(tensor):
-            self._odd.append(tensor)
-            return
-        self.tensors[identity(tensor)] = (path, tensor)
-        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-            if hooks:
-                self._fixed(f"{path}'s hook", hooks.values())
-        if tensor.__dict__:
-            self._attributed.append((path, tensor))
-
-    def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
-        """Attributes that the user gave a tensor, or may give it."""
-        own, mentions = tensor.__dict__, self.mentions
-        if identity(own) not in self._seen and (mentions.looks_for_absent or not mentions.names.isdisjoint(own)):
-            self._seen.add(identity(own))
-            self._keep.append(own)
-            self._dict(path, own, watched=len(self.tensors) > FEW)
 
     # -- code
 
@@ -745,10 +382,10 @@ class Reach:
         hidden = sorted(used.variables - g.keys() - absent | (absent & used.variables - used.sets))
         if hidden and not unbound:  # a global that appears later may shadow a builtin, or a builtin appear
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
-            read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": _BUILTINS.get})
+            read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": BUILTINS.get})
             self._hold(kept("builtins", read))
         function: Any = f  # not every version of the types knows that it has builtins
-        if function.__builtins__ is not _BUILTINS:  # `exec` was given others
+        if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
 
     def _looks_around(self, used: Used, g: dict[str, Any], *, is_method: bool) -> None:
@@ -769,7 +406,7 @@ class Reach:
         asked = words = {n for n in named if n.isidentifier()} if ("sys", "modules") in used.attributes else set[str]()
         if used.imports and not self._imports:
             self._imports = True
-            self._hold(kept("builtins.__import__", lambda: (_BUILTINS.get("__import__"),)))
+            self._hold(kept("builtins.__import__", lambda: (BUILTINS.get("__import__"),)))
         for level, name, of_it in used.imports:
             above = package.rsplit(".", level - 1)[0] if level > 1 else package
             whole = ".".join(part for part in (above if level else "", name) if part)
@@ -813,7 +450,7 @@ class Reach:
         is_near = identity(module) in self._python_modules and identity(module) not in self._far
         if (made or is_users(where)) and not is_near:
             self._far.discard(identity(module))  # then what it has is entered anew
-            self._keep.append(module)
+            self.met.append(module)
             self._python_modules[identity(module)] = (module, set())
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
             if type(module) is not ModuleType:
@@ -889,10 +526,10 @@ class Reach:
         for base in bases:
             if identity(base) not in self._classes:
                 self._classes.add(identity(base))
-                self._keep.append(base)
+                self.met.append(base)
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
-                is_called = name in called or name in _UNNAMED or (name.startswith("__") and name not in _UNCALLED)
+                is_called = name in called or name in UNNAMED or (name.startswith("__") and name not in _UNCALLED)
                 for f in functions_of(member):
                     if is_called or (self.mentions.looks_around and self._runs_alike(f)):
                         if self._ran is not None and isinstance(f, FunctionType) and not self._ran.has(f.__code__):
@@ -930,12 +567,6 @@ class Reach:
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
 
 
-def _is_users_function(f: Any) -> bool:
-    """Whether this is a function of the user's, or one of their methods bound to an object."""
-    f = f.__func__ if type(f) is MethodType else f
-    return type(f) is FunctionType and is_users(f.__code__.co_filename)
-
-
 def _runs_for_the_user(frame: FrameType) -> bool:
     """Whether code that has no file is the user's: of `python -c`, say, and not what a package, or `namedtuple`, has made of a
     string. What runs while a module is imported is left alone: half of a module is nothing that anybody could use."""
@@ -960,19 +591,7 @@ def _may_be_module(path: str, space: dict[str, Any]) -> bool:
     return not packages.is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
 
 
-def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
-    """One hyper-parameter that a replay may follow."""
-
-    def restore(values: tuple[Any, ...]) -> None:
-        group[key] = values[0]
-
-    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(identity(group), key))
-
-
-_Enter = Callable[[Reach, str, Any], None]
-
-
-def _exactly(kind: type, enter: _Enter) -> tuple[type, _Enter]:
+def _exactly(kind: type, enter: Enter) -> tuple[type, Enter]:
     return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
 
 
@@ -980,35 +599,7 @@ def _nothing(reach: Reach, path: str, thing: Any) -> None:
     """Nothing that could change, or that a result could depend on."""
 
 
-def _iterator(reach: Reach, path: str, it: Any) -> None:
-    """One that is used up gives nothing more. What others have left nobody could put back."""
-    if type(it) in _COUNTED and _used_up(it):
-        reach._hold(kept(path, lambda: (operator.length_hint(it),)))
-    else:
-        reach.iterators.append(path)
-
-
-def _used_up(it: Any) -> bool:
-    """Whether it has nothing left, and cannot get more: nobody else has its list, which could grow."""
-    return operator.length_hint(it) == 0 and _references(it) <= _ITS_OWN
-
-
-def _references(it: Any) -> int:
-    """To the list that an iterator goes through."""
-    values = it.__reduce__()[1][0]
-    return sys.getrefcount(values) if isinstance(values, list) else 0
-
-
-_ITS_OWN = _references(iter([]))
-
-
-_CONTENTS: list[tuple[Any, _Enter]] = [
-    (dict, Reach._dict),
-    ((list, deque), Reach._list),
-    (set, Reach._set),
-    ((tuple, frozenset), Reach._tuple),
-]
-_WAYS: list[tuple[type, _Enter]] = [
+_WAYS: list[tuple[type, Enter]] = [
     (type, Reach._kind),
     (ModuleType, Reach._handed_on),
     (torch.Tensor, Reach._tensor),
@@ -1042,7 +633,7 @@ _WAYS: list[tuple[type, _Enter]] = [
     (ContextVar, Reach._variable),
     (BaseException, Reach._exception),
     (threading.local, Reach._object),
-    *((kind, _iterator) for kind in _ITERATORS),
+    *((kind, Reach._iterator) for kind in _ITERATORS),
     _exactly(dict, Reach._dict),
     _exactly(list, Reach._list),
     _exactly(deque, Reach._list),
@@ -1056,7 +647,7 @@ _WAYS: list[tuple[type, _Enter]] = [
 _BARE = (torch.Generator, torch.Stream, random.SystemRandom, random.Random, weakref.ref)
 
 
-def _with_its_own(enter: _Enter) -> _Enter:
+def _with_its_own(enter: Enter) -> Enter:
     def both(reach: Reach, path: str, thing: Any) -> None:
         enter(reach, path, thing)
         reach._object(path, thing)
@@ -1064,7 +655,7 @@ def _with_its_own(enter: _Enter) -> _Enter:
     return both
 
 
-def _way(kind: type) -> _Enter:
+def _way(kind: type) -> Enter:
     """How to enter objects of this type. (By the type alone: what they say of themselves may be code of the user's.)"""
     if issubclass(kind, defaultdict):
         return Reach._default
@@ -1077,7 +668,7 @@ def _way(kind: type) -> _Enter:
     if kind.__module__.startswith("phonograph.") and hasattr(kind, "reached"):  # a function of our own
         return lambda reach, path, function: reach._fixed(path, function.reached())
     if any("__next__" in vars(base) for base in kind.__mro__):
-        return _iterator
+        return Reach._iterator
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):
         return Reach._array
@@ -1086,7 +677,7 @@ def _way(kind: type) -> _Enter:
     if top == "numpy" and (kind.__name__ in ("Generator", "RandomState") or hasattr(kind, "random_raw")):
         return lambda reach, path, rng: reach.host_rngs.append(rng)
     if top == "numpy" and kind.__name__ == "SeedSequence":
-        return _iterator
-    if issubclass(kind, _BUFFERS):
+        return Reach._iterator
+    if issubclass(kind, BUFFERS):
         return _with_its_own(Reach._buffer) if is_users_class(kind) else Reach._buffer
     return Reach._object if has_attributes(kind) else Reach._theirs if top != "phonograph" else _nothing

@@ -453,7 +453,7 @@ def _capture(
     most: float, terms: Terms, release: Release | None,
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
-    outer = {identity(x) for x in reach._keep}
+    outer = {identity(x) for x in reach.met}
     given: set[int] = set()
     stood: list[torch.Tensor] = []
     ran: list[Iterable[CodeType]] = []

@@ -31,9 +31,10 @@ from . import witness
 from .dials import Dials
 from .identity import identity
 from .keys import NoSignature, plain_key
+from .objects import FEW
 from .places import Holder
 from .randomness import share_state
-from .reach import FEW, Reach
+from .reach import Reach
 from .signature import modes
 from .torch_private import address, alias, bump, tensor_check, use_count
 from .where import written_out

@@ -1,0 +1,454 @@
+"""What of each kind of object is held, and where it leads: containers, objects of the user's and of others, torch's own.
+
+Each place that holds values becomes a `Holder`, which can be read again at C speed; tensors, optimizers, generators and the
+like are collected. Of an object of the user's, and of one of torch's, NumPy's or the standard library's, only those attributes
+count that some code names (a trainer may count its steps on `self`), so that more are entered as more code is found.
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import builtins
+import ctypes
+import operator
+import sys
+import weakref
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from mmap import mmap
+from types import CellType, FunctionType, MappingProxyType, MethodType
+from typing import Any, Generic, Protocol
+
+import torch
+from torch.utils import _pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import places
+from .borrowed import Borrowed
+from .identity import identity
+from .introspection import MISSING, is_users_class, slots_of
+from .left import Left
+from .mentions import CYCLED, LIVE, Mentions
+from .places import Holder, kept, key_label, own_dict
+from .ran import Ran
+from .torch_private import has_memory
+from .where import is_users
+
+__all__ = ["BUFFERS", "BUILTINS", "FEW", "LEAVES", "UNNAMED", "Enter", "Objects"]
+
+FEW = 64  # so many parameters are all looked at before each replay
+_ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
+_PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
+BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
+LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
+# Methods of a class of the user's that are called without being named; an object may have its own.
+UNNAMED = frozenset({"forward", "backward", "setup_context", "jvp", "vmap", "step"})
+_COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))  # which know what they have left
+# Classes that read no attributes of objects derived from them, other than those that they give them.
+_SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
+_FIELDS = "__dataclass_fields__"
+_PARSED = frozenset(argparse.Namespace.__mro__) - {object}
+_NOTES = "_per_optimizer_states"  # of gradient scalers
+_MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
+BUILTINS = vars(builtins)
+
+Enter = Callable[[Any, str, Any], None]
+"""How to enter an object, which lies at a path."""
+
+
+class Objects:
+    """What is in reach, by kinds, each thing once; what has been met and is still to be visited. What code leads to, and which
+    way leads into what, is a `Reach`'s business."""
+
+    def __init__(self, heard: frozenset[str], ran: Ran | None, left: Left | None) -> None:
+        self._heard = heard
+        self._ran = ran
+        self._put: dict[int, set[str]] = defaultdict(set)  # of which objects it has put tensors into attributes
+        for put in left.puts if left is not None else ():
+            self._put[identity(put.of)].add(put.name)
+        self._resumed: set[str] = set()  # what generators name, which may have run unheard
+        self.mentions = Mentions(heard)
+        self.holders: list[Holder] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.generators: list[torch.Generator] = []
+        self.streams: list[torch.Stream] = []
+        self.host_rngs: list[Any] = []
+        self.iterators: list[str] = []
+        self.arrays: list[str] = []
+        self.borrowed: list[str] = []
+        self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
+        self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
+        self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
+        self.met: list[Any] = []  # everything; ids in _seen stay valid
+        self._seen: set[int] = set()
+        self._work: deque[tuple[str, Any]] = deque()  # what is to be visited, and where it was found
+        self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
+        self._called_groups: list[tuple[str, Any]] = []  # what has that name elsewhere: who reads it there names it
+        self._objects: list[Any] = []
+        self._slotted: dict[type, list[tuple[str, Any]]] = {}  # classes met, and their slots
+        self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
+        self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
+        self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
+        self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
+
+    def _class_of(self, kind: type) -> None:
+        """Objects of this class are in reach: its methods may run."""
+        raise NotImplementedError
+
+    def _hold(self, place: Holder) -> None:
+        self.holders.append(place)
+
+    def _fixed(self, path: str, values: Iterable[Any]) -> None:
+        """The items of something that cannot change, or is held already."""
+        self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in LEAVES)
+
+    # -- containers
+
+    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
+        self._hold(places.dictionary(path, d, watched=watched))
+        self._items(path, d)
+
+    def _items(self, path: str, d: dict[Any, Any]) -> None:
+        seen, work = self._seen, self._work
+        for k, v in list(dict.items(d)):
+            named = type(k) is str
+            if type(v) not in LEAVES and v is not BUILTINS:  # `exec` puts all of them there
+                if named and k == "param_groups":
+                    self._called_groups.append((f"{path}.{k}", v))
+                elif identity(v) not in seen:
+                    work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
+                elif identity(v) in self._groups:
+                    self.lends_groups = True
+            if named:
+                continue
+            if type(k) is torch.Tensor:
+                self.mentions.asks_identity = True  # looking it up does
+            if not isinstance(k, torch.nn.Parameter):
+                work.append((path, k))
+
+    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
+        dicts = [d for d in dicts if identity(d) not in self._seen]
+        self._hold(places.dictionaries(path, dicts, watched=watched))
+        self.met += dicts
+        self._seen.update(map(identity, dicts))
+        for d in filter(None, dicts):
+            self._items(path, d)
+
+    def _list(self, path: str, values: list[Any] | deque[Any]) -> None:
+        place = places.ordered(path, values)
+        self._hold(place)
+        self._fixed(path, place.read())
+
+    def _set(self, path: str, values: set[Any]) -> None:
+        place = places.unordered(path, values)
+        self._hold(place)
+        self._fixed(path, place.read())
+        if torch.Tensor in map(type, place.read()):
+            self.mentions.asks_identity = True
+
+    def _tuple(self, path: str, values: Any) -> None:
+        self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
+
+    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
+        self._hold(kept(path, lambda: (*view, *view.values())))
+        self._fixed(path, view.values())
+
+    def _array(self, path: str, array: Any) -> None:
+        if array.nbytes > _ARRAY or array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
+            self.arrays.append(path)
+        else:
+            self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
+            self._hold(places.array_of_numpys(path, array))
+
+    def _record(self, path: str, row: Any) -> None:
+        """A row of an array of records: what is written to one is seen in the other."""
+        self._array(path, sys.modules["numpy"].asarray(row))
+
+    def _buffer(self, path: str, thing: Any) -> None:
+        if memoryview(thing).nbytes > _ARRAY or not memoryview(thing).c_contiguous:
+            self.arrays.append(path)
+        else:
+            self._hold(places.buffer(path, thing))
+
+    # -- objects
+
+    def _object(self, path: str, thing: Any) -> None:
+        """An object of some class: its attributes, its contents if it is a container as well, its methods."""
+        self._objects.append(thing)
+        own = own_dict(thing)
+        if own is not None and self._is_plain(type(thing)):
+            self._selected.append((path, thing, set()))
+        elif own is not None:
+            self._hold(places.attributes(path, thing))
+            self._items(path, own)
+        self._slots(path, thing)
+        for kind, enter in _CONTENTS:
+            if issubclass(type(thing), kind):
+                enter(self, path, thing)
+        self._class_of(type(thing))
+
+    def _slots(self, path: str, thing: Any) -> None:
+        kind = type(thing)
+        if kind not in self._slotted:
+            self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
+        descriptors = self._slotted[kind]
+        if descriptors:
+            place = places.slots(path, thing, descriptors)
+            self._hold(place)
+            self._fixed(path, place.read())
+
+    def _is_plain(self, kind: type) -> bool:
+        """Whether nobody but the user's code knows the attributes of such objects: no class of another library. Dataclasses and
+        parsed arguments are made to be handed on: of them it has to be known that nobody has asked for all."""
+        if kind not in self._plain:
+            foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
+            handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
+            asked = self._ran is None or self._ran.reads_fields or kind in _pytree.SUPPORTED_NODES
+            self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
+        return self._plain[kind]
+
+    def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
+        """Those attributes of an object that some code may read."""
+        own = own_dict(thing) or {}
+        wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
+        wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])} - entered
+        if issubclass(type(thing), torch.nn.Module):
+            wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
+            wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
+        wanted -= self._put.get(identity(thing), set())
+        entered |= wanted
+        self._items(path, {n: own[n] for n in own if n in wanted})
+
+    @property
+    def _any_attribute(self) -> bool:
+        """Whether attributes of the user's objects may be read that are not named."""
+        ran, mentions = self._ran, self.mentions
+        return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
+
+    def _may_read(self, thing: Any, name: str, value: Any) -> bool:
+        """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
+        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
+        if self._any_attribute or ran is None:
+            return self._any_attribute or name in self.mentions.reads
+        return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
+
+    def _slightly(self, thing: Any, name: str, value: Any) -> bool:
+        """Whether only its kind counts of what an attribute holds."""
+        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
+        return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
+
+    def _named_otherwise(self, name: str) -> bool:
+        """Whether what may read attributes of this name is not among the code that is known to have run."""
+        return name in self.mentions.words or name in self._heard or name in self._resumed
+
+    def _theirs(self, path: str, thing: Any) -> None:
+        """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
+        does not count, so that only those of its attributes do which code of the user's names."""
+        if isinstance(thing, WeakIdKeyDictionary):
+            self.mentions.asks_identity = True
+            self._work.extend((path, key) for key in thing)
+        own = own_dict(thing)
+        if own is not None:
+            self._opaque.append((path, thing, set()))
+            functions = [x for x in own.values() if _is_users_function(x) or is_users_class(type(x))]
+            if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
+                self._fixed(path, functions)  # `numpy.vectorize` calls one
+
+    def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
+        self._hold(kept(path, lambda: (ref() is None,)))
+        self._work.append((path, ref()))
+
+    def _proxy(self, path: str, proxy: Any) -> None:
+        with suppress(ReferenceError, AttributeError):  # it may stand for nothing any more
+            self._work.append((path, proxy.__init__.__self__))
+
+    def _cell(self, path: str, cell: CellType) -> None:
+        place = places.cells(path, [cell], ["cell_contents"])
+        self._hold(place)
+        self._fixed(path, place.read())
+
+    def _exception(self, path: str, e: BaseException) -> None:
+        self._hold(kept(path, lambda: (*e.args, e.__cause__, e.__context__)))
+        self._fixed(path, e.args)
+        self._object(path, e)
+
+    def _default(self, path: str, d: defaultdict[Any, Any]) -> None:
+        self._object(path, d)
+        self._hold(kept(path, lambda: (d.default_factory,)))
+        self._work.append((path, d.default_factory))
+
+    def _variable(self, path: str, variable: ContextVar[Any]) -> None:
+        self._hold(kept(path, lambda: (variable.get(MISSING),)))
+        self._work.append((path, variable.get(MISSING)))
+
+    def _cache(self, path: str, wrapper: Any) -> None:
+        """A function wrapped in `functools.lru_cache`."""
+        self._object(path, wrapper)
+        code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
+        if code is not None and is_users(code.co_filename):
+            self.caching.add(identity(code))
+            place = places.cache(path, wrapper)
+            self._hold(place)
+            self._fixed(path, place.read())
+
+    def _recorded(self, path: str, recorded: Any) -> None:
+        """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
+        attributes, own = recorded.__dict__, recorded.own
+
+        def read() -> tuple[Any, ...]:
+            return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
+
+        def restore(values: tuple[Any, ...]) -> None:
+            for k in [k for k in attributes if k not in own]:
+                del attributes[k]
+            attributes.update(zip(values[::2], values[1::2], strict=True))
+
+        self._hold(Holder(path, read, restore))
+        self._fixed(path, read()[1::2])
+        self._work.append((path, recorded.__wrapped__))
+
+    def _iterator(self, path: str, it: Any) -> None:
+        """One that is used up gives nothing more. What others have left nobody could put back."""
+        if type(it) in _COUNTED and _used_up(it):
+            self._hold(kept(path, lambda: (operator.length_hint(it),)))
+        else:
+            self.iterators.append(path)
+
+    # -- torch's objects
+
+    def _module(self, path: str, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        own = module.__dict__
+        inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
+        self._seen.add(identity(own.get("_non_persistent_buffers_set")))
+        self._dicts(path, inner, watched=True)
+        if self._is_plain(type(module)):
+            self._selected.append((path, module, set()))
+        else:
+            self._dict(path, own, watched=True)
+        self._slots(path, module)
+        self._class_of(type(module))
+
+    def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        self._objects.append(optimizer)
+        own, groups = optimizer.__dict__, optimizer.param_groups
+        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
+        self._hold(places.dictionary(path, own))
+        self._items(path, own)
+        self._is_group(groups)
+        if isinstance(groups, list):
+            self._hold(places.ordered(f"{path}.param_groups", groups))
+        self._seen.add(identity(optimizer.state))
+        self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
+        self._dict(f"{path}.state", optimizer.state, watched=True)
+        self._class_of(type(optimizer))
+        for i, group in enumerate(groups):
+            self._group(f"{path}.param_groups[{i}]", group)
+        # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        self._dicts(f"{path}.state", states)
+
+    def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
+        """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new
+        dictionary: that is no change."""
+        own = scaler.__dict__
+        notes = own.get(_NOTES)
+        if notes is None:  # it is switched off
+            self._object(path, scaler)
+            return
+        self._objects.append(scaler)
+        self._hold(places.with_inner(path, own, _NOTES))
+        self._items(path, {k: v for k, v in own.items() if k != _NOTES})
+        for i, note in enumerate(notes.values()):
+            self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
+        self._class_of(type(scaler))
+
+    def _is_group(self, group: Any) -> None:
+        """An optimizer has this, a parameter group or a list of them."""
+        self.lends_groups = self.lends_groups or (identity(group) in self._seen and identity(group) not in self._groups)
+        self._groups.add(identity(group))
+        self._seen.add(identity(group))
+        self.met.append(group)
+
+    def _group(self, path: str, group: dict[str, Any]) -> None:
+        """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
+        followed = (*LIVE, *CYCLED)
+        self._is_group(group)
+
+        def read() -> tuple[Any, ...]:
+            return tuple([v for k, v in group.items() if k not in followed])
+
+        def restore(values: tuple[Any, ...]) -> None:
+            group.update(zip([k for k in group if k not in followed], values, strict=True))
+
+        self._hold(Holder(path, read, restore))
+        for key in followed:
+            if key in group:
+                self._hold(_live_place(path, group, key))
+        self._fixed(path, group.values())
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> None:
+        if type(tensor) is Borrowed:
+            self.borrowed.append(path)
+            return
+        if not has_memory(tensor):
+            self._odd.append(tensor)
+            return
+        self.tensors[identity(tensor)] = (path, tensor)
+        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                self._fixed(f"{path}'s hook", hooks.values())
+        if tensor.__dict__:
+            self._attributed.append((path, tensor))
+
+    def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
+        """Attributes that the user gave a tensor, or may give it."""
+        own, mentions = tensor.__dict__, self.mentions
+        if identity(own) not in self._seen and (mentions.looks_for_absent or not mentions.names.isdisjoint(own)):
+            self._seen.add(identity(own))
+            self.met.append(own)
+            self._dict(path, own, watched=len(self.tensors) > FEW)
+
+
+def _is_users_function(f: Any) -> bool:
+    """Whether this is a function of the user's, or one of their methods bound to an object."""
+    f = f.__func__ if type(f) is MethodType else f
+    return type(f) is FunctionType and is_users(f.__code__.co_filename)
+
+
+def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
+    """One hyper-parameter that a replay may follow."""
+
+    def restore(values: tuple[Any, ...]) -> None:
+        group[key] = values[0]
+
+    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(identity(group), key))
+
+
+def _used_up(it: Any) -> bool:
+    """Whether it has nothing left, and cannot get more: nobody else has its list, which could grow."""
+    return operator.length_hint(it) == 0 and _references(it) <= _ITS_OWN
+
+
+def _references(it: Any) -> int:
+    """To the list that an iterator goes through."""
+    values = it.__reduce__()[1][0]
+    return sys.getrefcount(values) if isinstance(values, list) else 0
+
+
+_ITS_OWN = _references(iter([]))
+
+_CONTENTS: list[tuple[Any, Enter]] = [
+    (dict, Objects._dict),
+    ((list, deque), Objects._list),
+    (set, Objects._set),
+    ((tuple, frozenset), Objects._tuple),
+]
