@@ -615,7 +615,7 @@ class Recorded(Observed, Generic[P, R]):
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
         found = [x for ref in self._met if (x := ref()) is not None]
-        met = [((x if isinstance(x, (FunctionType, type)) else type(x)).__qualname__, x) for x in found]
+        met = [((x if _has_code(x) else type(x)).__qualname__, x) for x in found]
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
@@ -707,9 +707,7 @@ class Recorded(Observed, Generic[P, R]):
                 self._heard |= e.names
                 self._met += [weakref.ref(one) for one in e.met]
                 e.__traceback__ = e.__context__ = None  # which would keep what the capture has made
-                e.met = tuple(
-                    [one for one in e.met if isinstance(one, (FunctionType, type))]
-                )  # others may be the capture's own
+                e.met = (*filter(_has_code, e.met),)  # others may be the capture's own
                 reach = self._reach(call)
             except Attached:
                 if history.attached or borrow:
@@ -804,6 +802,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return there(*args) if there is not None else None
 
     return called
+
+
+def _has_code(x: object) -> bool:
+    """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
+    return issubclass(type(x), (FunctionType, type))
 
 
 def _there(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
