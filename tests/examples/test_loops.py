@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tests.helpers import reasons
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of themselves and of each other
 
 
+@functools.cache  # what is frozen is never collected: models of the test itself must not be
 def package(name: str) -> Any:
     """The installed package, or a skipped test."""
     found = pytest.importorskip(name)
