@@ -318,7 +318,9 @@ class Packages:
         """
         spaces: dict[int, tuple[dict[str, Any], set[str], set[int]]] = {}
         for code, space in ran:
-            if "__file__" in space and origin(code.co_filename) is LIBRARY and not is_torchs(code.co_filename):
+            # What a package has written itself has no file of its own.
+            where = str(space.get("__file__")) if code.co_filename.startswith("<") else code.co_filename
+            if "__file__" in space and origin(where) is LIBRARY and not is_torchs(where):
                 _, names, codes = spaces.setdefault(identity(space), (space, set(), set()))
                 names.update(code.co_names)
                 codes.add(identity(code))

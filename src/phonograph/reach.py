@@ -574,7 +574,9 @@ def _runs_for_the_user(frame: FrameType) -> bool:
     where = space.get("__file__")
     if (where is not None and not is_users(str(where))) or str(space.get("__name__", "")).startswith("namedtuple_"):
         return False
-    outer: FrameType | None = frame
+    outer: FrameType | None = frame.f_back
+    if torch_private.is_written_by_torch(space, outer.f_code.co_filename if outer is not None else ""):
+        return False
     while outer is not None and not is_ours(outer.f_code.co_filename):  # what imports us all is none of the call's business
         if outer.f_code.co_filename.startswith("<frozen importlib"):
             return False

@@ -506,6 +506,9 @@ def _capture(
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
+                noticed = (*said, *listener.found, *filter(None, [listener.overlooked]))
+                if noticed and isinstance(e, Exception) and not isinstance(e, (Refusal, Overlooked)):
+                    raise noticed[0] from None  # of which somebody has made another exception, as Dynamo does
                 raise
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):

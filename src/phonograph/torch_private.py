@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
@@ -32,8 +32,8 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
            "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
            "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
-           "in_inference", "is_batched", "is_composite", "is_traced", "keeps_graph", "kept_settings", "lend_code",
-           "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
+           "in_inference", "is_batched", "is_composite", "is_traced", "is_written_by_torch", "keeps_graph",
+           "kept_settings", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
            "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
@@ -183,6 +183,18 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     if empty_strided is None:
         return partial(torch.empty_like, like)
     return partial(empty_strided, tuple(like.shape), like.stride(), like.dtype)
+
+
+def is_written_by_torch(space: Mapping[str, Any], caller: str) -> bool:
+    """Whether a function with these globals, which has no file of its own, was written for compiled code: by Dynamo for some of
+    its guards (it makes one where it compiles, and calls it to know whether what it has compiled will do), or by Inductor or
+    Triton to launch a kernel (code of theirs calls it, in the file `caller`)."""
+    if space.keys() == {"G", "__builtins__"}:
+        return type(space["G"]) is dict and "__builtins__" in space["G"]
+    return "__name__" not in space and any(folder in caller.replace(os.sep, "/") for folder in _LAUNCHERS)
+
+
+_LAUNCHERS = ("/torch/_inductor/runtime/", "/triton/runtime/")
 
 
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)

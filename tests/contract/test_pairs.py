@@ -3444,3 +3444,69 @@ def test_c06_a_hook_that_waits_for_all_gradients(device, used, waits, mode):
     ours = pg.record(copy.deepcopy(theirs), warmup=1)
     assert run(ours) == run(theirs)
     assert pg.stats(ours).replayed == 4
+
+
+# ---------------------------------------------------------------------------------------------------
+# Modules that are compiled
+
+
+@pytest.fixture
+def compiling(cuda):
+    """Compiled code leaves what its backward reads for the next one, and is forgotten after the test."""
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield torch.compile
+    torch.compiler.reset()
+
+
+class Tied(nn.Module):
+    """Has one object by several names, which torch.compile's guards have to compare."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.outer.weight = self.inner.weight
+        self.both = [self.inner, self.outer]
+
+    def forward(self, x):
+        for layer in self.both:
+            x = layer(x).tanh() + self.inner(x)
+        return self.last(x)
+
+
+def tied(device):
+    torch.manual_seed(3)
+    return Tied().to(device)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Inductor's
+@pytest.mark.parametrize("make", [perceptron, tied])
+@pytest.mark.parametrize("how", ["pair", "whole step"])
+def test_c06_a_module_that_is_compiled(cuda, compiling, how, make):
+    """Where its backward is to run outside, torch.compile finds hooks on what is saved, and compiles anew, in the capture."""
+
+    def steps(recorded):
+        module = make(cuda)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        called, apply = compiling(module), optimizer.step
+        if recorded and how == "pair":
+            called, apply = pg.record(called), pg.record(apply)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(called(x), y)
+            loss.backward()
+            apply()
+            return loss.detach()
+
+        step = pg.record(step) if recorded and how == "whole step" else step
+        found = []
+        for n in range(16):
+            loss = step(*batch(cuda, n))
+            found.append((loss, [p.detach().clone() for p in module.parameters()]))
+        for function in {"pair": [called, apply], "whole step": [step]}[how] if recorded else []:
+            assert pg.stats(function).replayed >= 5, pg.explain(function)
+        return found
+
+    assert_same(steps(True), steps(False))

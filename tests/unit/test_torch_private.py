@@ -166,3 +166,31 @@ def test_a_hook_of_ours_is_not_the_users():
         torch.testing.assert_close(x.grad, -x.sin().sin().detach() * x.cos().detach())
     over._user_hooks = users = (torch.clone, torch.clone)
     assert torch_private.unseen_by_checkpoint(torch.Tensor.detach, over)._user_hooks is users
+
+
+def test_functions_that_are_written_for_compiled_code_are_told_from_others():
+    from torch._inductor.runtime import triton_heuristics
+
+    met = {}
+
+    def hear(frame, event, _):
+        if event == "call" and frame.f_code.co_filename == "<string>":
+            met[frame.f_code.co_name] = dict(frame.f_globals)
+
+    compiled = torch.compile(lambda x, y: x * 2 if x.shape[0] > y.shape[0] + 3 else x, backend="eager", dynamic=True)
+    with torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False):
+        sys.setprofile(hear)
+        try:
+            for rows in (9, 10, 4):
+                compiled(torch.ones(rows), torch.ones(3))
+        finally:
+            sys.setprofile(None)
+    assert torch_private.is_written_by_torch(met["___make_guard_fn"], triton_heuristics.__file__)
+    assert torch_private.is_written_by_torch(met["guard"], __file__)
+    users, launcher = {"G": 6.674e-11}, {"runner": print}
+    exec("def force(m): return G * m", users)
+    exec("def launcher(x): runner(x)", launcher)
+    assert torch_private.is_written_by_torch(launcher, triton_heuristics.__file__)
+    assert not torch_private.is_written_by_torch(launcher, __file__)
+    assert not torch_private.is_written_by_torch(users, __file__)
+    assert not torch_private.is_written_by_torch(globals(), triton_heuristics.__file__)
