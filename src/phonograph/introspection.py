@@ -9,7 +9,7 @@ import functools
 import gc
 import sys
 import weakref
-from types import CellType, CodeType, FunctionType, MemberDescriptorType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .bytecode import all_within, names_in
 from .where import is_users
 
 __all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_users_class",
-           "slots_of", "takes_parameters_only"]  # fmt: skip
+           "is_users_function", "slots_of", "takes_parameters_only"]  # fmt: skip
 
 
 class _Missing:
@@ -118,6 +118,12 @@ def is_users_class(kind: type) -> bool:
 
 def _is_users_code(f: Any) -> bool:
     return isinstance(f, FunctionType) and is_users(f.__code__.co_filename)
+
+
+def is_users_function(f: Any) -> bool:
+    """Whether this is a function of the user's, or one of their methods bound to an object."""
+    f = f.__func__ if type(f) is MethodType else f
+    return type(f) is FunctionType and is_users(f.__code__.co_filename)
 
 
 def has_attributes(kind: type) -> bool:

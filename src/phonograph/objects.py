@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from mmap import mmap
-from types import CellType, FunctionType, MappingProxyType, MethodType
+from types import CellType, MappingProxyType, ModuleType
 from typing import Any, Generic, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import places
 from .borrowed import Borrowed
 from .identity import identity
-from .introspection import MISSING, is_users_class, slots_of
+from .introspection import MISSING, is_users_class, is_users_function, slots_of
 from .left import Left
 from .mentions import CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
@@ -122,7 +122,7 @@ class Objects:
             if type(v) not in LEAVES and v is not BUILTINS:  # `exec` puts all of them there
                 if named and k == "param_groups":
                     self._called_groups.append((f"{path}.{k}", v))
-                elif identity(v) not in seen:
+                elif identity(v) not in seen or issubclass(type(v), (type, ModuleType)):  # which may have several names
                     work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
                 elif identity(v) in self._groups:
                     self.lends_groups = True
@@ -257,7 +257,7 @@ class Objects:
         own = own_dict(thing)
         if own is not None:
             self._opaque.append((path, thing, set()))
-            functions = [x for x in own.values() if _is_users_function(x) or is_users_class(type(x))]
+            functions = [x for x in own.values() if is_users_function(x) or is_users_class(type(x))]
             if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
                 self._fixed(path, functions)  # `numpy.vectorize` calls one
 
@@ -416,12 +416,6 @@ class Objects:
             self._seen.add(identity(own))
             self.met.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)
-
-
-def _is_users_function(f: Any) -> bool:
-    """Whether this is a function of the user's, or one of their methods bound to an object."""
-    f = f.__func__ if type(f) is MethodType else f
-    return type(f) is FunctionType and is_users(f.__code__.co_filename)
 
 
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:

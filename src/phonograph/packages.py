@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import places
+from .bytecode import names_in
 from .errors import Refusal
 from .identity import identity
-from .introspection import MISSING, functions_of, has_attributes, is_users_class
+from .introspection import MISSING, functions_of, has_attributes, is_users_class, is_users_function
 from .keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 from .places import Holder, own_dict
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
@@ -109,6 +110,8 @@ def values_in(others: Iterable[Named], following: Following) -> Iterator[Value]:
                 yield from once(f"{module}.{name}", value, _any_of(following(name)), _inside)
             elif _is(value, type) and is_anothers(value):
                 yield from once(f"{module}.{name}", value, _any_of(following(name)), _attributes)
+            elif is_anothers(type(value)):  # one that can be called
+                yield from once(f"{module}.{name}", value, _any_of(following(name)), _inside)
 
 
 def _any_of(names: tuple[Set[str], ...]) -> Set[str]:
@@ -171,7 +174,7 @@ def _globals(space: dict[str, Any], names: Set[str], ran: Set[int]) -> Iterator[
         elif _is(value, type):
             if is_anothers(value):
                 yield from _attributes(path, value, names)
-        elif not callable(value):
+        elif not callable(value) or is_anothers(type(value)) or is_users_function(value):
             yield Value(path, space, name)
             yield from _inside(path, value, names)
 
@@ -195,7 +198,7 @@ def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
     elif type(value) in _ROWS:
         if len(value) <= _SHORT and all(map(_is_plain, value)):
             yield Value(path, value)
-    elif not _is_plain(value) and is_anothers(type(value)):
+    elif not _is_plain(value) and (is_anothers(type(value)) or is_users_class(type(value))):
         yield from _attributes(path, value, names)
 
 
@@ -208,9 +211,11 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
     own = {} if found is None else found
     asked = [vars(base)[n] for base in kind.__mro__ for n in names & vars(base).keys() if isinstance(vars(base)[n], property)]
     names = frozenset(names).union(*(code.co_names for member in asked for code in _code_of(member)))
-    for base in kind.__mro__:
+    later: set[str] = set()  # what bases have, and a class before them may get
+    for base in reversed(kind.__mro__):
         held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]
-        yield from [Value(f"{path}.{n}", base, n) for n in sorted(held)]
+        later.update(held)
+        yield from [Value(f"{path}.{n}", base, n) for n in sorted(later - (vars(base).keys() - set(held)))]
         if found is not None:  # where it is in the class only, the object may get one of its own
             yield from [Value(f"{path}.{n}", own, n) for n in sorted(held) if n not in own]
     held = [n for n in names & own.keys() if _is_plain(own[n])]
@@ -309,9 +314,11 @@ class Packages:
         if moved:
             _named([v for v, _ in moved]).restore(tuple([before for _, before in moved]))
 
-    def after(self, ran: Iterable[tuple[CodeType, dict[str, Any]]], apart: Set[Key]) -> list[Holder]:
+    def after(
+        self, ran: Iterable[tuple[CodeType, dict[str, Any]]], apart: Set[Key], kinds: Iterable[type]
+    ) -> list[Holder]:  # fmt: skip
         """The places that count, going by the functions that ran in it, each given as its code and its globals; but for those
-        `apart`, which are held already.
+        `apart`, which are held already. There are objects of these `kinds`.
 
         Raises:
             Refusal: one has changed that is no count.
@@ -322,11 +329,14 @@ class Packages:
             where = str(space.get("__file__")) if code.co_filename.startswith("<") else code.co_filename
             if "__file__" in space and origin(where) is LIBRARY and not is_torchs(where):
                 _, names, codes = spaces.setdefault(identity(space), (space, set(), set()))
-                names.update(code.co_names)
+                names |= names_in(code)
                 codes.add(identity(code))
         found: dict[Key, Value] = {}
         for space, names, codes in spaces.values():
             found |= {v.key: v for v in _globals(space, names, codes)}
+        read = set[str]().union(*(names for _, names, _ in spaces.values()))
+        for kind in kinds:  # whose methods may lie in other modules
+            found |= {v.key: v for v in attributes_of(kind, read)}
         for key, (value, before) in self._known.items():
             now = _read(value)
             if _same(now, before):

@@ -96,7 +96,7 @@ class Reach(Objects):
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
-        self._foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
+        self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}  # the globals of functions
@@ -109,7 +109,7 @@ class Reach(Objects):
         # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
         # modules that are far only if they run).
         self._unentered: list[tuple[str, Any, bool]] = []
-        self._others: dict[int, tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
+        self._others: dict[tuple[int, str], packages.Named] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self.packages = packages.Packages()
         self._work.extend(self._roots)
@@ -146,7 +146,7 @@ class Reach(Objects):
         others, named = self._others.values(), self.mentions.names
         following = self.mentions.following
         values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
-        theirs = [v for kind in self._foreign for v in packages.attributes_of(kind, self.mentions.reads)]
+        theirs = [v for kind in self.foreign for v in packages.attributes_of(kind, self.mentions.reads)]
         values |= {v.key: v for v in theirs}
         self.of_others |= values.keys()
         for place in packages.together(values.values()):
@@ -250,13 +250,12 @@ class Reach(Objects):
         """What this walk lacked, if the function that starts in this frame was not found: its name, or, where that is known,
         the function itself. Who calls it may be no Python code: a custom operator, `numpy.vectorize`, a `staticmethod`."""
         code = frame.f_code
-        if code.co_filename == "<string>" and not _runs_for_the_user(frame):
+        if not is_users(code.co_filename) or (code.co_filename == "<string>" and not _runs_for_the_user(frame)):
             return None
-        if code.co_name in CONSTRUCTORS and is_users(code.co_filename):
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            kind = first if isinstance(first, type) else type(first)
-            if is_users_class(kind) and kind not in self._kinds:
-                return Overlooked(frozenset(), [kind])  # whose methods and attributes count as well
+        first: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        kind: Any = first if issubclass(type(first), type) else type(first)
+        if code.co_name in CONSTRUCTORS and is_users_class(kind) and kind not in self._kinds:
+            return Overlooked(frozenset(), [kind])  # whose methods and attributes count as well
         if not self.mentions.unknown(code) or (code.co_name == EVALUATED and not self._lasts(frame.f_globals)):
             return None
         if self.mentions.lacks(code.co_name):
@@ -267,8 +266,7 @@ class Reach(Objects):
         if not found:
             return Refusal(f"runs {code.co_name}, a closure that cannot be found", "name it in the recorded function",
                            users_line(frame))  # fmt: skip
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if is_users_class(type(first)) and type(first).__weakrefoffset__:  # of a bound method, what it is bound to
+        if is_users_class(kind) and type(first).__weakrefoffset__:  # of a bound method, what it is bound to
             found = [*found, first]
         found = [x for x in found if identity(x) not in self._seen]
         return Overlooked(frozenset(), found) if found else None
@@ -283,6 +281,8 @@ class Reach(Objects):
         if kind in LEAVES:
             return
         if identity(thing) in self._seen:
+            if issubclass(kind, (type, ModuleType)) and packages.is_anothers(thing):
+                self._of_others(path, thing)  # it has a second name
             self.lends_groups = self.lends_groups or identity(thing) in self._groups
             return
         self._seen.add(identity(thing))
@@ -319,8 +319,10 @@ class Reach(Objects):
         """A method of an object (`append = results.append`), unless it is a function of a module."""
         self._descriptor(path, f)
         of_module = isinstance(f.__self__, ModuleType) and type(f) is BuiltinFunctionType
-        if not of_module and not isinstance(f.__self__, type):
+        if not of_module:
             self._work.append((path, f.__self__))
+        if f.__name__ == "__subclasses__":
+            self.mentions.names.add(f.__name__)
 
     def _descriptor(self, path: str, f: Any) -> None:
         """A method of a built-in class, such as `object.__getattribute__`."""
@@ -456,7 +458,7 @@ class Reach(Objects):
             if type(module) is not ModuleType:
                 self._class_of(type(module))
         elif packages.is_anothers(module):
-            self._others[identity(module)] = path, module
+            self._of_others(path, module)
 
     def _members(self, space: dict[str, Any], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
         """Those attributes of a Python module of the user's that some code names and that are not held yet; or `any_of_them`:
@@ -494,12 +496,16 @@ class Reach(Objects):
             self._class_of(kind)
             self._making(kind)
         elif packages.is_anothers(kind):
-            self._others[identity(kind)] = path, kind
+            self._of_others(path, kind)
+
+    def _of_others(self, path: str, thing: ModuleType | type) -> None:
+        """Code reads of a module or a class what follows its name: where it has several, what follows each."""
+        self._others.setdefault((identity(thing), path.rpartition(".")[2]), (path, thing))
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
         if kind not in self._kinds:
-            self._foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
+            self.foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
 
     def _making(self, kind: type) -> None:
@@ -572,10 +578,12 @@ def _runs_for_the_user(frame: FrameType) -> bool:
     string. What runs while a module is imported is left alone: half of a module is nothing that anybody could use."""
     space = frame.f_globals
     where = space.get("__file__")
-    if (where is not None and not is_users(str(where))) or str(space.get("__name__", "")).startswith("namedtuple_"):
+    if where is None and str(space.get("__name__", "")).startswith("namedtuple_"):
+        return False
+    if where is not None and not is_users(str(where)):
         return False
     outer: FrameType | None = frame.f_back
-    if torch_private.is_written_by_torch(space, outer.f_code.co_filename if outer is not None else ""):
+    if torch_private.is_written_by_torch(frame.f_code.co_name, space, outer.f_code.co_filename if outer is not None else ""):
         return False
     while outer is not None and not is_ours(outer.f_code.co_filename):  # what imports us all is none of the call's business
         if outer.f_code.co_filename.startswith("<frozen importlib"):

@@ -190,7 +190,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         _separate(call, entangled)
         snapshot = snapshot if relied is None else Snapshot(relied)
         relied = relied or reach
-        snapshot.also(reach.packages.after(captured.ran, relied.of_others))
+        snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
         slots = tuple(

@@ -185,16 +185,16 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     return partial(empty_strided, tuple(like.shape), like.stride(), like.dtype)
 
 
-def is_written_by_torch(space: Mapping[str, Any], caller: str) -> bool:
-    """Whether a function with these globals, which has no file of its own, was written for compiled code: by Dynamo for some of
-    its guards (it makes one where it compiles, and calls it to know whether what it has compiled will do), or by Inductor or
-    Triton to launch a kernel (code of theirs calls it, in the file `caller`)."""
-    if space.keys() == {"G", "__builtins__"}:
+_LAUNCHERS = ("/torch/_inductor/runtime/", "/triton/runtime/")  # the folders of code that calls functions which launch kernels
+
+
+def is_written_by_torch(name: str, space: Mapping[str, Any], caller: str) -> bool:
+    """Whether a function of this name and with these globals, which has no file of its own, was written for compiled code: by
+    Dynamo for some of its guards (it makes one where it compiles, and calls it to know whether what it has compiled will do),
+    or by Inductor or Triton to launch a kernel (code of theirs calls it, in the file `caller`)."""
+    if name in ("___make_guard_fn", "guard") and space.keys() == {"G", "__builtins__"}:
         return type(space["G"]) is dict and "__builtins__" in space["G"]
     return "__name__" not in space and any(folder in caller.replace(os.sep, "/") for folder in _LAUNCHERS)
-
-
-_LAUNCHERS = ("/torch/_inductor/runtime/", "/triton/runtime/")
 
 
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)

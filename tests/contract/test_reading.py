@@ -285,3 +285,37 @@ def test_c09_a_tensor_that_no_code_that_ran_names(device):
     assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
     hiding.weight.data = torch.full((3,), 3.0, device=device)
     assert_same(recorded(x), hiding.step(x))
+
+
+@may_run_live
+def test_c05_what_a_refused_capture_has_made_goes_while_another_is_made(device, load):
+    """Somebody keeps a tensor of it, and, with an exception that was caught, the capture itself. Its places are others'."""
+    module = load("""
+import pkgkeep
+pkgkeep.hook = lambda t: None
+def part(x):
+    h = x + 1
+    pkgkeep.keep(h * 2)
+    pkgkeep.tell(1)
+    return h * h.sum().item()
+def step(x):
+    h = x + 1; k = h * 2; m = k + h
+    pkgkeep.reset()
+    n = m * 3
+    return n + m + k + h
+#file site-packages/pkgkeep/__init__.py
+seen, errors = [], []
+hook = None
+def keep(t): seen.append(t)
+def tell(x):
+    try: globals()["ho" "ok"](x)
+    except Exception as e: errors.append(e)
+def reset(): seen.clear()
+""")
+    part, step = pg.record(module.part), pg.record(module.step)
+    step(ramp(device, 3))
+    for _ in range(2):
+        part(ramp(device, 3))
+    for n in range(5):
+        assert_same(step(ramp(device, 3, start=n)), module.step(ramp(device, 3, start=n)))
+    assert pg.stats(step).replayed >= 4, pg.explain(step)

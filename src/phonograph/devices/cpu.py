@@ -219,7 +219,9 @@ class Tape(OperatorWatch):
         return value
 
     def undo(self) -> None:
-        """Put back everything that the call wrote outside, and the generators."""
+        """Put back everything that the call wrote outside, and the generators. Whatever dies from now on had its place in the
+        arena before, which may be another capture's by then."""
+        self._births.clear()
         # Backwards: two storage objects may stand for one memory (borrowed arguments), and the first copy is the oldest.
         for storage, old in reversed(self._undo):
             storage.copy_(old)
