@@ -1,5 +1,5 @@
 """C9: ways to read something outside, each a program of its own: `reading.txt` has their source, and `reading_unrun.txt` those
-where a method that does not run in the call says what is read, or leads to it.
+where a method that does not run in the call says what is read, or leads to it. `reading_limits.txt` has what is not noticed.
 
 A case has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f` reads:
 the next call has to give what plain PyTorch gives. Or `f` changes something itself, once in each call, as `count` tells.
@@ -44,6 +44,7 @@ if isinstance(f, nn.Module):
     model = f
     def f(x): return model(x)
 """
+LIMITS = cases("reading_limits.txt", "from torch import nn\n")
 CASES = cases("reading.txt") | cases("reading_unrun.txt", UNRUN, CALLED)
 
 
@@ -93,6 +94,25 @@ def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
         assert pg.stats(recorded).replayed >= (0 if unseen else 4), pg.explain(recorded)
         module.change()
         assert not torch.equal(f(x), before)
+        assert_same(recorded(x), f(x))
+    finally:
+        getattr(module, "undo", int)()
+
+
+@may_run_live
+@pytest.mark.parametrize("case", LIMITS)
+def test_c09_what_is_not_noticed_is_right_after_a_reset(device, load, case):
+    """Kinds of programs that docs/limits.md speaks of: until they are noticed, its remedy has to do."""
+    module = load(LIMITS[case])
+    f = module.get_f() if hasattr(module, "get_f") else module.f
+    recorded, x = pg.record(f), ramp(device, 3)
+    try:
+        for _ in range(6):
+            before = recorded(x)
+            assert_same(before, f(x))
+        module.change()
+        assert not torch.equal(f(x), before)
+        pg.reset(recorded)
         assert_same(recorded(x), f(x))
     finally:
         getattr(module, "undo", int)()
