@@ -508,7 +508,7 @@ def _capture(
                 traceback.clear_frames(e.__traceback__)
                 noticed = (*said, *listener.found, *filter(None, [listener.overlooked]))
                 if noticed and isinstance(e, Exception) and not isinstance(e, (Refusal, Overlooked)):
-                    raise noticed[0] from None  # of which somebody has made another exception, as Dynamo does
+                    raise noticed[0] from None  # somebody has made another exception of it (Dynamo does), or swallowed it
                 raise
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in (*said, *listener.found):

@@ -75,11 +75,23 @@ def load(device, tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+def function_of(module):
+    return module.get_f() if hasattr(module, "get_f") else module.f
+
+
+def called(recorded, f, x):
+    """Some calls, which give what plain PyTorch gives."""
+    for _ in range(6):
+        result = recorded(x)
+        assert_same(result, f(x))
+    return result
+
+
 @may_run_live
 @pytest.mark.parametrize("case", CASES)
 def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
     module = load(CASES[case])
-    f = module.get_f() if hasattr(module, "get_f") else module.f
+    f = function_of(module)
     recorded, x = pg.record(f), ramp(device, 3)
     if hasattr(module, "count"):
         for n in range(8):
@@ -87,9 +99,7 @@ def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
             assert module.count() == n + 1
         return
     try:
-        for _ in range(6):
-            before = recorded(x)
-            assert_same(before, f(x))
+        before = called(recorded, f, x)
         unseen = device.type == "cpu" and ".compile(" in CASES[case]  # its kernels
         assert pg.stats(recorded).replayed >= (0 if unseen else 4), pg.explain(recorded)
         module.change()
@@ -104,12 +114,10 @@ def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
 def test_c09_what_is_not_noticed_is_right_after_a_reset(device, load, case):
     """Kinds of programs that docs/limits.md speaks of: until they are noticed, its remedy has to do."""
     module = load(LIMITS[case])
-    f = module.get_f() if hasattr(module, "get_f") else module.f
+    f = function_of(module)
     recorded, x = pg.record(f), ramp(device, 3)
     try:
-        for _ in range(6):
-            before = recorded(x)
-            assert_same(before, f(x))
+        before = called(recorded, f, x)
         module.change()
         assert not torch.equal(f(x), before)
         pg.reset(recorded)
