@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -189,15 +190,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def trying(report: Report, method: str) -> Iterator[None]:
-    """What goes wrong with one method is written into its row; the others still run."""
+    """What goes wrong with one method is written into its row, and where on stderr; the others still run."""
     try:
         yield
     except Exception as error:
+        traceback.print_exc()
         report.rows.append(Row(method, error=f"{type(error).__name__}: {str(error)[:300]}"))
 
 
 def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str, Step]:
-    """Make every method's step and run it once; those that fail get their row here."""
+    """Make every method's step and run it once; those that fail get their row here.
+
+    What an earlier workload has left goes before: a peer's capture would not survive that a graph of it is found to be garbage.
+    """
+    gc.collect()
     steps = {}
     for method, make in methods.items():
         with trying(report, method):

@@ -866,6 +866,52 @@ def test_c17_dropping_the_function_frees_what_it_used(device):
     assert [r() for r in references] == [None] * 4
 
 
+def _garbage(device, kind):
+    """Something recorded, that only the collector can free."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).to(device)
+    step = pg.record(model) if kind == "pair" else pg.record(lambda x: model(x).sum().backward())
+    for n in range(5):
+        made = step(ramp(device, 8, start=n).view(1, 8))
+        if kind == "pair":
+            made.sum().backward()
+    assert pg.stats(step).replayed
+    cycle = [step]
+    cycle.append(cycle)
+    return weakref.ref(step)
+
+
+@pytest.mark.parametrize("kind", ["pair", "step"])
+def test_c17_a_recording_that_goes_in_a_capture(device, kind):
+    def collecting(x):
+        y = x * 2
+        gc.collect()
+        return y + 1
+
+    gone = _garbage(device, kind)
+    assert gone() is not None
+    f = pg.record(collecting, warmup=0)
+    for n in range(4):
+        assert_same(f(ramp(device, 8, start=n)), ramp(device, 8, start=n) * 2 + 1)
+    assert gone() is None
+    assert pg.stats(f).replayed == 4
+
+
+@pytest.mark.parametrize("kind", ["pair", "step"])
+@pytest.mark.parametrize("mode", ["thread_local", "global", "relaxed"])
+def test_c17_a_recording_that_goes_in_a_capture_of_somebody_else(cuda, kind, mode):
+    x = ramp(cuda, 8)
+    assert_same(x * 2 + 1, x + x + 1)  # their kernels are loaded
+    gone = _garbage(cuda, kind)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        y = x * 2
+        gc.collect()
+        z = y + 1
+    assert gone() is None
+    graph.replay()
+    assert_same(z, x * 2 + 1)
+
+
 def test_c17_instances_of_a_class_with_a_recorded_method_can_be_freed(device):
     class Model:
         def __init__(self):

@@ -39,7 +39,7 @@ from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
 from . import cuda_memory, driver
 from .base import Captured, Made
-from .cuda_graphs import GraphProgram, Graphs, quietly
+from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 
 __all__ = ["CudaDevice"]
@@ -76,7 +76,7 @@ class _Anchor:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self.workspace: tuple[int, int] | None = None
         self.needed = 0
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = Graph()
         # The first graph of a process takes memory for the generator's state: here, from what the caller's stream has, and
         # not a segment for our own.
         self._graph.register_generator_state(torch.cuda.default_generators[device])

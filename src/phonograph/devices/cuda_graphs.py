@@ -21,6 +21,7 @@ due to a previous error during capture", and leaves the thread on the capture st
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -39,7 +40,7 @@ from ..torch_private import OnStream, address, current_device, maker, raw_stream
 from . import driver
 from .cuda_watch import CudaWatch
 
-__all__ = ["GraphProgram", "Graphs", "quietly"]
+__all__ = ["Graph", "GraphProgram", "Graphs", "quietly"]
 
 _thread = threading.local()
 
@@ -100,10 +101,23 @@ class _Edges:
                 t.copy_(s)
 
 
+class Graph(torch.cuda.CUDAGraph):
+    """One that can go at any time. To destroy a graph invalidates a capture of this thread, and where that is `global` (as by
+    default in torch) of any: and what is garbage goes whenever the collector likes, also while others capture."""
+
+    def reset(self) -> None:
+        with driver.unsafe_calls():
+            super().reset()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.reset()
+
+
 class _Segment:
     """One graph, as it is captured: with its copies at the edges, and the nodes of optimizers' steps."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, edges: _Edges) -> None:
+    def __init__(self, graph: Graph, edges: _Edges) -> None:
         self.graph = graph
         self.edges = edges
         self.steps: set[int] = set()
@@ -125,7 +139,7 @@ class Graphs:
         self._open = False
 
     def begin(self) -> None:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = Graph(keep_graph=True)
         for g in self._generators:
             graph.register_generator_state(g)
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
@@ -209,7 +223,7 @@ class GraphProgram:
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
-        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._graph: Graph | None = graph
         self._keep = keep
         self._device = device
         graph.instantiate()

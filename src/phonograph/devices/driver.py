@@ -11,17 +11,18 @@ import ctypes
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 __all__ = ["DriverError", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context", "disable",
-           "is_capturing", "launcher", "new_stream", "set_context"]  # fmt: skip
+           "is_capturing", "launcher", "new_stream", "set_context", "unsafe_calls"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_THREAD_LOCAL, _RELAXED = 1, 2  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, ..._RELAXED
 
 
 class DriverError(RuntimeError):
@@ -85,6 +86,17 @@ def capture_nothing(stream: int) -> None:
         _function("cuGraphDestroy", ctypes.c_void_p)(graph)
     code = _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, _THREAD_LOCAL)
     _checked(code, "cuStreamBeginCapture")
+
+
+@contextmanager
+def unsafe_calls() -> Iterator[None]:
+    """What this thread calls inside the block does not invalidate a capture that is under way, its own or another's."""
+    exchange, mode = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class _KernelParams(ctypes.Structure):
