@@ -287,7 +287,7 @@ class Cuts:
         watch = self._watch
         if threading.get_ident() != self._thread:
             raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
-        if watch.caught(any_kind=isinstance(operator, Marked)):
+        if watch.caught(any_kind=isinstance(operator, Marked) or operators.meaning(operator).others):
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):

@@ -25,7 +25,8 @@ from .where import LIBRARY, STDLIB, is_torchs, origin
 __all__ = ["comes_to_something", "generators_catch"]
 
 _NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
-                                 "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt"})  # fmt: skip
+                                 "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt",
+                                 "NotImplementedError"})  # fmt: skip
 _FINALLY, _EXCEPT, _EXCEPT_OTHERS = "finally", "except", "except for what no operator raises"  # kinds of clauses
 _MATCHES = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
@@ -126,22 +127,36 @@ def _managers(code: CodeType, at: int) -> tuple[tuple[str, ...], ...]:
     every = [*dis.get_instructions(code)]
     entered = [n for n, i in enumerate(every) if i.opname in _ENTERS]
     if regions is None:
-        return tuple(_named(every, n) for n in entered)
+        return tuple(path for n in entered for path in _named(every, n))
     begins = {i.offset: next((m.offset for m in every[n + 1 :] if m.opname != "CACHE"), -1) for n, i in enumerate(every)}
     places = {i.offset: n for n, i in enumerate(every)}
-    found = []
+    found: list[tuple[str, ...]] = []
     for target in {r.target for r in regions if r.target in _with_handlers(code)}:
         start = min(r.start for r in _table(code) if r.target == target)
         mine = [offset for offset, after in begins.items() if after == start and every[places[offset]].opname in _ENTERS]
-        found.append(_named(every, places[mine[0]]) if mine else ())
+        found += _named(every, places[mine[0]]) if mine else [()]
     return tuple(found)
 
 
-def _named(instructions: list[dis.Instruction], entered: int) -> tuple[str, ...]:
-    """How the expression begins whose value is entered there, if it is a name, or a call of one."""
+def _named(instructions: list[dis.Instruction], entered: int) -> list[tuple[str, ...]]:
+    """How the expression begins whose value is entered there, if it is a name, or a call of one; or each of those of which it
+    is one (``a if c else b``)."""
+    ends = [entered]
     if instructions[entered].is_jump_target:
-        return ()  # one of two expressions
-    depth, n = 0, entered
+        jumps = [n for n, i in enumerate(instructions) if i.argval == instructions[entered].offset and _jumps(i)]
+        if any(instructions[n].opname != "JUMP_FORWARD" for n in jumps):
+            return [()]  # ``a or b``
+        ends += jumps
+    return [_begun(instructions, end) for end in ends]
+
+
+def _jumps(i: dis.Instruction) -> bool:
+    return i.opcode in dis.hasjrel or i.opcode in dis.hasjabs
+
+
+def _begun(instructions: list[dis.Instruction], end: int) -> tuple[str, ...]:
+    """How the expression begins that ends before this instruction."""
+    depth, n = 0, end
     while depth != 1 and n > 0:
         n -= 1
         i = instructions[n]
@@ -150,7 +165,7 @@ def _named(instructions: list[dis.Instruction], entered: int) -> tuple[str, ...]
         depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
         if i.is_jump_target and depth != 1:
             return ()  # in the middle of it
-    words = [i for i in instructions[n:entered] if i.opname not in _SILENT]
+    words = [i for i in instructions[n:end] if i.opname not in _SILENT]
     if depth != 1 or not words or words[0].opname not in _VARIABLES:
         return ()
     path = [words[0].opname, str(words[0].argval)]

@@ -2,6 +2,7 @@
 that failed; what the function raises reaches the caller as it is."""
 
 import asyncio
+import contextlib
 import gc
 import io
 import logging
@@ -659,6 +660,93 @@ def test_c13_an_operator_that_raises_beside_code_that_catches(device):
     for n in (0, 1, 2, 7, 1, 9, 2):
         both.outcome(ramp(device, 3), torch.tensor([n]))
     assert counts(both)[2] >= 3, pg.explain(both.recorded)
+
+
+class Undoes:
+    """A context manager of the user's, which swallows what an operator raises."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        return True
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell where its clauses are")
+@may_run_live
+@pytest.mark.parametrize("kind", ["torch's or none", "torch's or the user's", "the user's or none", "or"])
+def test_c13_an_operator_that_raises_in_one_of_two_context_managers(device, kind):
+    if device.type == "cuda":
+        pytest.skip("an index out of range ends the process's use of the GPU")
+
+    def torchs_or_none(x, index, which=True):
+        with torch.no_grad() if which else contextlib.nullcontext():
+            return x.index_select(0, index) * 2
+
+    def torchs_or_users(x, index, which=True):
+        with torch.no_grad() if which else Undoes():
+            return x.index_select(0, index) * 2
+
+    def users_or_none(x, index, which=True):
+        with Undoes() if which else contextlib.nullcontext():
+            return x.index_select(0, index) * 2
+
+    def users_or_other(x, index, which=None):
+        with which or Undoes():
+            return x.index_select(0, index) * 2
+
+    functions = {
+        "torch's or none": torchs_or_none,
+        "torch's or the user's": torchs_or_users,
+        "the user's or none": users_or_none,
+    }
+    both = plain(functions.get(kind, users_or_other))
+    for n in (0, 1, 2, 7, 1, 9, 2):
+        both.outcome(ramp(device, 3), torch.tensor([n]))
+    assert bool(counts(both)[2]) is (kind == "torch's or none"), pg.explain(both.recorded)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python does not tell where its clauses are")
+def test_c13_an_operator_that_raises_where_only_a_missing_kernel_is_caught(device):
+    """As `transformers` does for its static caches: no data make a kernel be missing that was there before."""
+    if device.type == "cuda":
+        pytest.skip("an index out of range ends the process's use of the GPU")
+
+    def function(x, index):
+        try:
+            return x.index_select(0, index) * 2
+        except NotImplementedError:
+            return x.neg()
+
+    both = plain(function)
+    for n in (0, 1, 2, 7, 1, 9, 2):
+        both.outcome(ramp(device, 3), torch.tensor([n]))
+    assert counts(both)[2] >= 3, pg.explain(both.recorded)
+
+
+@may_run_live
+def test_c13_an_operator_of_the_users_raises_what_it_likes(device):
+    """One that runs live between segments."""
+
+    @torch.library.custom_op("phonograph_tests::raises", mutates_args=())
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 100:
+            raise KeyError("large")
+        return x * 2
+
+    @raises.register_fake
+    def _(x):
+        return torch.empty_like(x)
+
+    def function(x):
+        try:
+            return raises(x) + 1
+        except KeyError:
+            return x.neg()
+
+    both = plain(function, fallback="split", split_at=("phonograph_tests::raises",))
+    for n in (0, 1, 2, 700, 1, 900, 2):
+        both(ramp(device, 3, start=n))
 
 
 @may_run_live

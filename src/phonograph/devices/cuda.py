@@ -557,16 +557,17 @@ class CudaDevice:
         return self._last_stream
 
     def enter(self) -> None:
-        if raw_stream(self.index) != self._last or len(self._served) > 1 or self._joined or self._reads:
-            self._wait_for_readers()
+        joined = bool(self._joined or self._reads) and backward_id() >= 0
+        if raw_stream(self.index) != self._last or len(self._served) > 1 or joined:
+            self._wait_for_readers(joined)
 
-    def _wait_for_readers(self) -> None:
+    def _wait_for_readers(self, joined: bool) -> None:
         current = self._serve()
         others = list[torch.cuda.Stream]()
         if len(self._served) > 1:
             # A result is dropped as soon as what reads it is launched, and its memory may be what is written now.
             others += self._served
-        if (self._joined or self._reads) and backward_id() >= 0:
+        if joined:
             # Likewise a gradient, on another stream of the backward; autograd waits for all of them only where it ends.
             others += (*self._joined, self._stream) if self._reads else self._joined
         for other in others:

@@ -1,0 +1,41 @@
+"""Benchmarks still run, what is ours in them is played, and none of their rows is an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.test_examples import environment
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCRIPTS = {
+    "tiny_kernels": (), "digits_cpu": (), "ppo_update": (), "pairs": ("--only", "PPO"), "loss_curves": (), "llama_decode": (),
+}  # fmt: skip
+"""The quickest, and their arguments."""
+NEEDS = {"llama_decode": "transformers"}
+NOT_ON_THE_CPU = ("by hand",)  # rows
+COMPILED = "calls a torch.compile'd function, whose kernels the CPU device cannot see"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_benchmark_runs_and_ours_is_played(script: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(NEEDS.get(script, "torch")) is None:
+        pytest.skip(f"needs {NEEDS[script]}")
+    device = () if script == "digits_cpu" else ("--device", DEVICE)
+    arguments = ("--quick", "--out", str(tmp_path), *device, *SCRIPTS[script])
+    done = subprocess.run([sys.executable, str(FOLDER / f"{script}.py"), *arguments], capture_output=True, text=True,
+                          timeout=200, env={**environment(), "PYTHONWARNINGS": "always"})  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stderr.splitlines() if "RunsLive" in line and not (DEVICE == "cpu" and COMPILED in line)]
+    assert not told, told
+    (written,) = tmp_path.glob("*.json")
+    rows = json.loads(written.read_text())["rows"]
+    failed = [row for row in rows if row["error"] and not (DEVICE == "cpu" and row["method"].startswith(NOT_ON_THE_CPU))]
+    assert not failed, failed
