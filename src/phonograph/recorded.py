@@ -430,7 +430,10 @@ class Recorded(Observed, Generic[P, R]):
         if history.changed(self._counters.replayed) > _CHANGES:
             # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
             self._drop(self._shelf.discard(call.key, lambda player: player.played <= 1))
-            raise history.wait(Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _VARIES, change.where))
+            what = f"{name} changes from call to call"
+            if 2 * change.times < _CHANGES:  # that alone would be no reason
+                what = f"{len(self._changes)} values that it relies on have changed in quick succession, {name} the last"
+            raise history.wait(Refusal(what, _STEADY if name == GRAD else _VARIES, change.where))
 
     def _read_at(self, name: str, call: Call) -> str:
         """Where what has this name is read (``file:line``); "" for what is no variable, attribute or item."""

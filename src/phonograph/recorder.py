@@ -75,6 +75,10 @@ _KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute
 
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
 _SCHEDULER = "call the scheduler's step() outside: a recorded optimizer follows the learning rate that it sets"
+_REMEDIES = {
+    "support saved tensor hooks":
+        "return results detached (y.detach()): what torch.func saves for a backward outside cannot be followed",
+}  # fmt: skip
 
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
@@ -562,7 +566,7 @@ def _capture(
         first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0])
         if any(said in first for said in device.first_uses):
             raise Unseen(f"capture failed: {type(e).__name__}: {first}", final=False) from e
-        remedy = next((r for said, r in device.remedies.items() if said in first), "")
+        remedy = next((r for said, r in (*_REMEDIES.items(), *device.remedies.items()) if said in first), "")
         raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True,
                       operator=watches[-1].failed if watches else None) from e  # fmt: skip
     finally:

@@ -900,6 +900,41 @@ def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(
     assert "changed" not in pg.explain(f)
 
 
+@may_run_live
+def test_c12_values_that_change_one_after_the_other_are_not_said_to_change_from_call_to_call(device):
+    settings = types.SimpleNamespace(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0, f=0.0, g=0.0, h=0.0, i=0.0, j=0.0, k=0.0)
+
+    def reads(x):
+        return x * (settings.a + settings.b + settings.c + settings.d + settings.e + settings.f + settings.g + settings.h
+                    + settings.i + settings.j + settings.k)  # fmt: skip
+
+    f = pg.record(reads)
+    for name in vars(settings):
+        setattr(settings, name, 1.0)
+        for _ in range(4):
+            x = ramp(device, 3)
+            assert_same(f(x), reads(x))
+    (reason,) = pg.stats(f).refusals
+    assert re.fullmatch(r"9 values that it relies on have changed in quick succession, settings\.\w the last", reason), reason
+
+
+@may_run_live
+def test_c12_a_transform_of_torch_func_with_a_history_is_refused_with_a_remedy(device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+
+    def slope(x):
+        return torch.func.grad(lambda y: (y * weight).sin().sum())(x)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", pg.RunsLive)
+        f = pg.record(slope)
+        for n in range(4):
+            assert_same(f(ramp(device, 3, start=n)), slope(ramp(device, 3, start=n)))
+    assert any("return results detached (y.detach())" in str(w.message) for w in said), [str(w.message) for w in said]
+    detached = plain(lambda x: slope(x).detach())
+    assert_settles(detached, ramp(device, 3))
+
+
 def test_c12_what_has_no_name_is_read_nowhere():
     used = 2.0
     f = pg.record(lambda x: x * used)
