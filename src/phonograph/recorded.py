@@ -427,12 +427,13 @@ class Recorded(Observed, Generic[P, R]):
             self._changes[name] = _Change(self._read_at(name, call))
         change = self._changes.get(name, _Change(""))
         change.times += 1
-        if history.changed(self._counters.replayed) > _CHANGES:
+        changes = history.changed(self._counters.replayed)
+        if changes > _CHANGES:
             # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
             self._drop(self._shelf.discard(call.key, lambda player: player.played <= 1))
             what = f"{name} changes from call to call"
             if 2 * change.times < _CHANGES:  # that alone would be no reason
-                what = f"{len(self._changes)} values that it relies on have changed in quick succession, {name} the last"
+                what = f"values that it relies on have changed {changes} times in quick succession, {name} the last"
             raise history.wait(Refusal(what, _STEADY if name == GRAD else _VARIES, change.where))
 
     def _read_at(self, name: str, call: Call) -> str:

@@ -905,6 +905,7 @@ def test_c17_a_recording_that_goes_in_a_capture_of_somebody_else(cuda, kind, mod
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode=mode):
         y = x * 2
+        assert gone() is not None
         gc.collect()
         z = y + 1
     assert gone() is None

@@ -1,9 +1,11 @@
-"""Addresses of a graph's copies: they are put into the graph where they are others than last time. (No GPU is asked.)"""
+"""Addresses of a graph's copies are put into the graph where they are others than last time; and what captures forbid is allowed
+for a moment only. (No GPU is asked.)"""
 
 from types import SimpleNamespace
 
 import pytest
 
+from phonograph.devices import driver
 from phonograph.devices.driver import DriverError, Pointers
 
 
@@ -52,3 +54,20 @@ def test_after_a_failure_all_is_put_again():
     made.set([48, 64])
     assert one.put == [[48], [48]]
     assert other.put == [[64], [64]]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2], ids=["global", "thread_local", "relaxed"])
+def test_what_captures_forbid_is_allowed_inside_the_block_only(monkeypatch, before):
+    modes = [before]
+
+    def exchange(mode):
+        modes[0], mode._obj.value = mode._obj.value, modes[0]
+        return 0
+
+    monkeypatch.setattr(driver, "_function", lambda name, *_: {"cuThreadExchangeStreamCaptureMode": exchange}[name])
+    with driver.unsafe_calls():
+        assert modes == [2]  # CU_STREAM_CAPTURE_MODE_RELAXED
+    assert modes == [before]
+    with pytest.raises(ValueError, match="inside"), driver.unsafe_calls():
+        raise ValueError("inside")
+    assert modes == [before]
