@@ -1,5 +1,6 @@
-"""Addresses of a graph's copies are put into the graph where they are others than last time; and what captures forbid is allowed
-for a moment only. (No GPU is asked.)"""
+"""Addresses of a graph's copies are put into the graph where they are others than last time; what captures forbid is allowed
+for a moment only. (No GPU is asked.)
+"""
 
 from types import SimpleNamespace
 
