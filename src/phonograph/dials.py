@@ -12,10 +12,15 @@ What the optimizer *decides* by such a number (``if weight_decay != 0``) is deci
 condition: once it would be decided otherwise, the recording no longer fits. If any used value cannot be found in the
 program, the numbers are baked in after all, and a change makes a new recording.
 
-Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's
-value out of sight, through `math.sqrt` for instance. And only numbers that no other code reads, whosever it is. (Outside of
-steps it finds the real ones, and what it makes of them is baked in.) So a call does not follow any if code in it takes an
-optimizer's parameter groups, for more than the parameters in them, or has one from elsewhere (`Reach.lends_groups`).
+Step counts are followed likewise (`step_counts`): what a step reads of one is a dial, too, which stands for the count of then,
+and so are the bias corrections that are worked out with it. The same arithmetic with the same dials gives one dial: hundreds of
+parameters need a handful. A count is never baked in; a step whose count cannot be followed is not recorded.
+
+Only for classes of `torch.optim` whose step is plain arithmetic on them (`_KNOWN`): other code could take a dial's value out of
+sight, through `math.sqrt` for instance. (Counts are read by functions of `torch.optim` alone.) And only numbers that no other
+code reads, whosever it is. (Outside of steps it finds the real ones, and what it makes of them is baked in.) So a call does not
+follow any if code in it takes an optimizer's parameter groups, for more than the parameters in them, or has one from elsewhere
+(`Reach.lends_groups`).
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import operator
 import random
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -35,9 +41,9 @@ import torch
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
-from .optimizers import SMALLEST, divides_by_rate
 from .reach import Reach
-from .torch_private import optimizer_hooks, step_hooks, steps_itself
+from .step_counts import StepCounts, single
+from .torch_private import on_thread_of_autograds, optimizer_hooks, step_hooks, steps_captured, steps_itself
 from .where import is_ours, is_torchs
 
 __all__ = ["Dial", "Dials", "probing"]
@@ -65,7 +71,12 @@ class Dial(float):
         return (float, (self.formula(self.dials.values),))
 
     def __bool__(self) -> bool:
-        return bool(self.dials.decide(self.formula, bool))
+        return self.dials.decide(("__bool__", self.probe), self.formula)
+
+    @property
+    def probe(self) -> float:
+        """Its value, as a plain number."""
+        return float.__pos__(self)
 
     __hash__ = float.__hash__
 
@@ -79,21 +90,28 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
         mine = self.formula
         if isinstance(other, Dial):
             theirs = other.formula
-            return self.dials.derive(plain(self, other), lambda v: function(mine(v), theirs(v)))
-        if swapped:
-            return self.dials.derive(plain(self, other), lambda v: function(other, mine(v)))
-        return self.dials.derive(plain(self, other), lambda v: function(mine(v), other))
+            formula: Formula = lambda v: function(mine(v), theirs(v))  # noqa: E731
+        elif swapped:
+            formula = lambda v: function(other, mine(v))  # noqa: E731
+        else:
+            formula = lambda v: function(mine(v), other)  # noqa: E731
+        return self.dials.derive((name, self.probe, _said(other)), lambda: plain(self, other), formula)
 
     return method
 
 
-def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
+def _said(other: Any) -> Any:
+    """A number, or for what a dial stands: by which arithmetic is the same."""
+    return (Dial, other.probe) if isinstance(other, Dial) else (type(other), repr(other))
+
+
+def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
     def method(self: Dial, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         mine = self.formula
         theirs = other.formula if isinstance(other, Dial) else (lambda v: other)
-        return self.dials.decide(lambda v: function(mine(v), theirs(v)), bool)
+        return self.dials.decide((name, self.probe, _said(other)), lambda v: function(mine(v), theirs(v)))
 
     return method
 
@@ -103,7 +121,7 @@ def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
 
     def method(self: Dial) -> Any:
         mine = self.formula
-        return self.dials.derive(plain(self), lambda v: function(mine(v)))
+        return self.dials.derive((name, self.probe), lambda: plain(self), lambda v: function(mine(v)))
 
     return method
 
@@ -112,7 +130,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
     setattr(Dial, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), swapped=False))
     setattr(Dial, f"__r{_name}__", _arithmetic(f"__r{_name}__", getattr(operator, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Dial, f"__{_name}__", _comparison(getattr(operator, _name)))
+    setattr(Dial, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
 for _name in ("neg", "abs"):
     setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
 
@@ -150,44 +168,68 @@ def _like(setting: Any, numbers: Iterator[Any]) -> Any:
 
 
 def _probe() -> float:
-    """A random number of which 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
+    """A random number that is `_telling`."""
     while True:
         x = _random.uniform(0.25, 0.75)
-        single = struct.unpack("f", struct.pack("f", x))[0]
-        if struct.pack("f", 1 / x) != struct.pack("f", 1 / single):
+        if _telling(x):
             return x
 
 
-class Dials:
-    """The live hyper-parameters of one recording.
+def _telling(x: Any) -> bool:
+    """Whether 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
+    if type(x) is not float or not 1e-9 < abs(x) < 1e9:
+        return False
+    return struct.pack("f", 1 / x) != struct.pack("f", 1 / single(x))
 
-    `sources` are (group, key) pairs and `values` the numbers in them, `formulas` maps each probe to what it stands for,
-    `used` are the probes that reached an operator.
+
+class Dials:
+    """What is followed in one recording: hyper-parameters, and step counts.
+
+    `sources` are (group, key) pairs. `values` are the numbers in them, and after these those of `counts`, one a class.
+    `formulas` maps each probe to what it stands for, `used` are the probes that reached an operator.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts) -> None:
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
             for group in o.param_groups for key in keys
             if _may_be_dialled(key, group.get(key))
         ]  # fmt: skip
+        self.counts = counts
         self._last: list[Any] = [group[key] for group, key in self.sources]
         self._forms = [*map(_form, self._last)]
         read = [_numbers(v) or () for v in self._last]
         self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
-        self.values: Values = tuple([number for numbers in read for number in numbers])
+        self._settings: Values = tuple([number for numbers in read for number in numbers])
+        self._length = len(self._of) + len(set(counts.of))
+        self.values: Values = (*self._settings, *(counts.values() or ()))
         self.formulas: dict[float, Formula] = {}
+        self._derived: dict[Any, Dial] = {}
         self.used: set[float] = set()
         self.lost = False
         self.read = False  # by code that is no optimizer's step
         self.in_step = False
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
-        self._conditions: list[tuple[Callable[[Values], Any], Any]] = []
+        self._conditions: dict[Any, tuple[Formula, Any]] = {}
         self._touched: set[int] = set()
+        classes = [self.source(len(self._of) + k) for k in range(self._length - len(self._of))]
+        self._stand: list[Dial] = [classes[k] for k in counts.of]  # the dial for what each count is by now
+        self._marks: list[list[Dial]] = []  # those at the ends of segments
+        self._thread = threading.get_ident()
+        # Known once the capture is over: what depends on counts, which are others at each replay.
+        self._turning: list[tuple[float, Formula]] = []
+        self._deciding: list[tuple[Formula, Any]] = []
+        self._moves: list[list[tuple[Formula, list[int]]]] = []
+        self.followed: set[tuple[int, str]] = set()
+        """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
+        self._numbers: dict[float, float] = {}
+        self._stale = True  # others than counts have changed since these were worked out
 
     def __bool__(self) -> bool:
-        return bool(self.sources)
+        return bool(self.sources or self.counts)
+
+    # -- during the capture
 
     def source(self, i: int) -> Dial:
         """The dial of the i-th value."""
@@ -196,24 +238,71 @@ class Dials:
             self._touched.add(i)
             return values[i]
 
-        return self.derive(_probe(), formula)
+        return self.derive(("source", i), _probe, formula)
 
-    def derive(self, probe: float, formula: Formula) -> Dial:
-        dial = Dial(probe)
+    def derive(self, key: Any, probe: Callable[[], Any], formula: Formula) -> Dial:
+        """The dial for a formula, of which the key says what it is: with this probe, if it is `_telling`."""
+        known = self._derived.get(key)
+        if known is not None:
+            return known
+        try:
+            number = probe()
+        except ArithmeticError:
+            number = None
+        if not _telling(number) or number in self.formulas:
+            negative = type(number) is float and number < 0
+            number = -_probe() if negative else _probe()
+        dial = self._derived[key] = Dial(number)
         dial.dials, dial.formula = self, formula
-        self.formulas[float.__pos__(dial)] = formula
+        self.formulas[number] = formula
         return dial
 
-    def decide(self, formula: Callable[[Values], Any], kind: Callable[[Any], Any]) -> Any:
+    def decide(self, key: Any, formula: Callable[[Values], Any]) -> bool:
         """Decide by the real values, and keep the decision as a condition."""
-        outcome = kind(formula(self.values))
-        self._conditions.append((lambda v: kind(formula(v)), outcome))
+        outcome = bool(formula(self.values))
+        self._conditions.setdefault(key, (formula, outcome))
         return outcome
 
     def see(self, number: Any) -> None:
         """An operator got this number as an argument."""
         if type(number) is float and number in self.formulas:
             self.used.add(number)
+
+    def count(self, x: object) -> float | None:
+        """What stands for this step count; None if it is none, or if another thread asks."""
+        i = self.counts.index.get(identity(x))
+        if i is None or not (threading.get_ident() == self._thread or on_thread_of_autograds()):
+            return None
+        return self._stand[i]
+
+    def moves(self, name: str, counts: Any, by: Any) -> bool:
+        """An operator adds numbers to these tensors, or multiplies them by some: whether they are step counts. Then it must not
+        run."""
+        several = isinstance(counts, (list, tuple))
+        places = [self.counts.index.get(identity(t)) for t in (counts if several else (counts,))]
+        if not places or None in places:
+            return False
+        numbers = by if isinstance(by, (list, tuple)) else [by] * len(places)
+        for i, number in zip(places, numbers, strict=True):
+            if i is not None:
+                self._stand[i] = self._moved(name, i, _plain(number))
+        return True
+
+    def _moved(self, name: str, i: int, number: float) -> Dial:
+        """What a count is after an operator. It is worked out in the type of the count."""
+        before = self._stand[i].formula
+        other: Formula = self.formulas.get(number, lambda values: number)
+        as_kept: Callable[[float], float] = single if self.counts.tensors[i].dtype is torch.float32 else float
+        does = operator.add if name == "add" else operator.mul
+
+        def formula(values: Values) -> float:
+            return as_kept(float(does(before(values), as_kept(other(values)))))
+
+        return self.derive((name, self._stand[i].probe, number), _probe, formula)
+
+    def mark(self) -> None:
+        """A segment ends, and code of the user's runs that may look at counts."""
+        self._marks.append(list(self._stand))
 
     def looks(self, code: CodeType) -> None:
         """This code takes parameter groups, in which it may read numbers."""
@@ -230,43 +319,76 @@ class Dials:
             elif not is_torchs(code.co_filename) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
                 self.looks(code)
 
-    def live(self) -> set[tuple[int, str]]:
-        """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
+    # -- once it is over
+
+    def settle(self) -> None:
+        """Work out what depends on what."""
+        touched: set[int] = set()
+        self._turning = [(n, self.formulas[n]) for n in self.used if self._turns(self.formulas[n], touched)]
+        self._deciding = [c for c in self._conditions.values() if self._turns(c[0], touched)]
+        self._moves = [*map(self._moving, (*self._marks, self._stand))]
+        self._marks, self._derived = [], {}
+        baked = {of for i, of in enumerate(self._of) if i not in touched}
+        self.followed = {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
+
+    def _turns(self, formula: Callable[[Values], Any], touched: set[int]) -> bool:
+        """Whether this depends on a count. What it depends on is added to what is `touched`."""
         self._touched.clear()
-        for probe in self.used:
-            self.formulas[probe](self.values)
-        for condition, _ in self._conditions:
-            condition(self.values)
-        baked = {of for i, of in enumerate(self._of) if i not in self._touched}
-        return {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
+        formula(self.values)
+        touched |= self._touched
+        return any(i >= len(self._of) for i in self._touched)
+
+    def _moving(self, stand: Sequence[Dial]) -> list[tuple[Formula, list[int]]]:
+        """What counts are when these dials stand for them: a formula each, and the counts' places."""
+        places: dict[float, list[int]] = {}
+        for i, dial in enumerate(stand):
+            places.setdefault(dial.probe, []).append(i)
+        return [(self.formulas[probe], where) for probe, where in places.items()]
 
     def numbers(self) -> dict[float, float]:
-        """What each used probe stands for now."""
-        return {probe: self.formulas[probe](self.values) for probe in self.used}
+        """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
+        if self._stale:
+            self._numbers.update({probe: self.formulas[probe](self.values) for probe in self.used})
+            self._stale = False
+        else:
+            self._numbers.update([(probe, formula(self.values)) for probe, formula in self._turning])
+        return self._numbers
 
-    def turned(self) -> bool:
-        """Whether a source has another value than at the last look; then `values` are the new ones."""
+    def turned(self, *, running: bool = False) -> bool:
+        """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
+        its counts are those with which it began."""
+        counts = self.values[len(self._of) :] if running else self.counts.values()
         now = [group.get(key) for group, key in self.sources]
-        if all(map(operator.is_, now, self._last)):
-            return False
-        self._last = now
-        read = [_numbers(v) for v in now]
-        if None in read or [*map(_form, now)] != self._forms:
-            self.values = ()
-            return True
-        before, self.values = self.values, tuple([number for numbers in read for number in numbers or ()])
-        return _bits(before) != _bits(self.values)
+        if not all(map(operator.is_, now, self._last)):
+            self._last, self._stale = now, True
+            read = [_numbers(v) for v in now]
+            other = None in read or [*map(_form, now)] != self._forms
+            self._settings = () if other else tuple([number for numbers in read for number in numbers or ()])
+        before = self.values
+        self.values = (*self._settings, *counts) if counts is not None else ()
+        return len(before) != len(self.values) or _bits(before) != _bits(self.values)
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out
         (eager raises where it divides by 1 - beta, say)."""
-        if len(self.values) != len(self._of):
+        if len(self.values) != self._length:
             return False
+        conditions = self._conditions.values() if self._stale else self._deciding
         try:
-            fits = all(c(self.values) == outcome for c, outcome in self._conditions)
+            fits = all(bool(decides(self.values)) == outcome for decides, outcome in conditions)
             return fits and all(type(number) is float for number in self.numbers().values())
         except ArithmeticError:
+            self._stale = True
             return False
+
+    def advance(self, segment: int = -1) -> None:
+        """The program has run, up to the end of this segment: counts are what eager would have left."""
+        self.counts.put([(formula(self.values), places) for formula, places in self._moves[segment]])
+
+
+def _plain(number: Any) -> float:
+    """What an operator of step counts is given: a number, or one in a tensor."""
+    return float(number.item() if isinstance(number, torch.Tensor) else number)
 
 
 _TAKING_PARAMETERS = [
@@ -281,7 +403,7 @@ def _watched(dials: Dials) -> Iterator[None]:
     """During the block, who takes the parameter groups of an optimizer is noticed: for that time they are a property. (They
     stay where they are, in its dictionary.)"""
     kind: Any = torch.optim.Optimizer
-    if not dials or _GROUPS in vars(kind):
+    if not dials.sources or _GROUPS in vars(kind):
         yield
         return
 
@@ -307,35 +429,26 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(step_hooks(optimizer) or optimizer_hooks())
 
 
-def _divides_by(rate: Dial) -> Callable[[Values], Any]:
-    return lambda values: abs(rate.formula(values)) >= SMALLEST
-
-
 @contextmanager
 def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can."""
-    seen = (
-        reach.compiles_a_step or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
-    )
+    compiled = reach.compiles_a_step
+    seen = compiled or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
     keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
-    dials = Dials(() if seen else reach.optimizers, keys)
+    dials = Dials(() if seen else reach.optimizers, keys, StepCounts(() if compiled else reach.optimizers))
     real = list(dials._last)
-    sources = map(dials.source, range(len(dials.values)))
+    sources = map(dials.source, range(len(dials._of)))
     probes = [_like(v, sources) for v in real]
-    dividing = {identity(group) for o in reach.optimizers for group in o.param_groups if divides_by_rate(o, group)}
-    for probe, (group, key) in zip(probes, dials.sources, strict=True):
-        if key == "lr" and identity(group) in dividing:
-            dials.decide(_divides_by(probe), bool)
 
     # New objects of the same value: that the function sets a number is seen even if it sets what is there already.
-    values = (v * 1.0 for v in dials.values)
+    values = (v * 1.0 for v in dials._settings)
     marks = [_like(v, values) for v in real]
 
     def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             dials.stepping(begins)
             dials.in_step = begins
-            if len(args) > 1 or kwargs:
+            if dials.sources and (len(args) > 1 or kwargs):
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):
                 if any(group is g for g in optimizer.param_groups):
@@ -352,7 +465,7 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     try:
         for (group, key), mark in zip(dials.sources, marks, strict=True):
             group[key] = mark
-        with _watched(dials):
+        with _watched(dials), steps_captured(dials.count):
             yield dials
     finally:
         for handle in handles:

@@ -1,27 +1,13 @@
-"""Optimizers inside a recorded function.
+"""Optimizers inside a recorded function: which steps can be recorded, and what a step leaves besides.
 
-Most of torch's optimizers keep their step count on the host and read it in each step, which nothing can record. Their
-`capturable` mode keeps it on the device instead. It is switched on while a recorded function warms up or is captured
-(so that all its steps do the same arithmetic), and put back afterwards; what stays is the step count, on the device,
-which the other mode reads as well. Fused implementations need no switch, but torch asks for the flag all the same.
-
-That mode divides by the learning rate where the other multiplies by it: a rate of 0 makes NaN of 0 / 0, and float16 has no
-room for the quotient. Such groups are left alone (`unfit`), and their steps run live.
-
-torch allows the mode on accelerators only, though its arithmetic works anywhere; for the CPU device the list of devices
-is extended for the same span of time.
-
-Adagrad has no such mode. But where its learning rate does not decay by itself, it multiplies the count that it has read
-by 0: then it is given another number for it, unread. Where it does decay, and in Adafactor, which reads norms as well, the
-step runs live.
+Most of torch's optimizers keep their step count on the host and read it in each step. It is followed (`step_counts`), so that a
+recorded step does eager's very arithmetic. Adafactor reads norms of weights as well, and ASGD writes to the device what it has
+worked out on the host: their steps run live.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,56 +15,15 @@ from typing import Any
 import torch
 
 from .errors import Refusal
-from .identity import identity
 from .torch_private import has_memory, steps_itself
 
-__all__ = ["SMALLEST", "divides_by_rate", "fit_to_step", "never", "prepare", "recordable", "states_to_come",
-           "stepped"]  # fmt: skip
+__all__ = ["fit_to_step", "never", "states_to_come", "stepped"]
 
-SMALLEST = 1e-30  # a learning rate by which float32 numbers may be divided
-_COUNTS = ("step", "mu_product")  # what is kept on the host for a parameter; the latter by NAdam
-_DIVIDING = (torch.optim.Adam, torch.optim.AdamW)
-_LISTED_BY, _READ_BY = "_get_capturable_supported_devices", "_get_value"  # private functions of torch.optim's modules
-
-
-def prepare(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Move what optimizers keep on the host to their parameters' device; whether there was anything. Values do not change."""
-    moved = False
-    for optimizer, group in _groups(optimizers):
-        if _reads_counts(optimizer, group):
-            continue  # there it would wait for the device in each step
-        for p in group["params"]:
-            state: Any = optimizer.state.get(p)
-            for name in _COUNTS if isinstance(state, dict) else ():
-                count = state.get(name)
-                if isinstance(count, torch.Tensor) and count.device != p.device:
-                    state[name] = count.to(p.device)
-                    moved = True
-    return moved
+_CORRECTING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")])
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
     return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def _reads_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the group's steps read their counts on the host, whatever the mode."""
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return not group.get("fused") and group.get("lr_decay") != 0
-    return isinstance(optimizer, torch.optim.Adafactor)
-
-
-_Counts = dict[int, tuple[torch.Tensor, dict[str, Any]]]  # step counts by identity, and the group of each
-
-
-def _ignored_counts(optimizers: Sequence[torch.optim.Optimizer]) -> _Counts:
-    """The counts that are read on the host only to be multiplied by 0."""
-    return {
-        identity(step): (step, group)
-        for o, group in _groups(optimizers) if isinstance(o, torch.optim.Adagrad)
-        if not _reads_counts(o, group) and not group.get("fused")
-        for p in group["params"] if isinstance(step := o.state.get(p, {}).get("step"), torch.Tensor)
-    }  # fmt: skip
 
 
 def stepped(function: Any) -> None:
@@ -112,16 +57,6 @@ def never(function: Any) -> Refusal | None:
     return None
 
 
-def _to_switch(group: dict[str, Any]) -> bool:
-    """Whether a group has the mode, and the user has not switched it on himself."""
-    return group.get("capturable") is False or identity(group) in _switched
-
-
-def divides_by_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the group's steps, recorded, divide by its learning rate where eager does not."""
-    return _to_switch(group) and isinstance(optimizer, _DIVIDING) and not group.get("fused")
-
-
 @contextmanager
 def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """During the block, the step of an optimizer that cannot take a recorded one as it is now raises a `Refusal`."""
@@ -143,79 +78,13 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
 
 def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal | None:
     """Why the optimizer cannot take a recorded step with this group."""
-    name, rate = type(optimizer).__name__, group.get("lr")
-    if _reads_counts(optimizer, group):
-        remedy = "fused=True" if "fused" in group else "another optimizer"
-        return Refusal(f"{name} reads its step count on the host", f"{remedy}, or record the model alone")
-    if not _to_switch(group) or group.get("fused"):
-        return None
-    if any(p.dtype is torch.float16 for p in group["params"]):
-        return Refusal(f"{name} steps on float16 parameters, which only its fused kernel can do in a recording",
-                       "fused=True, or float32 parameters under autocast")  # fmt: skip
-    if divides_by_rate(optimizer, group):
-        if isinstance(rate, torch.Tensor):
-            return Refusal(f"{name} has a learning rate that is a tensor, and divides by it in a recording",
-                           "fused=True, or capturable=True as in eager CUDA graphs, or a number")  # fmt: skip
-        if rate is not None and not abs(rate) >= SMALLEST:  # nor NaN
-            return Refusal(f"{name} has a learning rate of {rate}", "nothing, or fused=True", this_call=True)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return Refusal(f"{name} reads norms of weights on the host", "record the model alone, or use another optimizer")
+    if isinstance(optimizer, torch.optim.ASGD) and not group.get("capturable"):
+        return Refusal(f"{name} reads its step count on the host", "capturable=True (on a GPU), or record the model alone")
+    plain = not (group.get("capturable") or group.get("fused"))
+    if plain and isinstance(optimizer, _CORRECTING) and isinstance(group.get("lr"), torch.Tensor):
+        return Refusal(f"{name} has a learning rate that is a tensor, and reads it on the host",
+                       "a number (it may change from step to step), or fused=True, or capturable=True on a GPU")  # fmt: skip
     return None
-
-
-@contextmanager
-def recordable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """`capturable` on in every group that knows it and can do with it, for the length of the block."""
-    groups = [g for o, g in _groups(optimizers) if _to_switch(g) and _unfit(o, g) is None]
-    counts = _ignored_counts(optimizers)
-    if not groups and not counts:
-        yield
-        return
-    with _guard:  # several threads may be at it, each with groups of its own
-        for group in groups:
-            group["capturable"] = True
-            _switched[identity(group)] += 1
-        _blocks.append(counts)
-        if len(_blocks) == 1:
-            _replace_functions()
-    try:
-        yield
-    finally:
-        with _guard:
-            _blocks[:] = [block for block in _blocks if block is not counts]
-            for group in groups:
-                _switched[identity(group)] -= 1
-                if not _switched[identity(group)]:
-                    del _switched[identity(group)]
-                    group["capturable"] = False
-            if not _blocks:
-                for module, name, function in _replaced:
-                    setattr(module, name, function)
-                _replaced.clear()
-
-
-_guard = threading.Lock()
-_blocks: list[_Counts] = []  # one for each block that somebody is in: the counts that are not read there
-_switched: Counter[int] = Counter()  # how many of them have switched a group, by its identity
-_replaced: list[tuple[Any, str, Any]] = []  # functions of torch.optim's modules, to be put back
-
-
-def _replace_functions() -> None:
-    adagrad = sys.modules[torch.optim.Adagrad.__module__]
-    modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
-    for module, name, instead in (*((m, _LISTED_BY, _with_cpu) for m in modules), (adagrad, _READ_BY, _unread)):
-        if hasattr(module, name):
-            _replaced.append((module, name, getattr(module, name)))
-            setattr(module, name, instead(getattr(module, name)))
-
-
-def _with_cpu(listed: Any) -> Any:
-    return lambda *args, **kwargs: [*listed(*args, **kwargs), "cpu"]
-
-
-def _unread(read: Any) -> Any:
-    def value(x: Any) -> Any:
-        for counts in _blocks:
-            if identity(x) in counts and counts[identity(x)][1]["lr_decay"] == 0:
-                return 1.0
-        return read(x)
-
-    return value

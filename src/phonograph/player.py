@@ -92,6 +92,7 @@ class Player:
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         self._dials = recording.reliances.dials or None
         self._turned = False
+        self._steps = recording.reliances.dials if recording.reliances.dials.counts else None
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
@@ -230,9 +231,15 @@ class Player:
             self._leave(tensors, gradients=not (isinstance(program, Segments) and program.stopped))  # there they are right
             raise
         self._leave(tensors)
+        self._count()
+        return self._hand_out(call, tensors, targets), copied
+
+    def _count(self) -> None:
+        """What the call counts on the host, in attributes and for its optimizers, is counted."""
         if self._counts:
             advance(self._counts)
-        return self._hand_out(call, tensors, targets), copied
+        if self._steps is not None:
+            self._steps.advance()
 
     def _leave(self, tensors: list[torch.Tensor], gradients: bool = True) -> None:
         """What a run has done outside becomes visible there."""
@@ -251,8 +258,7 @@ class Player:
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             if self._bump or self._grads is not None:
                 self._after()
-        if self._counts:
-            advance(self._counts)
+        self._count()
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:

@@ -196,7 +196,6 @@ class Recorded(Observed, Generic[P, R]):
         self._entangled = Entangled()
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -388,7 +387,7 @@ class Recorded(Observed, Generic[P, R]):
         args, kwargs = call.like
 
         def live() -> Any:
-            with Within(), optimizers.recordable(reach.optimizers):
+            with Within():
                 return self._function(*args, **kwargs)
 
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
@@ -496,7 +495,6 @@ class Recorded(Observed, Generic[P, R]):
             with Ours("looked at what the function can reach"):
                 reach = self._reach(call)
                 device = self._device(call, reach)
-                optimizers.prepare(reach.optimizers)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
             with Within(waits=True):
@@ -505,13 +503,12 @@ class Recorded(Observed, Generic[P, R]):
         self._marked = self._marked or reach.marked
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
-        self._optimizers = [weakref.ref(o) for o in reach.optimizers]
         # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
         elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
         lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
         place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         before = device.allocated
-        with Within(waits=True), optimizers.recordable(reach.optimizers), place, noting(notes):
+        with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
         history.left = max(0, device.allocated - before)
         key = (*call.key[:-1], modes())
@@ -562,12 +559,12 @@ class Recorded(Observed, Generic[P, R]):
         self._doubts.append((broken, refusal))
 
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
-        """A live call after the warm-ups: its optimizers do the same arithmetic as in those."""
+        """A live call after the warm-ups."""
         self._counters.live += 1
         optimizers.stepped(self._function)
         notes = refusal.history.notes if isinstance(refusal, Diverged) else None
         again = nullcontext() if notes is None else Within(waits=True)
-        with again, optimizers.recordable([o for ref in self._optimizers if (o := ref()) is not None]), noting(notes):
+        with again, noting(notes):
             return self._function(*args, **kwargs)
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
@@ -645,8 +642,6 @@ class Recorded(Observed, Generic[P, R]):
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
             device = self._device(call, reach)
-            if optimizers.prepare(reach.optimizers):
-                reach = self._reach(call)
             device.tidy()
             device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
             in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))

@@ -43,7 +43,7 @@ from .listening import HEARS_ALL_THREADS, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
-from .optimizers import fit_to_step, recordable
+from .optimizers import fit_to_step
 from .pool import Lease, unowned
 from .ran import Ran
 from .reach import Reach
@@ -159,7 +159,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
         small = 0 if isinstance(function, Backward) else SMALL
         most = 0 if terms.borrow else math.inf if copies_out else small
-        with recordable(reach.optimizers), probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
+        with probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
                                 most, terms, release)  # fmt: skip
         if release is not None and (release.again or captured.watch.parts):
@@ -202,9 +202,13 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
             for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
         )
         _no_overlap(call, slots)
-        if dials.lost or not (dials.fit() and captured.program.set_numbers(dials.numbers())):
+        if dials.lost or not (dials.fit() and dials.numbers().keys() <= captured.program.set_numbers(dials.numbers())):
+            if not dials.sources:
+                raise Refusal("steps an optimizer whose step count cannot be followed on this device", "fused=True",
+                              final=False)  # fmt: skip
             raise _Unfollowed(LIVE if any(key in CYCLED for _, key in dials.sources) and not dials.read else ())
-        if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.live():
+        dials.settle()
+        if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.followed:
             raise Refusal("calls a function that is marked @pg.live and sets a hyper-parameter which cannot be followed",
                           "set it outside")  # fmt: skip
     not_heard(left.owners)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,9 +42,9 @@ class Program(Protocol):
         """Run it on the current stream, with the values of `sources` in the slots that are no other's memory, and return new
         copies of `outs`. Does not wait; `sources` may be dropped or written at once."""
 
-    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
-        """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on.
-        False if one of them cannot be found in the program."""
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
+        """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on: where
+        one is another object than last time. The first time, all have to be given. Returns those that are in the program."""
 
     def close(self) -> None:
         """Free what it owns."""

@@ -366,7 +366,7 @@ class Reliances:
 
     def __init__(self, reach: Reach, snapshot: Snapshot, grads: Grads, dials: Dials, fixed: Set[int]) -> None:
         """`fixed` are the ids of tensors in reach of which nothing has to hold."""
-        live = dials.live()
+        live = dials.followed
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
         self._held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -108,9 +108,15 @@ class Segments:
         versions = self.versions() if marked else {}
         disturbed = self.disturbing()
         done: list[Done] = []
+        counts = self.dials.counts if self.dials is not None else None
+        if counts:
+            counts.begin()
         targets: list[torch.Tensor] = self.programs[0].run(sources)
         turned = False
-        for live, program in zip(self.breaks, self.programs[1:], strict=True):
+        for number, (live, program) in enumerate(zip(self.breaks, self.programs[1:], strict=True)):
+            if self.dials is not None and counts:
+                self.dials.advance(number)
+                counts.leave()
             if live.grads:
                 _give(live.grads)
                 disturbed = self.disturbing()
@@ -118,7 +124,9 @@ class Segments:
             try:
                 other = live.run(done, self._generators)
                 turned = self._follow_dials() or turned
-                if not self._dials_fit:
+                if counts and counts.changed():
+                    torn = "steps an optimizer that the recorded function steps"
+                elif not self._dials_fit:
                     torn = "sets hyper-parameters of an optimizer that it cannot follow"
                 elif turned and other:
                     torn = f"{other}, after hyper-parameters were set"
@@ -133,6 +141,8 @@ class Segments:
                 raise
             if other or torn or disturbed():
                 self._undo(before, states)
+                if counts:
+                    counts.take_back()
                 _give(kept)
                 if torn and grads is not None:
                     grads.lose()
@@ -146,7 +156,7 @@ class Segments:
 
     def _follow_dials(self) -> bool:
         """Whether hyper-parameters have been set: later segments work with the new ones."""
-        if not self.dials or not self.dials.turned():
+        if not self.dials or not self.dials.turned(running=True):
             return False
         self._dials_fit = self.dials.fit()
         if self._dials_fit:
@@ -166,9 +176,8 @@ class Segments:
         for g, state in zip(self._generators, states, strict=True):
             g.set_state(state)
 
-    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
-        found = [p.set_numbers(numbers) for p in self.programs]
-        return not numbers or any(found)
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
+        return frozenset[float]().union(*(p.set_numbers(numbers) for p in self.programs))
 
     def close(self) -> None:
         for p in self.programs:

@@ -38,7 +38,7 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
            "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
-           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
+           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
            "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
            "without_modes", "written_by_graph"]  # fmt: skip
@@ -691,6 +691,40 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 def steps_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer of its own, with hooks, and none that stands before another (accelerate's)."""
     return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+_COUNT_READ_BY = "_get_value"  # in the modules of torch.optim
+_ASKS_FOR_MODE = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # the latter up to torch 2.11
+
+
+@contextmanager
+def steps_captured(count: Callable[[Any], float | None]) -> Iterator[None]:
+    """During the block, steps of torch's optimizers may be captured: `count` gives what they read of a step count, or None
+    where they have to read it; and none asks for the `capturable` mode."""
+    base: Any = torch.optim.Optimizer
+    places: list[tuple[Any, str, Any]] = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
+    modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
+
+    def reads(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def value(x: Any) -> Any:
+            found = count(x)
+            return read(x) if found is None else found
+
+        return value
+
+    places += [(m, _COUNT_READ_BY, reads) for m in modules if hasattr(m, _COUNT_READ_BY)]
+    before = [(place, name, vars(place)[name]) for place, name, _ in places]
+    for (place, name, instead), (_, _, old) in zip(places, before, strict=True):
+        setattr(place, name, instead(old))
+    try:
+        yield
+    finally:
+        for place, name, old in before:
+            setattr(place, name, old)
+
+
+def _asks_nothing(_: torch.optim.Optimizer) -> None:
+    """Instead of torch's check."""
 
 
 def parametrizations_are_cached() -> bool:

@@ -56,6 +56,9 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _cdata: Any = operator.attrgetter("_cdata")
 _STRIDED = torch.strided
 
+# How steps of optimizers move their counts on.
+_COUNTING = {"aten::add_": "add", "aten::_foreach_add_": "add", "aten::mul_": "mul", "aten::_foreach_mul_": "mul"}
+
 # Libraries that look at values where their user need not let them.
 _VALIDATES = ("pass validate_args=False to the distribution, which looks at its arguments' values, or turn that off for all "
               "(torch.distributions.Distribution.set_default_validate_args(False))")  # fmt: skip
@@ -120,6 +123,8 @@ class OperatorWatch(TorchDispatchMode):
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
         self.dials: Dials | None = None
+        self._counts: Set[int] = frozenset()  # the storages of step counts that they follow
+        self._constants: set[int] = set()  # those of tensors that were made of numbers
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
@@ -149,6 +154,8 @@ class OperatorWatch(TorchDispatchMode):
             if m.refusable:
                 operators.check(m, args, kwargs)
             blamed = None
+            if m.name in _COUNTING and self._counts and self._counted(m, args, kwargs):
+                return args[0] if isinstance(args[0], torch.Tensor) else None
             self._see(m, args, kwargs)
             self.operators += 1
             sizes = _sizes(m, args, kwargs) if m.resizes else ()
@@ -175,6 +182,21 @@ class OperatorWatch(TorchDispatchMode):
             if listening is not None:
                 sys.setprofile(listening)
 
+    def follow(self, dials: Dials) -> None:
+        """What stands for hyper-parameters and step counts in this call."""
+        self.dials = dials
+        self._counts = frozenset(map(storage_id, dials.counts.tensors))
+
+    def _counted(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
+        """Whether the operator moves step counts on, by numbers. A replay does so by itself."""
+        assert self.dials is not None
+        counts, by = args[:2]
+        constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
+        if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(_COUNTING[m.name], counts, by)):
+            return False
+        self.touched.update(map(storage_id, operators.tensors_in([counts], [])))
+        return True
+
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
         refusal.where = refusal.where or users_line(sys._getframe(2))
@@ -189,13 +211,18 @@ class OperatorWatch(TorchDispatchMode):
             with Casts.restored(casts) if (casts := self.casts.within(m)) else _AS_IT_IS:
                 out = func(*args, **kwargs)
         else:
-            out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
+            out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
         if type(out) is torch.Tensor:
             self._born(out)
         else:
             for t in operators.tensors_in(out, []):
                 self._born(t)
         return out
+
+    def _constant(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor that was made of numbers of Python's."""
+        self._constants.add(storage_id(t))
+        return t
 
     def lend(self, t: torch.Tensor, key: int) -> None:
         """This tensor stands for one in reach, on that storage, for as long as it lives."""
@@ -218,6 +245,7 @@ class OperatorWatch(TorchDispatchMode):
         self.known.pop(key, None)
         self._births.pop(key, None)
         self._shown.pop(key, None)
+        self._constants.discard(key)
         self.outside.discard(key)
         self.theirs.discard(key)
 
@@ -241,6 +269,9 @@ class OperatorWatch(TorchDispatchMode):
             name = known.get(key)
             if name:
                 touched.add(key)
+                if key in self._counts:
+                    raise Refusal(f"{m.name} works with the step count of an optimizer, which is kept on the host",
+                                  "leave the count to the optimizer's step, or read it outside")  # fmt: skip
             elif name is None:
                 self.stranger(m, t)
         if not m.plain:
@@ -336,6 +367,8 @@ class OperatorWatch(TorchDispatchMode):
             if value is not None:  # no operator, and no part of the recording
                 ctypes.memmove(t.data_ptr(), value.data_ptr(), extent(t) * t.element_size())
         self.parts += (part,)
+        if self.dials is not None:
+            self.dials.mark()
         self.cut(part, inputs, made)
         return made
 

@@ -988,7 +988,7 @@ def test_c19_a_number_that_is_another_in_each_call(device):
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_c06_a_learning_rate_of_zero(device, kind, foreach):
-    """Where nothing has been learned yet, torch's capturable step divides 0 by 0."""
+    """Where nothing has been learned yet, torch's capturable step would divide 0 by 0."""
 
     def make():
         torch.manual_seed(0)
@@ -1002,13 +1002,13 @@ def test_c06_a_learning_rate_of_zero(device, kind, foreach):
 
         return step, [table, optimizer]
 
-    both = side_by_side(make, tolerance=1e-5)
+    both = side_by_side(make)
     for rate in [0.0, 0.01, 0.01, 0.01, 0.0, 0.0, 0.01, 0.01, 0.01]:
         for state in (both.state, both.live_state):
             state[1].param_groups[0]["lr"] = rate
         both(torch.tensor([1, 2], device=device))
     assert torch.isfinite(both.state[0].weight).all()
-    assert counts(both)[2] >= 3, reasons(both)
+    assert counts(both)[2] >= 7, reasons(both)
 
 
 def test_c06_a_learning_rate_of_zero_where_no_step_is_taken(device):

@@ -17,7 +17,6 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
 import phonograph as pg
-from phonograph.optimizers import prepare, recordable
 from phonograph.testing import Raised, assert_no_new_recordings, assert_same
 from tests.helpers import may_run_live, reasons
 
@@ -26,8 +25,8 @@ both_ways = pytest.mark.parametrize("way", [WHOLE, PAIR])
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 FUSED = partial(torch.optim.AdamW, lr=0.01, fused=True)
-CAPTURABLE = partial(torch.optim.Adam, lr=0.01)  # which a recorded function switches to its capturable mode
-COMMON = {"sgd": SGD, "adamw, fused": FUSED, "adam": CAPTURABLE}
+ADAM = partial(torch.optim.Adam, lr=0.01)  # which keeps its step counts on the host
+COMMON = {"sgd": SGD, "adamw, fused": FUSED, "adam": ADAM}
 common = pytest.mark.parametrize("optimizer", COMMON.values(), ids=COMMON)
 
 
@@ -80,12 +79,8 @@ class Twins:
 
     def __call__(self, *batch):
         """A step of each, compared; returns what ours gave."""
-        # Optimizers that count their steps on the host do so on the device inside a recorded function (docs/limits.md):
-        # that arithmetic is the reference, and on CUDA it is `capturable=True`.
-        prepare([self.live.optimizer])
-        with recordable([self.live.optimizer]):
-            torch.manual_seed(5)
-            wanted = self.live.outcome(batch)
+        torch.manual_seed(5)
+        wanted = self.live.outcome(batch)
         torch.manual_seed(5)
         found = self.ours.outcome(batch)
         assert_same(found, wanted, "result")
@@ -200,8 +195,8 @@ def variants():
 
 def why_live(kind, options):
     """Why an optimizer's step cannot be recorded, if so."""
-    decays = kind == "Adagrad" and "lr_decay" in options
-    return "reads its step count on the host" if decays or kind == "Adafactor" else None
+    reading = {"ASGD": "reads its step count on the host", "Adafactor": "reads norms of weights on the host"}
+    return None if options.get("capturable") else reading.get(kind)
 
 
 @may_run_live
@@ -222,7 +217,8 @@ def test_c06_every_optimizer(device, kind, options, way):
         twins.assert_live(why_live(kind, options))
     else:
         twins.assert_recorded()
-        assert kind == "Rprop" or twins.step_stats.recorded == recordings, "the rate is followed"
+        decides = 1 if kind == "RAdam" else 0  # in its sixth step, by how many there were
+        assert kind == "Rprop" or twins.step_stats.recorded <= recordings + decides, "the rate is followed"
 
 
 @may_run_live
@@ -302,16 +298,6 @@ def test_c13_optimizers_that_refuse_ordinary_weights(device, way, kind):
         assert isinstance(twins(*batch(device, n)), Raised)
 
 
-@may_run_live
-@pytest.mark.parametrize("options", [{"lr_decay": 0.1}, {}], ids=["read", "ignored"])
-def test_c11_counts_that_are_read_in_each_step_stay_on_the_host(device, options):
-    """On a GPU each step would wait for it otherwise, for each weight."""
-    twins = Twins(device, WHOLE, partial(torch.optim.Adagrad, **options))
-    twins.train(*range(4))
-    counts = {state["step"].device.type for state in twins.ours.optimizer.state.values()}
-    assert counts == {"cpu" if options else device.type}
-
-
 # ---------------------------------------------------------------------------------------------------
 # C9: every hyper-parameter
 
@@ -354,9 +340,7 @@ def test_c09_every_hyper_parameter_there_and_back(device, kind, options, key):
         for p, q in zip(weights, twins_weights, strict=True):
             p.grad.normal_()
             q.grad.copy_(p.grad)
-        prepare([twin])
-        with recordable([twin]):
-            wanted = attempt(twin.step)
+        wanted = attempt(twin.step)
         if isinstance(wanted, Raised) and n == 0:
             pytest.skip(f"torch cannot: {wanted.error}")
         assert_same(attempt(step), wanted)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -179,6 +179,7 @@ class Tape(OperatorWatch):
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
+        super()._constant(t)
         operand = self._new(t)
         self._steps.append(_Step(aten.clone.default, (t.clone(),), {}, [operand]))
         return t
@@ -325,7 +326,10 @@ class TapeProgram:
             calls = [call for step in steps if (call := self._call(step)) is not None]
         with below_autograd(), torch._C._DisableAutocast():
             self.calls = spelled(calls)
-        self._probes: list[tuple[int, partial[Any]]] | None = None  # the calls that hold a probe of `dials`, and where
+        self._probes: list[tuple[int, partial[Any], frozenset[float]]] | None = (
+            None  # calls with probes of `dials`; where; which
+        )
+        self._numbers: dict[float, float] = {}  # what was last put in their place
 
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
         self.outs = outs
@@ -347,14 +351,15 @@ class TapeProgram:
         self._tensors = {}
         self._keep = None
 
-    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
-        if not numbers:
-            return True
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if self._probes is None:
-            self._probes = [(i, c) for i, c in enumerate(self.calls) if not numbers.keys().isdisjoint(_numbers_of(c))]
-        for i, call in self._probes:
-            self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
-        return numbers.keys() <= {number for _, call in self._probes for number in _numbers_of(call)}
+            held = [(i, c, frozenset(numbers.keys() & {*_numbers_of(c)})) for i, c in enumerate(self.calls if numbers else ())]
+            self._probes = [entry for entry in held if entry[2]]
+        last, self._numbers = self._numbers, dict(numbers)
+        for i, call, own in self._probes:
+            if any(last.get(n) is not numbers[n] for n in own):
+                self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
+        return frozenset[float]().union(*(own for _, _, own in self._probes))
 
     def _call(self, step: _Step) -> partial[Any] | None:
         """What a replay does for a step; None where the operator only allocates."""
@@ -515,7 +520,7 @@ class CpuDevice:
         slots = [t if b else _filled(unowned(s), t) if s is not None else self.slot(t)
                  for t, b, s in zip(arguments, borrowed, shared, strict=True)]  # fmt: skip
         tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
-        tape.dials = dials
+        tape.follow(dials)
         tape.give_back = self._arena.give_back
         try:
             with tape, _host_reads_refused(tape), collected():

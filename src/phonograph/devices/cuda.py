@@ -351,7 +351,7 @@ class CudaDevice:
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
-                watch.dials = dials
+                watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, dials)
                 watch.next_segment, watch.streams = graphs.next, graphs.others

@@ -25,7 +25,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 import torch
@@ -309,13 +309,14 @@ class GraphProgram:
         if self._random is None:
             self._random = before != [g.get_offset() for g in generators]
 
-    def set_numbers(self, numbers: Mapping[float, float]) -> bool:
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:
-            return True
+            return frozenset()
         assert self._graph is not None
         if self._numbers is None:
-            self._numbers = driver.KernelNumbers(self._steps, numbers)
-        return self._numbers.set(self._graph.raw_cuda_graph_exec(), numbers)
+            self._numbers = driver.KernelNumbers(self._graph.raw_cuda_graph_exec(), self._steps, numbers)
+        self._numbers.set(numbers)
+        return self._numbers.found
 
     def close(self) -> None:
         if self._graph is not None:

@@ -251,7 +251,7 @@ class KernelNumbers:
     Found by their bytes, among the given nodes: the numbers are random, so that nothing else looks like them.
     """
 
-    def __init__(self, nodes: Set[int], numbers: Mapping[float, float]) -> None:
+    def __init__(self, graph_exec: int, nodes: Set[int], numbers: Mapping[float, float]) -> None:
         patterns: dict[bytes, Any] = {}
         for n, f, form in ((n, f, form) for n in numbers for f in "fd" for form in _FORMS):
             pattern = struct.pack(f, form(n))
@@ -259,23 +259,29 @@ class KernelNumbers:
             patterns[pattern] = None if pattern in patterns else (f, n, form)
         patterns = {pattern: meant for pattern, meant in patterns.items() if meant is not None}
         anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
-        self._kernels: list[tuple[_Kernel, list[Any]]] = []
+        # Of each kernel: where its parameters hold which numbers, these, and what puts them into the graph.
+        self._kernels: list[tuple[list[Any], set[float], Callable[[], int]]] = []
+        self._last: dict[float, float] = {}
         self.found: set[float] = set()
         for node in (n for n in nodes if _kind(n) == _KERNEL):
             kernel = _Kernel(node)
             places = [(b, m.start(), *patterns[m[0]]) for b in kernel.buffers for m in anywhere.finditer(b.raw)
                       if m.start() % 4 == 0]  # fmt: skip
             if places:
-                self._kernels.append((kernel, places))
-                self.found |= {n for _, _, _, n, _ in places}
+                own = {n for _, _, _, n, _ in places}
+                self._kernels.append((places, own, kernel.putter(graph_exec)))
+                self.found |= own
 
-    def set(self, graph_exec: int, numbers: Mapping[float, float]) -> bool:
-        """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel. False if one is nowhere."""
-        for kernel, places in self._kernels:
+    def set(self, numbers: Mapping[float, float]) -> None:
+        """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers is
+        another object than last time."""
+        last, self._last = self._last, dict(numbers)
+        for places, own, put in self._kernels:
+            if all(last.get(n) is numbers[n] for n in own):
+                continue
             for buffer, at, f, n, form in places:
                 struct.pack_into(f, buffer, at, form(numbers[n]))
-            _checked(kernel.putter(graph_exec)(), "cuGraphExecKernelNodeSetParams")
-        return self.found == numbers.keys()
+            _checked(put(), "cuGraphExecKernelNodeSetParams")
 
 
 _COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {_KERNEL: _Kernel, _MEMCPY: _Memcpy}
