@@ -393,8 +393,8 @@ def test_c09_groups_of_parameters_each_with_its_own_settings(device, way, optimi
 
 @both_ways
 @pytest.mark.parametrize("optimizer", [
-    partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, fused=True), torch.optim.NAdam,
-], ids=["adamw, fused", "sgd, fused", "nadam"])  # fmt: skip
+    partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, fused=True),
+], ids=["adamw, fused", "sgd, fused"])  # fmt: skip
 def test_c09_a_rate_that_is_a_tensor_on_the_device(device, way, optimizer):
     """It is read where it lies: filled by hand or by a scheduler, replaced, and replaced by a number."""
     twins = Twins(device, way, lambda parameters: optimizer(parameters, lr=torch.tensor(0.1, device=device)),
@@ -493,10 +493,11 @@ CYCLED = {
 def test_c09_a_scheduler_that_cycles_momentum(device, way, optimizer):
     """Momentum, or the first beta, is another one in each step; followed like the rate."""
     twins = Twins(device, way, optimizer, schedule=lambda o: lr_scheduler.OneCycleLR(o, 0.1, 20))
+    decides = optimizer is CYCLED["RAdam"]  # by its beta and how often it has stepped
     for n in range(10):
         recordings = twins.step_stats.recorded
         twins(*batch(device, n))
-        assert n < 4 or recordings == twins.step_stats.recorded, "recorded again"
+        assert n < 4 or decides or recordings == twins.step_stats.recorded, "recorded again"
         twins.each(lambda run: run.scheduler.step())
     twins.assert_recorded(5)
 

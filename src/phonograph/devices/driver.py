@@ -259,8 +259,9 @@ class KernelNumbers:
             patterns[pattern] = None if pattern in patterns else (f, n, form)
         patterns = {pattern: meant for pattern, meant in patterns.items() if meant is not None}
         anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
+        self._kernels: list[_Kernel] = []  # with the memory from which the parameters are put into the graph
         # Of each kernel: where its parameters hold which numbers, these, and what puts them into the graph.
-        self._kernels: list[tuple[list[Any], set[float], Callable[[], int]]] = []
+        self._places: list[tuple[list[Any], set[float], Callable[[], int]]] = []
         self._last: dict[float, float] = {}
         self.found: set[float] = set()
         for node in (n for n in nodes if _kind(n) == _KERNEL):
@@ -269,14 +270,15 @@ class KernelNumbers:
                       if m.start() % 4 == 0]  # fmt: skip
             if places:
                 own = {n for _, _, _, n, _ in places}
-                self._kernels.append((places, own, kernel.putter(graph_exec)))
+                self._kernels.append(kernel)
+                self._places.append((places, own, kernel.putter(graph_exec)))
                 self.found |= own
 
     def set(self, numbers: Mapping[float, float]) -> None:
         """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers is
         another object than last time."""
         last, self._last = self._last, dict(numbers)
-        for places, own, put in self._kernels:
+        for places, own, put in self._places:
             if all(last.get(n) is numbers[n] for n in own):
                 continue
             for buffer, at, f, n, form in places:
