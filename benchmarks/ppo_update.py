@@ -59,7 +59,7 @@ def updater(
     torch.manual_seed(0)
     agent = Agent().to(device)
     loss_of = wrap(agent)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, fused=True, **options)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, **{"fused": True, **options})
 
     def clip_and_step() -> None:
         nn.utils.clip_grad_norm_(agent.parameters(), 0.5)

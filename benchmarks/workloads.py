@@ -34,7 +34,7 @@ def _training(
     model: nn.Module, loss_of: Callable[..., Tensor], batches: list[Any], beside: Callable[..., Any] = plain, **options: Any
 ) -> Training:
     """`beside` makes the optimizer's step faster, `options` are the optimizer's."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **{"fused": True, **options})
     apply = beside(optimizer.step)
 
     def step(*batch: Tensor) -> Tensor:

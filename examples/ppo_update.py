@@ -52,7 +52,7 @@ def rollout(generator: torch.Generator) -> list[Tensor]:
 def train(record: bool) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     agent = Agent().to(DEVICE)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4)
 
     def update(*minibatch: Tensor) -> Tensor:
         optimizer.zero_grad()

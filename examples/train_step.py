@@ -32,7 +32,7 @@ def spirals(points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def train(record: bool) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2)).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
     def step(x: Tensor, y: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Recomputed(nn.Module):
 
 def training(module, way, scaled):
     """A loop's body: two micro-batches, clipping, the optimizer."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=scaled)
     called = module
     if way == "pair":
         called = pg.record(module, warmup=1)
@@ -131,7 +131,7 @@ ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 
 def pipeline(module, way, _):
     """A loop's body: three micro-batches, in turn through two chunks, of which the second is the loss."""
-    optimizer, loss = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True), Loss()
+    optimizer, loss = torch.optim.AdamW(module.parameters(), lr=0.01), Loss()
     if way == "interleaved order":
         pg.make_graphed_callables((module, loss), ((torch.empty(2, 6, 8),),) * 6, 1, _order=ORDER)
 

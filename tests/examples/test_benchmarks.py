@@ -16,7 +16,8 @@ from tests.examples.test_examples import environment
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPTS = {
-    "tiny_kernels": (), "digits_cpu": (), "ppo_update": (), "pairs": ("--only", "PPO"), "loss_curves": (), "llama_decode": (),
+    "tiny_kernels": (), "digits_cpu": (), "ppo_update": (), "pairs": ("--only", "PPO"), "plain_adam": ("--only", "PPO"),
+    "loss_curves": (), "llama_decode": (),
 }  # fmt: skip
 """The quickest, and their arguments."""
 NEEDS = {"llama_decode": "transformers"}

@@ -391,6 +391,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, RATE),
     "momentum": lambda parameters: torch.optim.SGD(parameters, RATE, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, RATE, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, RATE),
 }
 
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -245,6 +245,20 @@ def reciprocal_of_single(x: float) -> float:
 _FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, reciprocal_of_single, reciprocal)
 
 
+def _runs(buffer: Any, found: Sequence[tuple[int, Any]]) -> list[tuple[Any, ...]]:
+    """Places in a buffer, in order, with what each holds: where the same stands several times on end (a kernel for many tensors
+    has a number for each of them) as one place, and how many times."""
+    runs: list[tuple[Any, ...]] = []
+    for at, what in found:
+        size = struct.calcsize(what[0])
+        if runs and runs[-1][3:] == what and runs[-1][1] + runs[-1][2] * size == at:
+            buffer, start, times, *_ = runs.pop()
+            runs.append((buffer, start, times + 1, *what))
+        else:
+            runs.append((buffer, at, 1, *what))
+    return runs
+
+
 class KernelNumbers:
     """Where the parameters of a graph's kernels hold given numbers, as float32 or float64, in one of `_FORMS`.
 
@@ -266,10 +280,10 @@ class KernelNumbers:
         self.found: set[float] = set()
         for node in (n for n in nodes if _kind(n) == _KERNEL):
             kernel = _Kernel(node)
-            places = [(b, m.start(), *patterns[m[0]]) for b in kernel.buffers for m in anywhere.finditer(b.raw)
-                      if m.start() % 4 == 0]  # fmt: skip
+            places = [run for b in kernel.buffers for run in _runs(b, [(m.start(), patterns[m[0]]) for m in
+                      anywhere.finditer(b.raw) if m.start() % 4 == 0])]  # fmt: skip
             if places:
-                own = {n for _, _, _, n, _ in places}
+                own = {n for *_, n, _ in places}
                 self._kernels.append(kernel)
                 self._places.append((places, own, kernel.putter(graph_exec)))
                 self.found |= own
@@ -281,8 +295,9 @@ class KernelNumbers:
         for places, own, put in self._places:
             if all(last.get(n) is numbers[n] for n in own):
                 continue
-            for buffer, at, f, n, form in places:
-                struct.pack_into(f, buffer, at, form(numbers[n]))
+            for buffer, at, times, f, n, form in places:
+                data = struct.pack(f, form(numbers[n])) * times
+                buffer[at : at + len(data)] = data
             _checked(put(), "cuGraphExecKernelNodeSetParams")
 
 
