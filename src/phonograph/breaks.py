@@ -37,6 +37,7 @@ class Break:
     def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, casts: tuple[Any, ...] = ()) -> None:
         self.form = form
         self.where = where
+        self.said = form.operator.name()  # in reasons
         self._grad_mode, self._casts = torch.is_grad_enabled(), casts
         self._shape, self._leaves = shape, leaves  # its arguments
         self._places = [i for i, x in enumerate(leaves) if x is HERE]
@@ -115,9 +116,9 @@ class MarkedBreak(Break):
         keys = {storage._cdata for storage in undone}
         tensors = ((i, x) for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor))
         self._undone = {i for i, t in tensors if t.untyped_storage()._cdata in keys}
-        runs = f"runs {self.form.operator.name()} live"
+        runs = f"runs {self.said} live"
         if any(grad is not None and p.grad is not grad for p, grad in self.grads):
-            raise Refusal(f"{runs} while gradients are there that it drops later", "call it outside of that", self.where)
+            raise Refusal(f"{runs} while gradients are there that it drops later", "call it before them, or after", self.where)
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             raise Refusal(f"{runs}, which keeps a tensor that others may write later", "let it keep a clone", self.where)
 

@@ -451,12 +451,15 @@ def matches(code: CodeType) -> bool:
 
 
 def set_at(code: CodeType, name: str) -> list[int]:
-    """The lines on which code gives a value to an attribute, a global or a variable of an outer function of this name."""
-    begins, line, found = dict(dis.findlinestarts(code)), 0, list[int]()
+    """The lines on which code gives a value to an attribute, an item, a global or a variable of an outer function of this
+    name."""
+    begins, line, found, before = dict(dis.findlinestarts(code)), 0, list[int](), None
     for i in dis.get_instructions(code):
         line = begins.get(i.offset) or line
-        if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF") and i.argval == name:
+        item = i.opname == "STORE_SUBSCR" and before == name
+        if item or (i.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF") and i.argval == name):
             found.append(line)
+        before = i.argval if i.opname != "CACHE" else before
     return found
 
 

@@ -37,6 +37,7 @@ from .identity import identity
 from .loggers import decides_itself
 from .randomness import sets_for_torch
 from .where import STDLIB, USER, is_ours, origin, works_for
+from .wording import MARKED
 
 __all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "told_names"]
 
@@ -48,7 +49,7 @@ class Effect(NamedTuple):
     for the user; or the user's own frame's `DIRECTLY`."""
 
     reason: str
-    remedy: str = "do it outside the recorded function"
+    remedy: str = f"do it outside the recorded function, {MARKED}"
     by: str = USERS
 
     def counts(self, frame: FrameType | None) -> bool:
@@ -77,7 +78,7 @@ _CLOCKS = " ".join(
 _FUNCTIONS: dict[Any, Effect] = {
     **_named(builtins, "print input breakpoint", lambda n: Effect(f"calls {n}()")),
     **_named(builtins, "open", lambda n: Effect("calls open()")),
-    **_named(_warnings, "warn warn_explicit", lambda n: Effect(f"calls {n}()", by=DIRECTLY)),
+    **_named(_warnings, "warn warn_explicit", lambda n: Effect(f"calls warnings.{n}()", by=DIRECTLY)),
     **_named(torch, "from_numpy frombuffer", lambda n: Effect(f"calls torch.{n}, whose tensor shares memory with a host "
              "object", "pass the tensor as an argument", by=DIRECTLY)),
     **_named(time, _CLOCKS, lambda n: Effect(f"reads the clock ({n})", _PASS, by=DIRECTLY)),
@@ -125,12 +126,12 @@ def _methods(names: str, owners: Callable[[Any], bool], effect: Callable[[str], 
 _BY_NAME: dict[str, list[tuple[Callable[[Any], bool], Effect]]] = {}
 for _name, _rule in (
     *_methods("manual_seed seed set_state set_offset", _a(torch.Generator),
-              lambda n: Effect(f"sets the state of a random generator ({n})", by=ANYONE)),
+              lambda n: Effect(f"sets the state of a random generator ({n})", "seed it before the call", ANYONE)),
     *_methods("graphsafe_set_state graphsafe_get_state", _not_here,
               lambda n: Effect(f"uses the state of a random generator of another device ({n})", by=ANYONE)),
     *_methods("get_state initial_seed clone_state", _a(torch.Generator),
               lambda n: Effect(f"reads the state of a random generator ({n})", _PASS, by=DIRECTLY)),
-    *_methods("now utcnow today", _is_date, lambda n: Effect("reads the clock", _PASS, by=DIRECTLY)),
+    *_methods("now utcnow today", _is_date, lambda n: Effect(f"reads the clock ({n})", _PASS, by=DIRECTLY)),
     *_methods("write writelines", _a(object), lambda n: Effect(f"writes output ({n})")),
     *_methods("flush", _a(object), lambda n: Effect(f"writes output ({n})", by=DIRECTLY)),
     *_methods("writerow writerows", _a(type(_csv.writer(io.StringIO()))), lambda n: Effect(f"writes output ({n})")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,15 @@ class Refusal(Exception):
         place = f" at {self.where}" if self.where else ""
         advice = f" ({self.remedy})" if self.remedy else ""
         return f"{self.reason}{place}{advice}"
+
+    def at(self, where: str) -> Refusal:
+        """The same, as it is told to the user: with this line, if it has none of its own."""
+        if self.where or not where:
+            return self
+        told = copy.copy(self)
+        told.where = where
+        told.let_go()
+        return told
 
     def let_go(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""

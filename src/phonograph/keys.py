@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "nested_key", "plain_key"]
+__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "class_of", "nested_key", "plain_key"]
 
 
 class NoSignature(Exception):
@@ -29,6 +29,10 @@ class NoSignature(Exception):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.remedy = remedy
+
+    def of(self, place: str) -> NoSignature:
+        """The same, with the place where it is."""
+        return NoSignature(f"{self} {place}", self.remedy)
 
 
 class Identity:
@@ -52,6 +56,18 @@ SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.S
 BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
 _BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PosixPath, pathlib.WindowsPath,
             pathlib.PurePosixPath, pathlib.PureWindowsPath)  # fmt: skip
+
+
+def class_of(value: Any) -> str:
+    """The name of a value's class, with that of its module if it is not Python's own."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_FOR_CLASS = {
+    "numpy": "pass a tensor: torch.from_numpy(array), moved to the device",
+    "transformers.cache_utils": "let the model make no cache (use_cache=False), or pass its tensors",
+}
 
 
 def plain_key(value: Any) -> Any:
@@ -80,8 +96,8 @@ def plain_key(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return (kind, value.dtype.str, value.tobytes())
-    raise NoSignature(f"takes an argument of class {kind.__module__}.{kind.__qualname__}",
-                      "pass what the function needs of it: tensors, numbers, strings")  # fmt: skip
+    raise NoSignature(f"takes an object of class {class_of(value)}", _FOR_CLASS.get(
+        kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
 
 
 def nested_key(value: Any) -> Any:
@@ -92,5 +108,5 @@ def nested_key(value: Any) -> Any:
     if kind in (dict, OrderedDict):
         return (kind, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
     if isinstance(value, BY_IDENTITY) and not isinstance(value, type):
-        raise NoSignature(f"takes an argument that refers to a {kind.__qualname__} where it cannot be looked into")
+        raise NoSignature(f"takes an object of class {class_of(value)}", "use numbers or strings as keys")
     return plain_key(value)

@@ -29,7 +29,7 @@ from .introspection import asks_identity
 from .unwinding import generators_catch
 from .where import is_torchs, is_users
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "LIVE", "Mentions", "likeness"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -40,7 +40,7 @@ _SETTINGS = frozenset({*LIVE, "param_groups", "state_dict", "get_last_lr", "defa
 _THREADS = frozenset({"Thread", "submit", "ThreadPoolExecutor", "start_new_thread", "run_in_executor", "to_thread",
                       "default_stream", "set_stream",
                       "record_stream"})  # fmt: skip  # which the allocator forgets while it allocates in a graph's pool
-_HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
+HISTORY = frozenset({"is_leaf", "grad_fn", "is_inference", "retains_grad"})
 _ABSENT = frozenset({"getattr", "hasattr", "AttributeError", "vars", "__dict__", "suppress"})  # by which an attribute is missed
 # Functions that read attributes which no code need name: of texts, or of all.
 _UNSEEN = frozenset({"format", "format_map", "copy", "deepcopy", "getmembers", "getmembers_static", "asdict", "astuple",
@@ -149,7 +149,7 @@ class Mentions:
     @property
     def asks_history(self) -> bool:
         """Whether some code may ask for an argument's place in a graph of autograd's."""
-        return not self.names.isdisjoint(_HISTORY)
+        return not self.names.isdisjoint(HISTORY)
 
     @property
     def reads_gradients(self) -> bool:

@@ -14,8 +14,10 @@ import torch
 
 from .errors import Refusal
 from .identity import identity
+from .wording import MARKED, at_work
 
-__all__ = ["Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "tensors_in", "written_by"]
+__all__ = ["Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "remedy", "tensors_in",
+           "written_by"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -95,13 +97,23 @@ _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it outside",
-    "aten::equal": "torch.equal answers on the host; use (a == b).all()",
+    "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",
+    "aten::allclose": "torch.allclose answers on the host; use torch.isclose(a, b).all() and torch.where",
+    "aten::_pack_padded_sequence": "its lengths are read on the host: pack outside the recorded function",
     "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or torch.nonzero_static",
     "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",
     "aten::masked_select": "use torch.where or multiply by the mask",
     "aten::repeat_interleave": "pass output_size=",
     "aten::bincount": "use torch.zeros(n).scatter_add_",
+    "aten::_unique2": f"sort instead, or do it outside the recorded function, {MARKED}",
+    "aten::resize_": "make a new tensor of that size instead",
+    "aten::set_": "copy into the tensor (copy_), or make a new one",
     "aten::_nested_tensor_from_mask_left_aligned": "make the encoder with enable_nested_tensor=False",
+}
+# By what stands in the expression.
+_REMEDIES_THERE = {
+    "one_hot(": "compare with all classes: (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
+    "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 
 
@@ -229,16 +241,26 @@ def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if m.shape_from_data:
         known = _SHAPE_KNOWN_IF.get(m.name)
         if known is None or not known(args, kwargs):
-            remedy = _REMEDIES.get(m.name, "use an operator whose output has a fixed shape")
-            raise Refusal(f"{m.name} has a shape that depends on data", remedy)
+            advice = _REMEDIES.get(m.name, f"use what gives a fixed shape, or call it outside the recorded function, {MARKED}")
+            raise Refusal(f"{at_work(m.name)} has a shape that depends on data", advice)
     if m.name in _MASKED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
-        raise Refusal(f"{m.name} with a boolean mask counts its matches on the host", "use torch.where(mask, new, old)")
+        raise Refusal(f"{at_work(m.name)} with a boolean mask counts its matches on the host",
+                      "use torch.where(mask, new, old)")  # fmt: skip
     if m.name in _RESHAPES_STORAGE:
-        raise Refusal(f"{m.name} replaces or resizes a tensor's storage", "make a new tensor instead")
+        raise Refusal(f"{at_work(m.name)} replaces or resizes a tensor's memory",
+                      _REMEDIES.get(m.name, "make a new tensor instead"))  # fmt: skip
+
+
+def remedy(name: str) -> str:
+    """What to do instead of calling this operator; "" if there is nothing of its own to say."""
+    return _REMEDIES.get(name, "")
 
 
 def reads_value(name: str = "aten::_local_scalar_dense") -> Refusal:
-    return Refusal(f"{name} reads a tensor's value on the host", _REMEDIES.get(name, "keep it on the device"))
+    said = at_work(name)
+    otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
+    there = (advice for part, advice in _REMEDIES_THERE.items() if part in said)
+    return Refusal(f"{said} reads a tensor's value on the host", next(there, otherwise))
 
 
 def _has_mask(indices: Any) -> bool:

@@ -19,7 +19,7 @@ from .devices.base import Captured
 from .errors import Attached, Refusal
 from .identity import identity
 from .keeping import NODE
-from .keys import BY_IDENTITY, NoSignature, plain_key
+from .keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
@@ -92,9 +92,8 @@ def _outlives(leaf: Any, reach: Reach) -> bool:
 
 def _value(leaf: Any, reach: Reach) -> Output:
     if not _outlives(leaf, reach):
-        kind = type(leaf)
-        raise Refusal(f"returns an object of class {kind.__module__}.{kind.__qualname__}",
-                      _REMEDIES.get(kind.__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip
+        raise Refusal(f"returns an object of class {class_of(leaf)}",
+                      _REMEDIES.get(type(leaf).__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip
     return Output("value", leaf)
 
 
@@ -304,7 +303,9 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
 
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
-        raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
+        if t.layout is not torch.strided:
+            raise Refusal(f"returns a {str(t.layout).removeprefix('torch.')} tensor", "return it dense: to_dense()")
+        raise Refusal(f"returns a tensor of class {class_of(t)}", "return a plain tensor: as_subclass(torch.Tensor)")
     try:
         t.grad_fn  # noqa: B018
     except RuntimeError:
@@ -315,9 +316,10 @@ def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
     if storage_id(t) in captured.made and attributes(t):
         raise Refusal("returns a tensor with attributes of its own", "set them outside, or return the values")
     if t.grad_fn is not None and (t.retains_grad or t._backward_hooks):
-        raise Refusal("returns a tensor with a hook, or one that retains its gradient", "ask for that outside")
+        raise Refusal("returns a tensor with a hook, or one that retains its gradient",
+                      "set hooks and call retain_grad() on the result")  # fmt: skip
     if t.requires_grad and t.grad_fn is None and storage_id(t) in captured.made:
-        raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on it outside")
+        raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on the result")
 
 
 def _consumed(node: Any) -> bool:

@@ -236,7 +236,7 @@ class Padded(Recorded[..., Any]):
                         self._made(resized, found, history)
                     advance(1)
         except (NoSignature, Refusal) as e:
-            refusal = e if isinstance(e, Refusal) else Refusal(str(e))
+            refusal = e if isinstance(e, Refusal) else Refusal(str(e), e.remedy)
             refusal.let_go()
             if history is None or not self._needs_a_look(refusal, history):
                 self._count(refusal)

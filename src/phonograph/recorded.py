@@ -51,10 +51,12 @@ from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
 from .tracing import Tracing
-from .trees import flatten, kinds
+from .trees import flatten, kinds, path_to
 from .verify import verified
 from .where import users_level, users_line
 from .within import Within, inside
+from .wording import MARKED, Naming, defined_at, failure
+from .wording import innermost as raised_at
 
 __all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
 
@@ -74,6 +76,7 @@ _SIGNATURES = 4096  # signatures that are remembered
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _UNREPEATED = 64  # signatures in a row that never come again
 
+_OURS = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
 
 
@@ -89,9 +92,12 @@ class Ours:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature)):
+            known = failure(error, "")
+            if known is not None:
+                raise Refusal(*known, raised_at(error.__traceback__)[0], final=False) from None
             logger.error("phonograph itself failed when it %s", self._doing, exc_info=error)
-            raise Refusal(f"phonograph itself failed when it {self._doing}: {type(error).__name__}: {error}",
-                          "please report it", final=False) from None  # fmt: skip
+            raise Refusal(f"phonograph itself failed when it {self._doing} ({type(error).__name__}: {error})", _OURS,
+                           raised_at(error.__traceback__)[0], final=False) from None  # fmt: skip
 
 
 def waited() -> bool:
@@ -190,6 +196,7 @@ class Recorded(Observed, Generic[P, R]):
         self._replayed_then = 0
         self._last_key: Any = None
         self._differs = ""  # how the last of those differs from the one before
+        self._naming: Naming | None = None
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
@@ -347,24 +354,34 @@ class Recorded(Observed, Generic[P, R]):
             raise self._stopped
         self._eligible()
         with Ours("described the call"):
-            call = describe(args, kwargs)
+            call = describe(args, kwargs, self._named)
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
         if call.lent and self._marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
 
+    def _named(self) -> Naming:
+        """How reasons name the arguments."""
+        self._naming = self._naming or Naming(self._function)
+        return self._naming
+
     def _eligible(self) -> None:
         if torch_private.dispatch_modes() or (torch_private.function_modes() and torch_private.default_device() is None):
-            raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator")
+            raise NoSignature("is called under a TorchFunctionMode or TorchDispatchMode, which must see every operator",
+                              "leave the mode while it is called, or look on with PHONOGRAPH=off")  # fmt: skip
         if torch_private.transformed():
-            raise NoSignature("is called inside a functorch transform (grad, vmap, jvp)")
+            raise NoSignature("is called inside a transform of torch.func (grad, vmap, jvp)",
+                              "record the function that calls the transform")  # fmt: skip
         if torch_private.is_traced():
-            raise NoSignature("is called while torch.jit.trace looks on, which must see every operator")
+            raise NoSignature("is called while torch.jit.trace looks on, which must see every operator",
+                              "trace the plain function, or with PHONOGRAPH=off")  # fmt: skip
         if torch_private.saved_tensors_hooks() is not None:
-            raise NoSignature("is called where tensors saved for backward go through hooks")
+            raise NoSignature("is called where tensors saved for backward go through hooks (saved_tensors_hooks, save_on_cpu)",
+                              "leave that context while it is called")  # fmt: skip
         if forward_ad._current_level >= 0:
-            raise NoSignature("is called while forward-mode derivatives are computed")
+            raise NoSignature("is called while forward-mode derivatives are computed",
+                              "record the function that computes them, with torch.func.jvp")  # fmt: skip
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
@@ -474,10 +491,10 @@ class Recorded(Observed, Generic[P, R]):
         self._unrepeated = 1 + (self._unrepeated if replayed == self._replayed_then else 0)
         self._replayed_then = replayed
         last, self._last_key = self._last_key, call.key
-        self._differs = _difference(last, call) if last is not None else ""
+        self._differs = _difference(last, call, self._named()) if last is not None else ""
         if self._unrepeated > _UNREPEATED and self._differs:
             raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
-                          "tensors; pad tensors to a few shapes")  # fmt: skip
+                          "tensors; pad tensors to a few shapes (shapes=)")  # fmt: skip
 
     def _history(self, key: Any, known: History | None = None) -> History:
         history = self._histories.setdefault(key, known or History(self._split_at, self._marked))
@@ -551,7 +568,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
-        self._fast, self._stopped = None, refusal
+        self._fast, self._stopped = None, refusal.at(users_line())
 
     def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
         """Likewise, should this say so at the next call."""
@@ -586,10 +603,10 @@ class Recorded(Observed, Generic[P, R]):
 
     def _count(self, refusal: Refusal) -> None:
         if self._counters.refuse(refusal.reason):
-            self._reasons[refusal.reason] = refusal
+            refusal = self._reasons[refusal.reason] = refusal.at(users_line())
             self._say(refusal)
         if self.options.fallback == "error":
-            raise Unrecordable(f"{self.name} cannot be recorded: {refusal}")
+            raise Unrecordable(f"{self.name} cannot be recorded: {refusal.at(users_line())}")
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
@@ -628,13 +645,21 @@ class Recorded(Observed, Generic[P, R]):
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}
         if any(d.type == "cuda" for d in kinds) and len(kinds) > 1:
-            raise Refusal(f"takes tensors on {' and '.join(sorted(map(str, kinds)))}", "move all arguments to one device")
+            raise Refusal(f"takes {' and '.join(self._one_of_each(call))}", "move all arguments to one device")
         outside = [t.device for _, t in reach.tensors.values() if t.device.type == "cuda"]
         if outside and not any(d.type == "cuda" for d in kinds):
             if kinds:
-                raise Refusal("takes tensors on the CPU and works on CUDA", "move the arguments to the device before the call")
+                name = next(name for name, t in reach.tensors.values() if t.device.type == "cuda")
+                raise Refusal(f"takes {' and '.join(self._one_of_each(call))}, and works with {name} on CUDA",
+                              "move the arguments to the device before the call")  # fmt: skip
             kinds = {outside[0]}
         return device_for(next(iter(kinds), torch.device("cpu")))
+
+    def _one_of_each(self, call: Call) -> list[str]:
+        """For each device an argument that is there."""
+        found = {str(t.device): place for t, place in reversed([*zip(call.tensors, call.places, strict=True)])}
+        ways = {device: path_to(call.shape, range(len(call.leaves)), place.__eq__) for device, place in found.items()}
+        return sorted(f"`{self._named()(way)}` on {device}" for device, way in ways.items() if way is not None)
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
@@ -715,7 +740,7 @@ class Recorded(Observed, Generic[P, R]):
             finally:
                 if tracing is not None:
                     tracing.end()
-        raise Refusal("runs other code each time it is looked at", final=False)
+        raise Refusal("runs other code each time it is looked at", f"call the same in each call, {MARKED}", final=False)
 
     def _drop(self, players: list[Player]) -> None:
         for player in players:
@@ -817,7 +842,8 @@ def _never(function: Any) -> Refusal | None:
     """Why a function can never be recorded, whatever its arguments."""
     inner = inspect.unwrap(function) if callable(function) else function
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
-        return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls")
+        return Refusal("is a generator or coroutine function, which runs only after the call", "record what it calls",
+                       defined_at(function))  # fmt: skip
     return optimizers.never(function)
 
 
@@ -829,14 +855,15 @@ def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
     return found is recorded
 
 
-def _difference(key: Any, call: Call) -> str:
+def _difference(key: Any, call: Call, naming: Naming) -> str:
     """What is another in this call than in one with that key."""
     (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
     if shape == shape_now and len(leaves) == len(leaves_now):
         for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
             if was != now:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
-                return f"argument {i} of another {'shape or kind' if tensor else 'value'}"
+                way = path_to(call.shape, range(len(leaves)), i.__eq__) or (1, f"argument {i}")
+                return f"another {'shape or kind' if tensor else 'value'} of `{naming(way)}`"
     return "arguments of another structure"
 
 

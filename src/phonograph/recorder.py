@@ -42,7 +42,7 @@ from .left import Left, before, left_by
 from .listening import HEARS_ALL_THREADS, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
-from .mentions import CYCLED, LIVE
+from .mentions import CYCLED, HISTORY, LIVE
 from .optimizers import fit_to_step
 from .pool import Lease, unowned
 from .ran import Ran
@@ -63,8 +63,10 @@ from .torch_private import (
 )
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
-from .watch import BACKWARD, OperatorWatch, storage_id
-from .where import is_users
+from .watch import OperatorWatch, storage_id
+from .where import BACKWARD, is_users
+from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
+from .wording import operator as written
 
 __all__ = ["SMALL", "Terms", "fed", "record", "recording_here", "refuse", "settled"]
 
@@ -75,10 +77,7 @@ _KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute
 
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
 _SCHEDULER = "call the scheduler's step() outside: a recorded optimizer follows the learning rate that it sets"
-_REMEDIES = {
-    "support saved tensor hooks":
-        "return results detached (y.detach()): what torch.func saves for a backward outside cannot be followed",
-}  # fmt: skip
+_ELSEWHERE = f"call it outside the recorded function, {MARKED}"
 
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
@@ -133,7 +132,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
     """
     while True:  # what one attempt has made is gone before the next
         try:
-            return _attempt(name, function, call, reach, device, terms)
+            with _placed(lambda said: _mentioned_at(reach, said) or defined_at(function)):
+                return _attempt(name, function, call, reach, device, terms)
         except _Unfollowed as e:
             terms = replace(terms, follow=e.fewer)
         except _ReadAgain:
@@ -172,7 +172,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         relied = None if changes else _relied(captured, reach)
         changes += left.paths if relied is None else []
         if changes:
-            remedy = _SCHEDULER if any(name.endswith(".last_epoch") for name in changes) else _OUTLIVES
+            steps = [name for name in changes if name.endswith(".last_epoch")]
+            changes, remedy = (steps, _SCHEDULER) if steps else (changes, _OUTLIVES)
             where = _where_set(changes[0], reach, captured.ran)
             raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
         captured.watch.handed_out(captured.result)
@@ -186,7 +187,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         leases: dict[int, Lease] = {}
         leaves: list[Any] = []
         shape = flatten(captured.result, leaves)
-        plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+        with _placed(lambda _: returned_at(function)):
+            plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
@@ -236,6 +238,21 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         live_parts=captured.watch.parts,
         left=left.after(),
     )
+
+
+@contextmanager
+def _placed(line_for: Callable[[str], str]) -> Iterator[None]:
+    """Within, what is refused without a line gets that for its reason."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.where = refusal.where or line_for(refusal.reason)
+        raise
+
+
+def _mentioned_at(reach: Reach, reason: str) -> str:
+    """Where the user's code names what a reason has in brackets: (retain_grad)."""
+    return next(filter(None, map(reach.mentions.read_at, re.findall(r"\((\w+)\)", reason))), "")
 
 
 def _all_that_ran(function: Any, listener: Any, device: Any) -> Ran | None:
@@ -340,26 +357,36 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
         trained = "._trainer." in reach.iterators[0]
         raise Refusal(f"uses an iterator ({reach.iterators[0]})",
                       "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
-                      "take the next item outside and pass it as an argument")  # fmt: skip
+                      "take the next item outside and pass it as an argument", _read_at(reach, reach.iterators[0]))  # fmt: skip
     if reach.arrays:
-        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor")
+        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor",
+                      _read_at(reach, reach.arrays[0]))  # fmt: skip
     parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     if any(isinstance(m, parallel) for m in reach.modules):
         raise Refusal("contains DistributedDataParallel, which prepares each step outside of what can be captured",
                       "call pg.record on the module that it wraps")  # fmt: skip
     theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
     if reach.mentions.asks_history and theirs:
-        raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
+        raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor",
+                      _read_at(reach, *sorted(HISTORY)))  # fmt: skip
     for asked in sorted(_MEMORY & reach.mentions.reads):
         if not reach.gives(asked):
-            raise Refusal(f"asks what a tensor's memory is like ({asked})", "do that outside")
+            raise Refusal(f"asks what a tensor's memory is like ({asked})", "do that outside, and pass the answer",
+                          _read_at(reach, asked))  # fmt: skip
     if parametrizations_are_cached():
-        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
+        raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call",
+                      "call it outside of that context, or enter it inside", this_call=True)  # fmt: skip
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
-    layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
-    if layouts - {torch.strided}:
-        raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+    for name, t in reach.tensors.values():
+        if t.is_leaf and t.grad is not None and t.grad.layout is not torch.strided:
+            raise Refusal(f"works with a gradient that is not dense (that of {name})", "use dense gradients (sparse=False)")
+
+
+def _read_at(reach: Reach, *names: str) -> str:
+    """Where the user's code reads what has the first of these names that it reads."""
+    words = (re.split(r"\W+", name.rstrip("'\"])"))[-1] for name in names)
+    return next(filter(None, map(reach.mentions.read_at, words)), "")
 
 
 def fed(call: Call, device: Any) -> list[torch.Tensor]:
@@ -473,6 +500,7 @@ def _capture(
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
+        watch.noticed = said
         watch.outermost = sys._getframe().f_code
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
@@ -505,6 +533,7 @@ def _capture(
             watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
             ran.append(listener.ran)
+            listener.found = said
             called: Any = function
             state = _state_of(function) if tracing is not None else ()
             if tracing is not None and state:
@@ -514,12 +543,12 @@ def _capture(
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
-                noticed = (*said, *listener.found, *filter(None, [listener.overlooked]))
-                if noticed and isinstance(e, Exception) and not isinstance(e, (Refusal, Overlooked)):
-                    raise noticed[0] from None  # somebody has made another exception of it (Dynamo does), or swallowed it
+                noticed = said if isinstance(e, Refusal) else (*said, *filter(None, [listener.overlooked]))
+                if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
+                    raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
-        for refusal in (*said, *listener.found):
+        for refusal in said:
             raise refusal
         known[0] = all_of_it = _all_that_ran(function, listener, device)
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
@@ -567,12 +596,9 @@ def _capture(
     except (Refusal, Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
-        first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0])
-        if any(said in first for said in device.first_uses):
-            raise Unseen(f"capture failed: {type(e).__name__}: {first}", final=False) from e
-        remedy = next((r for said, r in (*_REMEDIES.items(), *device.remedies.items()) if said in first), "")
-        raise Refusal(f"capture failed: {type(e).__name__}: {first}", remedy, _line_of(e), final=False, failed=True,
-                      operator=watches[-1].failed if watches else None) from e  # fmt: skip
+        if any(first in str(e) for first in device.first_uses):
+            raise Unseen("uses a library of CUDA's for the first time", "call it once before", final=False) from e
+        raise _failed(e, watches[-1].failed if watches else None, device.failures) from e
     finally:
         _recording.pop()
         if grads.shared and not _may_change_gradients(chain(*ran), reach):
@@ -626,13 +652,14 @@ def _ordinary(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _line_of(e: BaseException) -> str:
-    line, at = "", e.__traceback__
-    while at is not None:
-        if is_users(at.tb_frame.f_code.co_filename):
-            line = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
-        at = at.tb_next
-    return line
+def _failed(e: BaseException, operator: Any, failures: Sequence[Failure]) -> Refusal:
+    """Why a call is refused whose capture an exception has ended, perhaps one that an operator has raised."""
+    line, source, direct = innermost(e.__traceback__)
+    said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
+    first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0]) or type(e).__name__
+    unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first}"', _ELSEWHERE)
+    reason, remedy = failure(e, said, failures) or unknown
+    return Refusal(reason, remedy, line, final=False, failed=True, operator=operator)
 
 
 def _no_overlap(call: Call, slots: tuple[Slot, ...]) -> None:
@@ -669,7 +696,7 @@ def _transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
     torch.clear_autocast_cache()
     try:
         yield snapshot
-        host.restore(changed="draws random numbers on the host (random or numpy.random)")
+        host.restore(changed="draws random numbers on the host (random or numpy.random)", where=_draws_at(reach))
     except BaseException:
         snapshot.restore()
         reach.packages.restore()
@@ -702,7 +729,7 @@ class _HostRandom:
     def _numpys(self) -> list[Any]:
         return [r.get_state(legacy=False) for r, _ in self._legacy] + [b.state for b, _ in self._bits]
 
-    def restore(self, changed: str | None = None) -> None:
+    def restore(self, changed: str | None = None, where: str = "") -> None:
         """Put back the states that have moved on; with `changed`, raise that as a refusal."""
         alone = threading.active_count() == 1  # if not, another thread has drawn from Python's
         python = [(r, state) for r, state in self._python if alone and r.getstate() != state]
@@ -714,7 +741,16 @@ class _HostRandom:
         for b, state in self._bits:
             b.state = state
         if changed and used:
-            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", final=False)
+            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", where,
+                          final=False)  # fmt: skip
+
+
+def _draws_at(reach: Reach) -> str:
+    """Where the user's code calls a method of NumPy's generators, if there is one such line only."""
+    kinds = (getattr(sys.modules.get("numpy.random"), kind, object) for kind in ("Generator", "RandomState"))
+    names = {"random", *(name for kind in kinds for name in vars(kind) if not name.startswith("_"))}
+    found = {reach.mentions.read_at(name) for name in names & reach.mentions.names} - {""}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _same_state(a: Any, b: Any) -> bool:

@@ -37,6 +37,7 @@ from .tracing import Tracing
 from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
+from .wording import at_work
 
 __all__ = ["Cuts", "Diverged", "Segments", "Unmarked", "Unseen"]
 
@@ -147,9 +148,9 @@ class Segments:
                 if torn and grads is not None:
                     grads.lose()
                 did = other or "changes what the function relies on"
-                remedy = "do the same in each call" if done else "use an operator whose output has a fixed shape"
-                name = live.form.operator.name()
-                raise Diverged(f"{name} {did}", remedy, live.where, done, torn and _TORN.format(name, torn, live.where))
+                remedy = "do the same in each call" if done else "use what gives a fixed shape, or call it outside"
+                torn = torn and _TORN.format(live.said, torn, live.where)
+                raise Diverged(f"{live.said} {did}", remedy, live.where, done, torn)
             targets = program.run(())
         _give(kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
@@ -226,7 +227,8 @@ class Cuts:
 
     def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
         """End a segment, because this is called. Returns what stands for its result."""
-        runs, watch = f"runs {operator.name()} live", self._watch
+        said = operator.name() if isinstance(operator, Marked) else at_work(operator.name())
+        runs, watch = f"runs {said} live", self._watch
         form, values = self._form(operator, runs)
         leaves: list[Any] = []
         shape = flatten((args, kwargs), leaves)
@@ -259,6 +261,7 @@ class Cuts:
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
+        part.said = said
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
         made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
@@ -318,17 +321,17 @@ class Cuts:
         if mine is None or mine._notes is None:
             raise Refusal(f"calls {function.name()}, which is marked @pg.live", "call it outside the recorded function")
         if not mine._notes.marked:
-            raise Unmarked(f"calls {function.name()}, which is marked @pg.live and was not looked for", "", final=False)
+            raise Unmarked(f"calls {function.name()}, which is marked @pg.live and was not looked for", "name it in the "
+                           "recorded function", final=False)  # fmt: skip
         return mine.cut(function, args, kwargs)
 
     def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[Any]]:
         i, self._before = self._before, self._before + 1
         if self._notes is None or i >= len(self._notes.forms) or self._notes.forms[i].operator is not operator:
-            raise Unseen(f"{runs}, which was not seen to run there", "", final=False)
+            raise Unseen(f"{runs}, which was not seen to run there", "call it in every call", final=False)
         form = self._notes.forms[i]
         if form.objection:
-            remedy = "call it outside" if isinstance(operator, Marked) else 'use torch.compile(..., backend="phonograph")'
-            raise Refusal(f"{runs}, which {form.objection}", remedy)
+            raise Refusal(f"{runs}, which {form.objection}", _instead(operator))
         return form, self._notes.values[i]
 
     def _passable(self, x: Any, runs: str, marked: bool) -> None:
@@ -344,6 +347,12 @@ class Cuts:
                               "pass what it needs of them by itself")  # fmt: skip
         elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
+
+
+def _instead(operator: OpOverload | Marked) -> str:
+    if isinstance(operator, Marked):
+        return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
+    return operators.remedy(operators.meaning(operator).name) or 'use torch.compile(..., backend="phonograph")'
 
 
 def _modes() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,9 @@ from .torch_private import (
     saved_tensors_hooks,
     state_guard,
 )
-from .trees import Node, flatten
+from .trees import Node, flatten, path_to, unhashable
 from .where import written_out
+from .wording import Naming
 
 __all__ = [
     "ALIGNMENT",
@@ -85,17 +86,41 @@ class Call(NamedTuple):
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming) -> Call:
     """The signature of a call, and its tensors.
 
     Raises:
-        NoSignature: an argument cannot be described (the call can still run live).
+        NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
     """
     leaves: list[Any] = []
     try:
         shape = flatten((args, dict(kwargs)), leaves)
     except RecursionError:
-        raise NoSignature("takes a container that contains itself") from None
+        raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
+    try:
+        return _described(args, kwargs, leaves, shape)
+    except NoSignature as e:
+        raise e.of(_place(shape, leaves, naming())) from None
+
+
+def _place(shape: Node | None, leaves: Sequence[Any], naming: Naming) -> str:
+    """Where among the arguments it is that has no key."""
+    path = path_to(shape, leaves, _no_key)
+    if path is not None:
+        return f"as `{naming(path)}`"
+    path = unhashable(shape)
+    return f"as a key of `{naming(path)}`, or beside its items" if path else ""
+
+
+def _no_key(leaf: Any) -> bool:
+    try:
+        tensor_key(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf)
+    except NoSignature:
+        return True
+    return False
+
+
+def _described(args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any], shape: Node | None) -> Call:
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
@@ -122,26 +147,30 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     try:
         hash(key)
     except TypeError as e:
-        raise NoSignature(f"takes an argument that cannot be hashed ({e})") from None
+        raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
     return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
-        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
+        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}",
+                          "pass a plain tensor: t.as_subclass(torch.Tensor), or to_local() of a DTensor")  # fmt: skip
     if is_batched(t):
-        raise NoSignature("is called inside a batched computation (vmap, is_grads_batched)")
+        raise NoSignature("takes a tensor of a batched computation (vmap, is_grads_batched)", "record what contains that")
     if t.layout is not torch.strided or t.is_nested:
-        raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor")
+        raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor",
+                          "pass a padded tensor, and a mask or lengths" if t.is_nested else
+                          "pass a dense tensor, or the tensors of which it is made (indices, values)")  # fmt: skip
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
-        raise NoSignature("takes a tensor with attributes of its own")
+        raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):
-        raise NoSignature("takes a tensor that has a gradient or hooks")
+        raise NoSignature("takes a tensor that has a gradient or hooks", "pass a view of it (t.view_as(t)), or keep it as an "
+                          "attribute, closure variable or global")  # fmt: skip
     if t.is_inference() and t.requires_grad:
-        raise NoSignature("takes an inference tensor that requires grad")
+        raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
     if t.is_conj() or t.is_neg():
-        raise NoSignature("takes a lazily conjugated or negated tensor")
+        raise NoSignature("takes a tensor that is conjugated or negated when it is read", "pass t.resolve_conj().resolve_neg()")
     own = identity(t) if isinstance(t, torch.nn.Parameter) else None
     # Kernels load aligned data several elements at a time, and dropout then draws in another order.
     alignment = t.data_ptr() % ALIGNMENT

@@ -189,7 +189,7 @@ class Tracing:
             raise Refusal("writes a tensor that autograd has saved for backward",
                           "return results that have no backward detached (y.detach())", final=False)  # fmt: skip
         if any(t.retains_grad for t in self._given):
-            raise Refusal("asks for the gradient of an argument (retain_grad)", "ask for it outside")
+            raise Refusal("asks for the gradient of an argument (retain_grad)", "call retain_grad() before the call")
         self._versions.clear()
         self._given.clear()
         if self._device.type == "cuda" and self._states.held():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ import torch
 from torch.utils import _pytree
 
 from .introspection import slots_of
-from .keys import nested_key
+from .keys import NoSignature, nested_key
 from .where import written_out
 
-__all__ = ["Node", "containers", "flatten", "inside", "kinds", "labels", "rebuilding", "unflatten"]
+__all__ = ["Field", "Node", "containers", "flatten", "inside", "kinds", "labels", "path_to", "rebuilding", "unflatten",
+           "unhashable"]  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -88,6 +89,42 @@ def kinds(node: Node | None) -> Iterator[type]:
         yield node.kind
         for child in node.children:
             yield from kinds(child)
+
+
+def path_to(node: Node | None, leaves: Sequence[Any], wanted: Callable[[Any], bool]) -> list[Any] | None:
+    """The way to the first leaf that is `wanted`: an index, a key or a `Field` for each container."""
+    rest = iter(leaves)
+
+    def within(node: Node | None) -> list[Any] | None:
+        if node is None:
+            return [] if wanted(next(rest)) else None
+        ways = zip(_steps(node), map(within, node.children), strict=True)
+        return next(([step, *way] for step, way in ways if way is not None), None)
+
+    return within(node)
+
+
+def unhashable(node: Node | None) -> list[Any] | None:
+    """The way to the first container with a key, or something else besides its children, that cannot be compared."""
+    if node is None:
+        return None
+    for name in node.names:
+        if isinstance(name, _Key):
+            try:
+                hash(name)
+            except (NoSignature, TypeError):
+                return []
+    ways = zip(_steps(node), map(unhashable, node.children), strict=True)
+    return next(([step, *way] for step, way in ways if way is not None), None)
+
+
+def _steps(node: Node) -> list[Any]:
+    if node.kind in _DICTS:
+        return [_key(name) for name in node.names][: len(node.children)]
+    if dataclasses.is_dataclass(node.kind) and node.kind not in _pytree.SUPPORTED_NODES:
+        return [Field(name) for name in node.names]
+    fields = getattr(node.kind, "_fields", ())
+    return [Field(name) for name in fields] if len(fields) == len(node.children) else [*range(len(node.children))]
 
 
 def containers(tree: Any) -> Iterator[Any]:
@@ -174,6 +211,12 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
         return (_Key(context),), list(values)
     return None
+
+
+class Field(str):
+    """The name of an attribute, as a step on the way to a leaf."""
+
+    __slots__ = ()
 
 
 class _Key:

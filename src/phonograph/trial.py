@@ -235,7 +235,7 @@ def objection(recording: Recording) -> Unpadded | None:
     if recording.effects:
         return Unpadded(recording.effects, "do that outside, where it is to be padded")
     if recording.live_parts:
-        return Unpadded("has operators that run live")
+        return Unpadded("has operators that run live", "do what they do outside")
     if recording.backward is not None or any(o.attached or o.consumed for o in recording.outputs):
         return gradients()
     leases = [identity(o.lease) for o in recording.outputs if o.kind == "lease"]

@@ -37,13 +37,15 @@ from .reach import Reach
 from .torch_private import has_memory, not_compiled_by_itself
 from .trees import flatten
 from .unwinding import comes_to_something
-from .where import called_by, runs_through, users_line
+from .where import BACKWARD, called_by, runs_through, users_line
+from .wording import MARKED, at_work
+from .wording import operator as written
 
 if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["BACKWARD", "OperatorWatch", "storage_id"]
+__all__ = ["OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -65,14 +67,14 @@ _VALIDATES = ("pass validate_args=False to the distribution, which looks at its 
 _REMEDIES = {
     "torch/distributions/distribution.py:__init__": _VALIDATES,
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
+    "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
+    "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
 
-BACKWARD = "_engine_run_backward"
-"""The function of torch's that each backward goes through."""
 _HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
@@ -128,6 +130,7 @@ class OperatorWatch(TorchDispatchMode):
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
+        self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -168,9 +171,9 @@ class OperatorWatch(TorchDispatchMode):
             if self._historic and torch.is_grad_enabled():
                 self._no_history(m, operators.operands(args, kwargs), out)
             if m.converts and operators.made_integers(args, out):
-                self.more = self.more or f"makes integers of floating-point numbers ({m.name}), which may be indices"
+                self.more = self.more or f"makes integers of floating-point numbers ({at_work(m.name)}), which may be indices"
             if sizes and sizes != _sizes(m, args, kwargs):
-                raise Refusal(f"{m.name} resizes the tensor that it is to write to", "give it one of the right size")
+                raise Refusal(f"{at_work(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
             return out
         except Refusal as refusal:
             refusal.operator = blamed or refusal.operator
@@ -203,6 +206,7 @@ class OperatorWatch(TorchDispatchMode):
         refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(sys._getframe(2), at)), refusal.remedy)
         # User code may catch every exception; the first refusal counts even if it never arrives at the recorder.
         self.refusal = self.refusal or refusal
+        self.noticed.append(refusal)
         return refusal
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
@@ -264,7 +268,8 @@ class OperatorWatch(TorchDispatchMode):
         known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
             if t.layout is not _STRIDED:
-                raise Refusal(f"{m.name} works with a {str(t.layout).removeprefix('torch.')} tensor", "use dense tensors")
+                raise Refusal(f"{at_work(m.name)} works with a {str(t.layout).removeprefix('torch.')} tensor",
+                              f"use dense tensors, or do it outside the recorded function, {MARKED}")  # fmt: skip
             key = t.untyped_storage()._cdata
             name = known.get(key)
             if name:
@@ -305,9 +310,9 @@ class OperatorWatch(TorchDispatchMode):
 
     def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         if m.random or m.communicates:
-            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({m.name})")
+            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({written(m.name)})")
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
-            raise Refusal(f"{m.name} of an argument can reach what lies beside it", "use slices of it")
+            raise Refusal(f"{at_work(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
             self.writes(t)
 
@@ -385,7 +390,8 @@ class OperatorWatch(TorchDispatchMode):
         if m.constant:
             return
         raise Refusal(
-            f"{m.name} reads a tensor that phonograph cannot trace back to an argument or to the function's own variables",
+            f"{at_work(m.name)} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
+            "variables",
             "pass it as an argument, or keep it as an attribute, closure variable or global",
         )
 

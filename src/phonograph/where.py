@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
-           "runs_through", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
+from .torch_private import on_thread_of_autograds
+
+__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
+           "runs_through", "users_frame", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
+
+BACKWARD = "_engine_run_backward"
+"""The function of torch's that each backward goes through."""
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -103,20 +108,47 @@ def called_by(frame: FrameType | None, code: CodeType) -> bool:
     return frame is not None
 
 
+def users_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's own code. On a thread of autograd's, it is that which runs the backward."""
+    at = frame or sys._getframe(1)
+    return _users(at)[0] or _users(_runs_backward())[0]
+
+
 def users_line(frame: FrameType | None = None) -> str:
     """``file:line`` of the innermost frame of the user's own code; and, if a package runs by then, of the package's:
     ``train.py:80, in einops/einops.py:512``."""
-    at: FrameType | None = frame or sys._getframe(1)
+    own, theirs = _users(frame or sys._getframe(1))
+    own = own or _users(_runs_backward())[0]
+    if own is None:
+        return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
+    line = f"{own.f_code.co_filename}:{own.f_lineno}"
+    return line if theirs is None else f"{line}, in {_in_package(theirs)}"
+
+
+def _users(at: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame of the user's own code, and that of a package within."""
     theirs: FrameType | None = None
     while at is not None:
         filename = at.f_code.co_filename
         if is_users(filename):
-            line = f"{filename}:{at.f_lineno}"
-            return line if theirs is None else f"{line}, in {_in_package(theirs)}"
+            return at, theirs
         if theirs is None and _elsewhere(filename):
             theirs = at
         at = at.f_back
-    return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
+    return None, theirs
+
+
+def _runs_backward() -> FrameType | None:
+    """Who runs the backward for which autograd calls this thread, which has no frames but ours; None if that is not known."""
+    if not on_thread_of_autograds():
+        return None
+    found = []
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None and at.f_code.co_name != BACKWARD:
+            at = at.f_back
+        found += [] if at is None else [at]
+    return found[0] if len(found) == 1 else None
 
 
 def users_level() -> int:

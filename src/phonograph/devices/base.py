@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from ..reach import Reach
 from ..recording import Program, Recording
 from ..spans import Spans
 from ..watch import OperatorWatch
+from ..wording import Failure
 
 __all__ = ["Captured", "Device", "Made"]
 
@@ -71,8 +72,8 @@ class Device(Protocol):
     pool: Pool
     roomy: int
     """Bytes: as long as all recordings need no more than this, each gets memory of its own."""
-    remedies: Mapping[str, str]
-    """What to do about exceptions that end a capture, by a part of their message."""
+    failures: Sequence[Failure]
+    """Exceptions of this device that end a capture."""
     first_uses: Sequence[str]
     """Parts of their message where the only fault is that something is used for the first time, which a live call mends."""
 

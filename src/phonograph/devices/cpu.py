@@ -39,6 +39,7 @@ from ..signature import ALIGNMENT
 from ..spans import Spans
 from ..torch_private import below_autograd, maker, storage_at
 from ..watch import OperatorWatch, storage_id
+from ..wording import MARKED, Failure, at_work
 from .base import Captured, Made
 from .out_variants import Variant, tried
 from .spelling import spelled
@@ -130,8 +131,8 @@ class Tape(OperatorWatch):
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
         if m.others:
             for place in changed(self._before):
-                raise Refusal(f"{m.name}, which may be code that asks for it, is called while {place} is changed for a time",
-                              "change it outside, around the call")  # fmt: skip
+                raise Refusal(f"{at_work(m.name)}, which may be code that asks for it, is called while {place} is changed "
+                              "for a time", "change it outside, around the call")  # fmt: skip
         casts = self.casts.within(m)
         with Casts.restored(casts) if casts else nullcontext():
             out = func(*args, **kwargs)
@@ -139,7 +140,8 @@ class Tape(OperatorWatch):
         if results and all(t.is_meta for t in results):
             return out  # a shape without values
         if any(t.is_quantized or t._is_zerotensor() for t in results):
-            raise Refusal(f"{m.name} gives a quantized tensor, or one that is known to be zero and has no memory")
+            raise Refusal(f"{at_work(m.name)} gives a quantized tensor, or one that is known to be zero and has no memory",
+                          f"do it outside the recorded function, {MARKED}")  # fmt: skip
         fresh = [storage_id(t) not in self.known for t in results]
         variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
         if func in _NOTHING and _fills_memory():
@@ -153,10 +155,10 @@ class Tape(OperatorWatch):
     def _nothing_to_clear_up(self, name: str) -> None:
         """A replay knows of no Python code that would run after an exception."""
         if self.caught(any_kind=False):
-            raise Refusal(f"{name} may raise depending on data, and an except or finally clause or a context manager of yours "
-                          "is around it", "let the exception out, and catch it around the call")  # fmt: skip
+            raise Refusal(f"{at_work(name)} may raise depending on data, and an except or finally clause or a context manager "
+                          "of yours is around it", "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._before):
-            raise Refusal(f"{name} may raise depending on data, while {place} is changed for a time",
+            raise Refusal(f"{at_work(name)} may raise depending on data, while {place} is changed for a time",
                           "change it outside, around the call")  # fmt: skip
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
@@ -450,7 +452,8 @@ def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
             if harmless or threading.get_ident() != mine:
                 return read(*args, **kwargs)
             refusal = operators.reads_value() if name in _NUMBERS else Refusal(
-                f"Tensor.{name} reads a tensor's value on the host", "return the tensor and read it outside")  # fmt: skip
+                f"{at_work(f'Tensor.{name}')} reads a tensor's value on the host",
+                "return the tensor and read it outside the recorded function")  # fmt: skip
             raise watch.located(refusal)
 
         return refuse
@@ -479,7 +482,7 @@ class CpuDevice:
     """The one CPU device of the process."""
 
     roomy = 256 << 10
-    remedies: Mapping[str, str] = {}
+    failures: Sequence[Failure] = ()
     first_uses: Sequence[str] = ()
 
     def __init__(self) -> None:

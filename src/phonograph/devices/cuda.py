@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..spans import Spans
 from ..torch_private import OnStream, backward_id, current_device, raw_stream
 from ..trees import flatten, unflatten
 from ..watch import OperatorWatch, storage_id
+from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
@@ -46,17 +47,18 @@ __all__ = ["CudaDevice"]
 
 _STEP = 4  # numbers that a thread draws at once
 
-_REMEDIES: Mapping[str, str] = {
-    "Cannot copy between CPU and CUDA tensors":
-        "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the host",
-    "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
-    "due to a previous error during capture":
-        "something has failed in the call, and was caught in it: perhaps because it waits for the device, so do that outside",
-    "dependency created on uncaptured work": "an event or a stream from outside is waited for here: do that before the call",
-    "legacy stream depend on a capturing":
-        "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "
-        "or run it on another stream",
-}  # fmt: skip
+_FAILURES = (
+    Failure("Cannot copy between CPU and CUDA tensors", "copies between the CPU and the GPU",
+            "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the CPU"),
+    Failure("operation not permitted when stream is capturing", "waits for the GPU",
+            f"do that outside the recorded function, {MARKED}"),
+    Failure("due to a previous error during capture", "comes after something that failed while it was captured, and was caught",
+            "that may be what waits for the GPU: do it outside the recorded function"),
+    Failure("dependency created on uncaptured work", "waits for an event or a stream from outside", "do that before the call"),
+    Failure("legacy stream depend on a capturing", "comes to the default stream while it is captured",
+            "code outside that uses a parameter before has its gradients added up there: record that code as well, or run it "
+            "on another stream"),
+)  # fmt: skip
 
 _FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
 _ALONE = 2  # references to what only one attribute has, seen by who counts them
@@ -134,7 +136,7 @@ class CudaDevice:
     """One GPU: its pool, its capture stream, its recordings' memory."""
 
     roomy = 256 << 20
-    remedies = _REMEDIES
+    failures: Sequence[Failure] = _FAILURES
     first_uses = _FIRST_USES
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -39,6 +39,7 @@ from ..spans import Spans
 from ..torch_private import raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
+from ..wording import at_work, operator
 from . import driver
 
 __all__ = ["CudaWatch"]
@@ -48,8 +49,8 @@ _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
 )
 _BESIDE = Effect("lets a stream wait for work that is not the call's", "let it wait before the call", ANYONE)
-_ASKS = Effect("asks how far the device is", by=ANYONE)
-_WAITS = Effect("waits for the device", by=ANYONE)
+_ASKS = Effect("asks how far the GPU is (query)", by=ANYONE)
+_WAITS = Effect("waits for the GPU (synchronize)", by=ANYONE)
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 
@@ -94,16 +95,18 @@ class CudaWatch(OperatorWatch):
                 m.name == "aten::copy_" and args[0].device.type == "cpu"
             )
             if to_host:
-                raise Refusal(f"{m.name} copies a tensor to the host", "return the tensor and copy it outside")
+                raise Refusal(f"{at_work(m.name)} copies a tensor from the GPU to the CPU",
+                              "return the tensor, and copy it outside the recorded function")  # fmt: skip
         if not hosts:
             return
         if m.copies and (kwargs.get("device") is not None or others):
-            raise Refusal(f"{m.name} copies a host tensor to the device",
-                          "copy it before the call and pass it as an argument")  # fmt: skip
+            raise Refusal(f"{at_work(m.name)} copies a tensor from the CPU to the GPU",
+                          "copy it before the call and pass it as an argument; make constants on the GPU, by torch.full(..., "
+                          "device=), or once outside")  # fmt: skip
         for t in hosts:
             name = self.known.get(storage_id(t))
             if name:
-                raise Refusal(f"{m.name} uses {name}, a tensor on the CPU",
+                raise Refusal(f"{at_work(m.name)} uses {name}, a tensor on the CPU",
                               "move it to the device; a replay could not see it change")  # fmt: skip
 
     def _look_at_stream(self) -> None:
@@ -125,7 +128,7 @@ class CudaWatch(OperatorWatch):
             "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
             "wait": [(streams, self._waits_for_others, _BESIDE)],
             "query": [(streams, _always, _ASKS)],
-            "synchronize": [(streams, _always, _WAITS)],
+            "synchronize": [(streams, _always, _WAITS), (os.path.join("torch", "cuda", "__init__.py"), _always, _WAITS)],
         }
 
     def _is_beside(self, frame: FrameType) -> bool:
@@ -172,7 +175,7 @@ class CudaWatch(OperatorWatch):
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
-            raise self.located(Refusal(f"{m.name} draws random numbers on the CPU", "pass device= or draw outside"))
+            raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
         if m.random and self._rewind is not None:
             self._draws.add(self._rewound)
             if len(self._draws) > 1:
@@ -186,7 +189,7 @@ class CudaWatch(OperatorWatch):
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         if self.sets_states or self.states.held():
-            raise Refusal(f"runs {part.form.operator.name()} live, and keeps a state of a random generator", "call it outside")
+            raise Refusal(f"runs {part.said} live, and keeps a state of a random generator", "call it outside")
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
@@ -196,7 +199,7 @@ class CudaWatch(OperatorWatch):
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
-            raise Refusal(f"sets the state of the generator of {of}", "do that outside")
+            raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
             self.sets_states = True
@@ -208,7 +211,7 @@ class CudaWatch(OperatorWatch):
         if t.is_cuda:
             place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
             if place not in self.strangers and not self._free.covers(*place):
-                self.strangers[place] = (m.name, self._line())
+                self.strangers[place] = (f"`{operator(m.name)}`", self._line())
         else:
             super().stranger(m, t)
 
@@ -229,7 +232,8 @@ class CudaWatch(OperatorWatch):
         super().meet(generator)
         if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
             self._registered.append(generator)
-            raise Refusal("uses a random generator that was not known before the capture", final=False)
+            raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
+                          "variable or global, or pass it as an argument", final=False)  # fmt: skip
 
 
 def _always(_: FrameType) -> bool:
