@@ -30,9 +30,9 @@ class NoSignature(Exception):
         super().__init__(reason)
         self.remedy = remedy
 
-    def of(self, place: str) -> NoSignature:
-        """The same, with the place where it is."""
-        return NoSignature(f"{self} {place}", self.remedy)
+    def of(self, place: str, remedy: str = "") -> NoSignature:
+        """The same, with the place where it is, and perhaps a remedy for there."""
+        return NoSignature(f"{self} {place}", remedy or self.remedy)
 
 
 class Identity:
@@ -108,5 +108,5 @@ def nested_key(value: Any) -> Any:
     if kind in (dict, OrderedDict):
         return (kind, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
     if isinstance(value, BY_IDENTITY) and not isinstance(value, type):
-        raise NoSignature(f"takes an object of class {class_of(value)}", "use numbers or strings as keys")
+        raise NoSignature(f"takes an object of class {class_of(value)}", "pass what the function needs of it")
     return plain_key(value)

@@ -658,8 +658,7 @@ class Recorded(Observed, Generic[P, R]):
     def _one_of_each(self, call: Call) -> list[str]:
         """For each device an argument that is there."""
         found = {str(t.device): place for t, place in reversed([*zip(call.tensors, call.places, strict=True)])}
-        ways = {device: path_to(call.shape, range(len(call.leaves)), place.__eq__) for device, place in found.items()}
-        return sorted(f"`{self._named()(way)}` on {device}" for device, way in ways.items() if way is not None)
+        return sorted(f"`{self._named()(path_to(call.shape, place))}` on {device}" for device, place in found.items())
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         if self._unplayed >= 4 * self.options.max_recordings:
@@ -862,8 +861,7 @@ def _difference(key: Any, call: Call, naming: Naming) -> str:
         for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
             if was != now:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
-                way = path_to(call.shape, range(len(leaves)), i.__eq__) or (1, f"argument {i}")
-                return f"another {'shape or kind' if tensor else 'value'} of `{naming(way)}`"
+                return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
 
 

@@ -352,7 +352,8 @@ class Cuts:
 def _instead(operator: OpOverload | Marked) -> str:
     if isinstance(operator, Marked):
         return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
-    return operators.remedy(operators.meaning(operator).name) or 'use torch.compile(..., backend="phonograph")'
+    compiled = 'use torch.compile(..., backend="phonograph")'
+    return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), compiled]))
 
 
 def _modes() -> tuple[Any, ...]:

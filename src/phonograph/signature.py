@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -97,58 +97,48 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
         shape = flatten((args, dict(kwargs)), leaves)
     except RecursionError:
         raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
-    try:
-        return _described(args, kwargs, leaves, shape)
-    except NoSignature as e:
-        raise e.of(_place(shape, leaves, naming())) from None
-
-
-def _place(shape: Node | None, leaves: Sequence[Any], naming: Naming) -> str:
-    """Where among the arguments it is that has no key."""
-    path = path_to(shape, leaves, _no_key)
-    if path is not None:
-        return f"as `{naming(path)}`"
-    path = unhashable(shape)
-    return f"as a key of `{naming(path)}`, or beside its items" if path else ""
-
-
-def _no_key(leaf: Any) -> bool:
-    try:
-        tensor_key(leaf) if isinstance(leaf, torch.Tensor) else plain_key(leaf)
-    except NoSignature:
-        return True
-    return False
-
-
-def _described(args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any], shape: Node | None) -> Call:
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
     lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[Any] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            number = numbers.setdefault(identity(leaf), len(tensors))
-            if number < len(tensors):  # `q is k` is something that a function may ask
-                leaves[i] = tensors[number]
-                keys.append(number)
-                again.append((i, number))
-                continue
-            if type(leaf) is Borrowed:
-                lent[number] = leaf
-                leaf = leaves[i] = plain(leaf)
-            keys.append(tensor_key(leaf))
-            tensors.append(leaf)
-            places.append(i)
-        else:
-            keys.append(plain_key(leaf))
-    key = (shape, tuple(keys), _aliases(tensors), modes())
+    at = -1
     try:
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                number = numbers.setdefault(identity(leaf), len(tensors))
+                if number < len(tensors):  # `q is k` is something that a function may ask
+                    leaves[at] = tensors[number]
+                    keys.append(number)
+                    again.append((at, number))
+                    continue
+                if type(leaf) is Borrowed:
+                    lent[number] = leaf
+                    leaf = leaves[at] = plain(leaf)
+                keys.append(tensor_key(leaf))
+                tensors.append(leaf)
+                places.append(at)
+            else:
+                keys.append(plain_key(leaf))
+        at = -1
+        key = (shape, tuple(keys), _aliases(tensors), modes())
         hash(key)
+    except NoSignature as e:
+        raise _placed(e, shape, at, naming()) from None
     except TypeError as e:
+        if at >= 0:
+            raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
     return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
+
+
+def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:
+    """The same, with the place among the arguments where it is: at this leaf, or at none."""
+    if at >= 0:
+        return e.of(f"as `{naming(path_to(shape, at))}`")
+    path = unhashable(shape)
+    return e.of(f"as a key of `{naming(path)}`, or beside its items", "use numbers or strings as keys") if path else e
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:

@@ -91,17 +91,14 @@ def kinds(node: Node | None) -> Iterator[type]:
             yield from kinds(child)
 
 
-def path_to(node: Node | None, leaves: Sequence[Any], wanted: Callable[[Any], bool]) -> list[Any] | None:
-    """The way to the first leaf that is `wanted`: an index, a key or a `Field` for each container."""
-    rest = iter(leaves)
-
-    def within(node: Node | None) -> list[Any] | None:
-        if node is None:
-            return [] if wanted(next(rest)) else None
-        ways = zip(_steps(node), map(within, node.children), strict=True)
-        return next(([step, *way] for step, way in ways if way is not None), None)
-
-    return within(node)
+def path_to(node: Node | None, at: int) -> list[Any]:
+    """The way to the leaf of this number: an index, a key or a `Field` for each container."""
+    for step, child in zip(_steps(node), node.children, strict=True) if node is not None else ():
+        size = _size(child)
+        if at < size:
+            return [step, *path_to(child, at)]
+        at -= size
+    return []
 
 
 def unhashable(node: Node | None) -> list[Any] | None:
@@ -118,13 +115,15 @@ def unhashable(node: Node | None) -> list[Any] | None:
     return next(([step, *way] for step, way in ways if way is not None), None)
 
 
-def _steps(node: Node) -> list[Any]:
+def _steps(node: Node) -> Sequence[Any]:
+    if node.kind in (tuple, list):
+        return range(len(node.children))
     if node.kind in _DICTS:
         return [_key(name) for name in node.names][: len(node.children)]
     if dataclasses.is_dataclass(node.kind) and node.kind not in _pytree.SUPPORTED_NODES:
         return [Field(name) for name in node.names]
     fields = getattr(node.kind, "_fields", ())
-    return [Field(name) for name in fields] if len(fields) == len(node.children) else [*range(len(node.children))]
+    return [Field(name) for name in fields] if len(fields) == len(node.children) else range(len(node.children))
 
 
 def containers(tree: Any) -> Iterator[Any]:

@@ -375,7 +375,7 @@ TABLE = torch.arange(12.0)
         (lambda x: x, "returns an argument, or a view of one"),
         (lambda x: (x * 2).chunk(2, 1), "returns an argument, or a view of one or of another result"),
         (lambda x: x.sum().expand(x.shape[0]), "gives a result 0 that shares memory"),
-        (lambda x: x[2] * 2 if x.shape[0] == 3 else x[9], "cannot be recorded with padding: capture failed: IndexError"),
+        (lambda x: x[2] * 2 if x.shape[0] == 3 else x[9], "cannot be recorded with padding: "),
         (lambda x: x * (x.abs().long() % 3), "makes integers of floating-point numbers"),
     ],
 )

@@ -100,26 +100,26 @@ def split_by_a_tensor(x):
     return x.tensor_split(x[:1].long().cpu())
 
 
-SYNCS = {  # function: names, one of which the reason must contain
-    item: ["_local_scalar_dense", "item"],
-    truth: ["_local_scalar_dense", "is_nonzero", "item", "__bool__"],
-    number: ["_local_scalar_dense", "item"],
-    listing: ["_local_scalar_dense", "tolist", "item", "to_copy"],
+SYNCS = {  # function: words, one of which the reason must contain
+    item: ["item()"],
+    truth: ["x.sum() > 3", "item()"],
+    number: ["float(x[0])", "item()"],
+    listing: ["tolist"],
     nonzero: ["nonzero"],
-    mask: ["nonzero", "index"],
+    mask: ["x[x > 2]", "x[mask]"],
     selected: ["masked_select"],
     unique: ["unique"],
-    where_of_a_condition: ["nonzero", "where"],
+    where_of_a_condition: ["torch.where(x > 2)", "torch.where", "torch.nonzero"],
     repeats: ["repeat_interleave"],
-    sliced: ["_local_scalar_dense", "item"],
-    looped: ["_local_scalar_dense", "item"],
-    equal: ["equal"],
-    close: ["_local_scalar_dense", "allclose", "is_nonzero", "item"],
-    arange_to_a_tensor: ["_local_scalar_dense", "item"],
-    formatted: ["_local_scalar_dense", "item"],
-    one_hot: ["_local_scalar_dense", "item", "one_hot"],
+    sliced: ["int(x[0])", "item()"],
+    looped: ["int(x[0])", "item()"],
+    equal: ["torch.equal"],
+    close: ["torch.allclose"],
+    arange_to_a_tensor: ["torch.arange(x[0])", "item()"],
+    formatted: ["x.sum():.3f", "item()"],
+    one_hot: ["one_hot", "item()"],
     bin_counts: ["bincount"],
-    split_by_a_tensor: ["_local_scalar_dense", "item", "to_copy", "data_ptr", "tensor_split"],
+    split_by_a_tensor: ["tensor_split", "cpu()", ".to()"],
 }
 every_sync = pytest.mark.parametrize("function", SYNCS, ids=lambda f: f.__name__)
 
@@ -149,6 +149,7 @@ def test_c11_the_reason_names_the_operator_and_the_users_own_line(device, functi
         f(ramp(device, 4, start=n))
     said = reasons(f)
     assert any(name in said for name in SYNCS[function]), said
+    assert "aten::" not in said
     assert line_in(function) in said
     assert counts(f) == (4, 0, 0)
 
@@ -172,8 +173,7 @@ def test_c11_the_warning_is_given_once_with_operator_line_and_remedy(device):
     assert len(ours) == 1
     text = str(ours[0].message)
     assert line_in(item) in text
-    assert "item" in text or "_local_scalar_dense" in text
-    assert "item" in text.replace(line_in(item), ""), "the function's name or the operator"
+    assert "item()" in text
 
 
 def test_c11_the_warning_points_at_the_users_code(device):
@@ -946,7 +946,7 @@ def test_c12_signatures_that_do_not_come_again_are_explained(device):
     f = pg.record(lambda x, n: x * n)
     for n in range(5):
         f(ramp(device, 3), n)
-    assert "\n5 calls in a row had a signature of their own: argument 1 of another value" in pg.explain(f)
+    assert "\n5 calls in a row had a signature of their own: another value of `n`" in pg.explain(f)
     for _ in range(2):
         f(ramp(device, 3), 1)
     assert "in a row" not in pg.explain(f)

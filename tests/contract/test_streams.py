@@ -254,7 +254,7 @@ def fails(x):
 
 
 LIVE = {waits_for_nobody: "does not wait", asks_inside: "on the host", asks_meanwhile: "depends on data",
-        waits_for_the_device: "previous error", waits_for_a_stream: "waits for the device", asks_a_stream: "how far",
+        waits_for_the_device: "waits for the GPU", waits_for_a_stream: "waits for the GPU", asks_a_stream: "how far",
         leaves_another_stream: "another stream", fails: ""}  # fmt: skip
 
 
