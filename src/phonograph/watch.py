@@ -275,7 +275,7 @@ class OperatorWatch(TorchDispatchMode):
             if name:
                 touched.add(key)
                 if key in self._counts:
-                    raise Refusal(f"{m.name} works with the step count of an optimizer, which is kept on the host",
+                    raise Refusal(f"{at_work(m.name)} works with the step count of an optimizer, which is kept on the host",
                                   "leave the count to the optimizer's step, or read it outside")  # fmt: skip
             elif name is None:
                 self.stranger(m, t)

@@ -1094,10 +1094,10 @@ def an_iterator(device):
         call(ramp(device, 4))
 
 
-@way("Adagrad", "step count", remedy="fused=True")
-def adagrad(device):
+@way("ASGD", "step count", remedy="capturable=True")
+def an_optimizer_that_looks(device):
     net = nn.Linear(4, 1, device=device)
-    opt = torch.optim.Adagrad(net.parameters(), lr_decay=0.1)
+    opt = torch.optim.ASGD(net.parameters())
 
     def step(x):  # here
         opt.zero_grad()
