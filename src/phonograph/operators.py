@@ -7,7 +7,7 @@ here, each with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ _REMEDIES = {
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it outside",
     "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",
     "aten::allclose": "torch.allclose answers on the host; use torch.isclose(a, b).all() and torch.where",
-    "aten::_pack_padded_sequence": "its lengths are read on the host: pack outside the recorded function",
+    "aten::_pack_padded_sequence": "lengths are read on the host: work with padded tensors, and mask what is padded",
     "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or torch.nonzero_static",
     "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",
     "aten::masked_select": "use torch.where or multiply by the mask",
@@ -230,24 +230,24 @@ def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 
-def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse what no device can capture.
+def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any], said: Callable[[str], str] = at_work) -> None:
+    """Refuse what no device can capture. An operator is `said` to be what it is for the user.
 
     Raises:
         Refusal: naming the operator and the remedy; the caller adds the user's line.
     """
     if m.reads_host:
-        raise reads_value(m.name)
+        raise reads_value(m.name, said)
     if m.shape_from_data:
         known = _SHAPE_KNOWN_IF.get(m.name)
         if known is None or not known(args, kwargs):
             advice = _REMEDIES.get(m.name, f"use what gives a fixed shape, or call it outside the recorded function, {MARKED}")
-            raise Refusal(f"{at_work(m.name)} has a shape that depends on data", advice)
+            raise Refusal(f"{said(m.name)} has a shape that depends on data", advice)
     if m.name in _MASKED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
-        raise Refusal(f"{at_work(m.name)} with a boolean mask counts its matches on the host",
+        raise Refusal(f"{said(m.name)} with a boolean mask counts its matches on the host",
                       "use torch.where(mask, new, old)")  # fmt: skip
     if m.name in _RESHAPES_STORAGE:
-        raise Refusal(f"{at_work(m.name)} replaces or resizes a tensor's memory",
+        raise Refusal(f"{said(m.name)} replaces or resizes a tensor's memory",
                       _REMEDIES.get(m.name, "make a new tensor instead"))  # fmt: skip
 
 
@@ -256,11 +256,11 @@ def remedy(name: str) -> str:
     return _REMEDIES.get(name, "")
 
 
-def reads_value(name: str = "aten::_local_scalar_dense") -> Refusal:
-    said = at_work(name)
+def reads_value(name: str = "aten::_local_scalar_dense", said: Callable[[str], str] = at_work) -> Refusal:
+    reader = said(name)
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
-    there = (advice for part, advice in _REMEDIES_THERE.items() if part in said)
-    return Refusal(f"{said} reads a tensor's value on the host", next(there, otherwise))
+    there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)
+    return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
 
 
 def _has_mask(indices: Any) -> bool:

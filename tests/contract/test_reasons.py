@@ -210,6 +210,24 @@ def closeness(device):
         call(ramp(device, 4))
 
 
+@way("scaler.step(opt)", remedy="fused=True")
+def a_gradient_scaler(device):
+    net = nn.Linear(4, 1, device=device)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type)
+
+    def step(x):
+        opt.zero_grad()
+        loss = net(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(opt)  # here
+        scaler.update()
+        return loss.detach()
+
+    for call in recorded(step):
+        call(ramp(device, 4))
+
+
 @way("item(", remedy="outside")
 def in_a_helper(device):
     def helper(x):
@@ -370,7 +388,7 @@ def one_hot(device):
         call(ramp(device, 4))
 
 
-@way("pack_padded_sequence", remedy="outside")
+@way("pack_padded_sequence", remedy="padded tensors", only="cpu")
 def packing(device):
     lstm = nn.LSTM(3, 2, device=device).requires_grad_(False)
 
@@ -430,7 +448,7 @@ def out_of_another_size(device):
             call(ramp(device, 4))
 
 
-@way("x.to_sparse()", "sparse", remedy="dense")
+@way("x.to_sparse()", remedy="outside")
 def sparse_inside(device):
     def f(x):
         return x.to_sparse().to_dense()  # here
@@ -439,7 +457,7 @@ def sparse_inside(device):
         call(ramp(device, 4))
 
 
-@way("sparse", remedy="dense")
+@way("sparse", remedy="outside")
 def returns_a_sparse_tensor(device):
     index = torch.tensor([[0, 1, 2, 3]], device=device)
 

@@ -28,6 +28,7 @@ from .. import operators
 from ..errors import Refusal
 from ..torch_private import depends_on_data, fake_mode_of, unbacked
 from ..watch import storage_id
+from ..wording import operator as written
 
 __all__ = ["Part", "Rule", "checked", "parts"]
 
@@ -123,7 +124,7 @@ def _reorder(gm: GraphModule, nodes: Iterable[Node]) -> None:
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f'"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"'
 
 
 def _part(graph: GraphModule, values: dict[str, Any], live: bool, reasons: list[str]) -> Part:
@@ -193,7 +194,7 @@ class _Looking(TorchDispatchMode):
         now.names.add(meaning.name)
         if meaning.refusable and not any(map(depends_on_data, operators.operands(args, kwargs))):
             try:
-                operators.check(meaning, args, kwargs)
+                operators.check(meaning, args, kwargs, lambda name: f"`{written(name)}`")
             except Refusal as refusal:
                 now.reasons.append(refusal.reason)
         if _is_unsafe(func):
