@@ -1439,14 +1439,14 @@ def test_c19_explain_tells_the_line_of_the_call(device):
 
 
 def refusals_in(path):
-    """All places where a file makes a refusal: the line, and its remedy's expression, if it has one."""
+    """All places where a file makes a refusal: the line, its reason's expression, and its remedy's, if it has one."""
     kinds = {"Refusal", "NoSignature", "Unpadded", "Attached", "Unseen", "Unmarked"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
             if any(isinstance(arg, ast.Starred) for arg in node.args):
                 continue  # a pair of both
             named = [keyword.value for keyword in node.keywords if keyword.arg == "remedy"]
-            yield node.lineno, next(iter(node.args[1:2] or named), None)
+            yield node.lineno, node.args[0], next(iter(node.args[1:2] or named), None)
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -1454,9 +1454,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_c11_whatever_is_refused_has_a_remedy(path):
-    for line, remedy in refusals_in(path):
+    for line, _, remedy in refusals_in(path):
         assert remedy is not None, f"{path}:{line}"
         assert not (isinstance(remedy, ast.Constant) and not remedy.value), f"{path}:{line}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_c11_no_reason_has_the_name_of_an_operator_as_it_is_inside_of_torch(path):
+    """`wording.at_work(m.name)` is what people write."""
+    for line, reason, _ in refusals_in(path):
+        for value in (x.value for x in getattr(reason, "values", ()) if isinstance(x, ast.FormattedValue)):
+            assert ast.unparse(value) not in ("m.name", "meaning.name", "func", "operator.name()"), f"{path}:{line}"
 
 
 def test_c11_most_refusals_were_found():
