@@ -27,8 +27,9 @@ from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
 from ..garbage import uncollected
+from ..naming import is_of
 from ..pool import Pool, Spot, extent, unowned
-from ..randomness import CudaState, Known, Rewind, share_state
+from ..randomness import CudaState, Known, Rewind, put, reset, share_state
 from ..reach import Reach
 from ..recording import Program, Recording, memory_of
 from ..segments import Segments
@@ -328,14 +329,7 @@ class CudaDevice:
         rewind: Rewind | None,
         apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
-        for g in reach.generators:
-            if (
-                g.device.type == "cuda"
-                and g.device.index in (None, self.index)
-                and not any(share_state(g, known) for known in self._generators)
-            ):
-                self._generators.append(g)
-        states = Known([torch.cuda.default_generators[self.index], *self._generators])
+        states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
@@ -351,9 +345,9 @@ class CudaDevice:
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
-                watch.dials = dials
+                watch.dials, watch.known_states = dials, states
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                graphs = Graphs(self._stream, handle, self._generators, dials)
+                graphs = Graphs(self._stream, handle, self._generators, states, dials)
                 watch.next_segment, watch.streams = graphs.next, graphs.others
                 if held is not None:
                     watch.give_back = held.give_back
@@ -381,9 +375,8 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
-        drawn_from = [states.generators[0], *(g for g in watch.generators if g.device == states.generators[0].device)]
         programs = [
-            GraphProgram(segment, footprint, watch, Known(drawn_from), self._anchor, self.index, rewind,
+            GraphProgram(segment, footprint, watch, self._anchor, self.index, rewind,
                          surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
@@ -392,9 +385,19 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            program = Segments(programs, parts, watch.undone, drawn_from, watch.operators)
+            program = Segments(programs, parts, watch.undone, states.generators, watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
+
+    def _states(self, reach: Reach) -> Known:
+        """Of all generators that a call can draw from: the default one first, those in its reach, and those that were met in
+        captures before. A graph of any call is told of all of them."""
+        default = torch.cuda.default_generators[self.index]
+        here = [g for g in reach.generators if is_of(g, self.torch_device)]
+        for g in here:
+            if not any(share_state(g, known) for known in (default, *self._generators)):
+                self._generators.append(g)
+        return Known([*dict.fromkeys((default, *here, *self._generators))])
 
     def _make_room(self, expected: int) -> None:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
@@ -411,8 +414,9 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators)
-            with self._capturing(graphs, Known([generator, *self._generators])):
+            states = Known([generator, *self._generators])
+            graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators, states)
+            with self._capturing(graphs, states):
                 result = call()
                 if rewind is not None:
                     self._surplus()
@@ -422,7 +426,8 @@ class CudaDevice:
                 rewind.begin()
             graph.replay()
             if rewind is not None:
-                generator.set_state(now)
+                put(generator, now)
+                reset(generator)
             leaves: list[Any] = []
             shape = flatten(result, leaves)
             copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

@@ -33,7 +33,7 @@ from ..errors import Refusal
 from ..identity import identity
 from ..operators import Meaning, tensors_in
 from ..pool import Spot
-from ..randomness import Rewind
+from ..randomness import Known, Rewind
 from ..reach import Reach
 from ..spans import Spans
 from ..torch_private import raw_stream
@@ -67,6 +67,7 @@ class CudaWatch(OperatorWatch):
         self._draws: set[bool] = set()  # the values that this had when something was drawn
         self.sets_states = False
         self._registered = generators
+        self.known_states: Known | None = None  # of the generators, as the capture has begun with them
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
@@ -190,13 +191,22 @@ class CudaWatch(OperatorWatch):
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
+    def _has_its_own(self, does: str, of: torch.device) -> None:
+        """Where a generator has another's state, a place in the count is one in the count of that."""
+        default = torch.cuda.default_generators[self.device.index]
+        if of == self.device and self.known_states is not None and not self.known_states.is_own(default):
+            raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
+                          "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
+
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self._has_its_own("reads", of)
         self.states.read(state, self._rewound)
         self.forks(state)
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
             raise Refusal(f"sets the state of the generator of {of}", "do that outside")
+        self._has_its_own("sets", of)
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
             self.sets_states = True
