@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -137,6 +137,7 @@ class CudaDevice:
     roomy = 256 << 20
     remedies = _REMEDIES
     first_uses = _FIRST_USES
+    _made: ClassVar[list[CudaDevice]] = []
 
     def __init__(self, torch_device: torch.device) -> None:
         gone = torch_private.missing(cuda=True)
@@ -149,6 +150,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._made.append(self)
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
@@ -391,12 +393,15 @@ class CudaDevice:
 
     def _states(self, reach: Reach) -> Known:
         """Of all generators that a call can draw from: the default one first, those in its reach, and those that were met in
-        captures before. A graph of any call is told of all of them."""
+        captures before. A graph of any call is told of all of them: but not of one that is of no GPU in particular, and of
+        which graphs of another were told, because torch has one place for where it stands, on that."""
         default = torch.cuda.default_generators[self.index]
         here = [g for g in reach.generators if is_of(g, self.torch_device)]
         for g in here:
             if not any(share_state(g, known) for known in (default, *self._generators)):
                 self._generators.append(g)
+        others = [g for device in self._made if device is not self for g in device._generators]
+        self._generators[:] = [g for g in self._generators if not any(share_state(g, other) for other in others)]
         return Known([*dict.fromkeys((default, *here, *self._generators))])
 
     def _make_room(self, expected: int) -> None:

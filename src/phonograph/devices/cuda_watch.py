@@ -31,6 +31,7 @@ from ..breaks import Break
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..identity import identity
+from ..naming import is_of
 from ..operators import Meaning, tensors_in
 from ..pool import Spot
 from ..randomness import Known, Rewind
@@ -237,7 +238,7 @@ class CudaWatch(OperatorWatch):
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
-        if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
+        if is_of(generator, self.device) and all(not _same(generator, g) for g in self._registered):
             self._registered.append(generator)
             raise Refusal("uses a random generator that was not known before the capture", final=False)
 
