@@ -179,10 +179,11 @@ def test_c02_two_states_of_one_generator(cuda, default, exchanges):
     assert_same(*found)
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("made", ["cloned", "new"])
 @pytest.mark.parametrize("moves", ["set_state", "manual_seed", "set_offset", "draws"])
-def test_c02_a_state_that_is_moved_on_between_the_calls(cuda, made, moves):
-    """As Transformer Engine's and Megatron's trackers have them."""
+def test_c02_a_state_that_is_moved_on_between_the_calls(cuda, made, moves, alone):
+    """As Transformer Engine's and Megatron's trackers have them. `alone`: nothing is drawn from another."""
     default = default_of(cuda)
 
     def make(other):
@@ -191,7 +192,7 @@ def test_c02_a_state_that_is_moved_on_between_the_calls(cuda, made, moves):
             default.graphsafe_set_state(other)
             y = F.dropout(x, 0.5)
             default.graphsafe_set_state(own)
-            return y + torch.rand_like(x)
+            return y if alone else y + torch.rand_like(x)
 
         return f
 
@@ -313,6 +314,25 @@ def test_c07_a_device_by_two_names_is_no_wrong_number(device):
             function(torch.full((4,), float(n), device=device), (device, whole)[n % 2]), torch.arange(4.0, device=device) + n
         )
     assert counts(function)[2] >= 8
+
+
+def test_c14_the_current_stream_as_any_accelerator_has_it(cuda):
+    """`torch.Stream`, and not `torch.cuda.Stream`: a live call that names it stays on it."""
+    stream = torch.Stream(device=cuda)
+
+    def f(x):
+        torch.cuda._sleep(20_000_000)
+        y = x + 1
+        with stream:
+            return y * 2
+
+    function = pg.record(f, warmup=2)
+    for n in range(5):
+        with stream:
+            found = function(torch.full((1 << 20,), float(n), device=cuda))
+        stream.synchronize()
+        assert_same(found, torch.full((1 << 20,), 2.0 * (n + 1), device=cuda))
+    assert counts(function)[2] >= 2, pg.explain(function)
 
 
 # ---------------------------------------------------------------------------------------------------

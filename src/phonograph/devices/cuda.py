@@ -27,7 +27,7 @@ from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
 from ..garbage import uncollected
-from ..naming import is_of
+from ..naming import is_of, named
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, put, reset, share_state
 from ..reach import Reach
@@ -168,9 +168,8 @@ class CudaDevice:
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
-        current = raw_stream(self.index)
-        mine = (s for s in streams if isinstance(s, torch.cuda.Stream) and s.device == self.torch_device)
-        return any(s.cuda_stream == current for s in mine)
+        current = torch.cuda.current_stream(self.torch_device).stream_id
+        return any(named(s.device) == self.torch_device and s.stream_id == current for s in streams)
 
     @contextmanager
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Iterator[None]:
@@ -387,7 +386,8 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            program = Segments(programs, parts, watch.undone, states.generators, watch.operators)
+            named_here = [g for g in states.generators[1:] if any(g is other for other in watch.generators)]
+            program = Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
 
