@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from .errors import Refusal
 from .identity import identity
 from .naming import named
 
-__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "put", "put_offset", "reset",
+__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "held", "put", "put_offset", "reset",
            "sets_for_torch", "share_state"]  # fmt: skip
 
 
@@ -102,6 +103,14 @@ def share_state(a: torch.Generator, b: torch.Generator) -> bool:
     together = b.get_offset() != stood
     mine.set_offset(stood)
     return together
+
+
+(_LONE,) = [sys.getrefcount(x) for x in [object()]]  # references to what only a list has, while it is gone through
+
+
+def held(generators: list[torch.Generator]) -> list[torch.Generator]:
+    """Those that somebody else has as well."""
+    return [g for g in generators if sys.getrefcount(g) > _LONE]
 
 
 class Known:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.randomness import Known, share_state
+from phonograph.randomness import Known, held, share_state
 
 
 class Generator:
@@ -120,3 +120,9 @@ def test_two_generators_that_had_one_state_get_another_together() -> None:
     assert not known.mixed()
     assert launch(known, [own], [4]) == [(2, 40)]
     assert (numbers(own), numbers(now)) == ((1, 0), (2, 44))
+
+
+def test_generators_that_nobody_has_any_more_are_told_from_others() -> None:
+    mine = torch.Generator()
+    met = [torch.Generator(), mine, torch.Generator()]
+    assert held(met) == [mine]

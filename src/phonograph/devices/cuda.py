@@ -29,7 +29,7 @@ from ..errors import Refusal
 from ..garbage import uncollected
 from ..naming import is_of, named
 from ..pool import Pool, Spot, extent, unowned
-from ..randomness import CudaState, Known, Rewind, put, reset, share_state
+from ..randomness import CudaState, Known, Rewind, held, put, reset, share_state
 from ..reach import Reach
 from ..recording import Program, Recording, memory_of
 from ..segments import Segments
@@ -393,10 +393,11 @@ class CudaDevice:
 
     def _states(self, reach: Reach) -> Known:
         """Of all generators that a call can draw from: the default one first, those in its reach, and those that were met in
-        captures before. A graph of any call is told of all of them: but not of one that is of no GPU in particular, and of
-        which graphs of another were told, because torch has one place for where it stands, on that."""
+        captures before and are still there. A graph of any call is told of all of them: but not of one that is of no GPU in
+        particular, and of which graphs of another were told, because torch has one place for where it stands, on that."""
         default = torch.cuda.default_generators[self.index]
         here = [g for g in reach.generators if is_of(g, self.torch_device)]
+        self._generators[:] = held(self._generators)
         for g in here:
             if not any(share_state(g, known) for known in (default, *self._generators)):
                 self._generators.append(g)
