@@ -346,10 +346,10 @@ class CudaDevice:
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
-                watch.dials, watch.known_states = dials, states
+                watch.dials = dials
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
-                watch.next_segment, watch.streams = graphs.next, graphs.others
+                watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
