@@ -19,6 +19,7 @@ from .forms import SHARES, Form, Meta, form_of, sizes_of
 from .given import HISTORY, Given, differ
 from .identity import identity
 from .pool import copy_of, once
+from .randomness import put
 from .torch_private import alias, below_autograd
 from .trees import Node, flatten, unflatten
 from .within import Within
@@ -209,7 +210,7 @@ class Done(NamedTuple):
                 if differ(given[i], t):
                     once(given[i]).copy_(once(t))
         for generator, state in self.states:
-            generator.set_state(state)
+            put(generator, state)
         leaves: list[Any] = []
         shape = flatten(self.result, leaves)
         return unflatten(shape, iter([theirs.get(identity(x), x) for x in leaves]))

@@ -35,6 +35,7 @@ import torch
 
 from .identity import identity
 from .loggers import decides_itself
+from .naming import is_of, named
 from .randomness import sets_for_torch
 from .where import STDLIB, USER, is_ours, origin, works_for
 from .wording import MARKED
@@ -114,8 +115,8 @@ def _of_module(name: str) -> Callable[[Any], bool]:
 
 def _not_here(owner: Any) -> bool:
     """Whether this is a generator, and not of the current GPU, which follows whole states by itself."""
-    return isinstance(owner, torch.Generator) and (
-        owner.device.type != "cuda" or owner.device.index != torch.cuda.current_device()
+    return isinstance(owner, torch.Generator) and not (
+        owner.device.type == "cuda" and is_of(owner, named(torch.device("cuda")))
     )
 
 
@@ -129,7 +130,7 @@ for _name, _rule in (
               lambda n: Effect(f"sets the state of a random generator ({n})", "seed it before the call", ANYONE)),
     *_methods("graphsafe_set_state graphsafe_get_state", _not_here,
               lambda n: Effect(f"uses the state of a random generator of another device ({n})", by=ANYONE)),
-    *_methods("get_state initial_seed clone_state", _a(torch.Generator),
+    *_methods("get_state initial_seed clone_state get_offset", _a(torch.Generator),
               lambda n: Effect(f"reads the state of a random generator ({n})", _PASS, by=DIRECTLY)),
     *_methods("now utcnow today", _is_date, lambda n: Effect(f"reads the clock ({n})", _PASS, by=DIRECTLY)),
     *_methods("write writelines", _a(object), lambda n: Effect(f"writes output ({n})")),

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Attached", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput", "Unpadded",
-           "Unrecordable"]  # fmt: skip
+__all__ = ["Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
+           "Unpadded", "Unrecordable"]  # fmt: skip
 
 
 class PhonographError(Exception):
@@ -96,6 +96,12 @@ class Refusal(Exception):
 
 class Unpadded(Refusal):
     """Why a call is recorded with its own sizes, and not padded to those of ``shapes=``."""
+
+
+class Elsewhere(Refusal):
+    """An operator was about to work on another `device` than that of the call."""
+
+    device: Any = None
 
 
 class Attached(Refusal):

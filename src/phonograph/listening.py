@@ -57,7 +57,9 @@ LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 class FollowsRandomStates(Protocol):
     """Is told of the states of torch's default generators that the call reads and sets."""
 
-    def state_read(self, state: torch.Tensor, of: torch.device) -> None: ...
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        """May raise a `Refusal`."""
+
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         """Before it happens. May raise a `Refusal`."""
 
@@ -113,12 +115,8 @@ class Listener:
             if put is not None:
                 self.loggers[identity(put[0]), put[1]] = put
         if frame.f_code in SETS and self.concerned():
-            try:
+            with self._refusing(frame):
                 self._follower.state_set(frame.f_locals["new_state"], asked(frame))
-            except Refusal as refusal:
-                refusal.where = users_line(frame)
-                self.found.append(refusal)
-                raise
         self._judge(of_start(frame, self.more), frame)
         if identity(frame.f_code) in self.caching:
             self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
@@ -126,7 +124,18 @@ class Listener:
     def returned(self, frame: FrameType, value: Any) -> None:
         """One of `READS` returns."""
         if self.concerned():
-            self._follower.state_read(value, asked(frame))
+            with self._refusing(frame):
+                self._follower.state_read(value, asked(frame))
+
+    @contextmanager
+    def _refusing(self, frame: FrameType) -> Iterator[None]:
+        """A refusal inside the block counts, also if the code that it is raised in catches it."""
+        try:
+            yield
+        except Refusal as refusal:
+            refusal.where = users_line(frame)
+            self.found.append(refusal)
+            raise
 
     def functions(self) -> list[tuple[CodeType, dict[str, Any]]]:
         """The code of all functions that ran, and the globals of each."""

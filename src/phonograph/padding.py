@@ -238,7 +238,7 @@ class Padded(Recorded[..., Any]):
         except (NoSignature, Refusal) as e:
             refusal = e if isinstance(e, Refusal) else Refusal(str(e), e.remedy)
             refusal.let_go()
-            if history is None or not self._needs_a_look(refusal, history):
+            if history is None or not self._needs_a_look(refusal, history, resized):
                 self._count(refusal)
 
     # -- for the observers

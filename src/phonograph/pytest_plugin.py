@@ -6,6 +6,7 @@ project of an environment that has phonograph in it.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +20,8 @@ def both_devices(request: pytest.FixtureRequest) -> torch.device:
     """Runs the test once on the CPU device and once on CUDA; gives the `torch.device`.
 
     Without a GPU the CUDA run is skipped, or fails where `PHONOGRAPH_REQUIRE_CUDA=1` says that there
-    must be one.
+    must be one. With `PHONOGRAPH_TEST_DEVICE=cuda` it gets the GPU by the name that most programs
+    have for it, without an index.
     """
     return device_or_skip(request.param)
 
@@ -30,10 +32,16 @@ def device_or_skip(kind: str) -> torch.device:
 
     for device in devices():
         if device.type == kind:
-            return device
+            return as_wanted(device)
     if cuda_required():
         pytest.fail(f"PHONOGRAPH_REQUIRE_CUDA is set and torch sees no {kind} device")
     pytest.skip(f"torch sees no {kind} device")
+
+
+def as_wanted(device: torch.device) -> torch.device:
+    """The same device by the name that `PHONOGRAPH_TEST_DEVICE` has for it, if it is that."""
+    name = os.environ.get("PHONOGRAPH_TEST_DEVICE", "")
+    return type(device)(name) if name.partition(":")[0] == device.type else device
 
 
 def pytest_configure(config: pytest.Config) -> None:

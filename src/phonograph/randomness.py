@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ import torch
 
 from .errors import Refusal
 from .identity import identity
+from .naming import named
 
-__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "sets_for_torch", "share_state"]
+__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "held", "put", "put_offset", "reset",
+           "sets_for_torch", "share_state"]  # fmt: skip
 
 
 def _code(function: Any) -> CodeType:
@@ -48,10 +51,7 @@ def sets_for_torch(frame: FrameType) -> bool:
 def asked(frame: FrameType) -> torch.device:
     """Whose state a call of torch's functions reads or sets."""
     device: Any = frame.f_locals.get("device", "cpu")
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return named(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
 
 
 class CudaState(ctypes.Structure):
@@ -70,26 +70,59 @@ class CudaState(ctypes.Structure):
         return found
 
 
+def _unheard(g: torch.Generator) -> torch.Generator:
+    """Another generator with the state of this one, for whoever sets it. A generator notes that it was set, and where a default
+    one was, cuDNN's recurrent layers begin their dropout anew: by what the user sets, and by nothing else."""
+    return g.graphsafe_get_state() if g.device.type == "cuda" else g
+
+
+def put(g: torch.Generator, state: torch.Tensor) -> None:
+    """Let a generator stand where it stood before, as if nothing had happened. Not during a capture."""
+    _unheard(g).set_state(state)
+
+
+def put_offset(g: torch.Generator, offset: int) -> None:
+    """Likewise, with the seed that it has."""
+    _unheard(g).set_offset(offset)
+
+
+def reset(g: torch.Generator) -> None:
+    """What a call that has set a generator leaves besides where it stands."""
+    g.set_offset(g.get_offset())
+
+
 def share_state(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two generators have one state: what one draws, the other does not draw again. Not during a capture."""
-    if a is b or a.device != b.device or a.device.type != "cuda":
+    if a is b or not a.device.type == b.device.type == "cuda":
         return a is b
     stood = a.get_offset()
-    if b.get_offset() != stood:
+    if b.get_offset() != stood or a.initial_seed() != b.initial_seed():
         return False
-    a.set_offset(stood + 4)
+    mine = _unheard(a)
+    mine.set_offset(stood + 4)
     together = b.get_offset() != stood
-    a.set_offset(stood)
+    mine.set_offset(stood)
     return together
 
 
+(_LONE,) = [sys.getrefcount(x) for x in [object()]]  # references to what only a list has, while it is gone through
+
+
+def held(generators: list[torch.Generator]) -> list[torch.Generator]:
+    """Those that somebody else has as well."""
+    return [g for g in generators if sys.getrefcount(g) > _LONE]
+
+
 class Known:
-    """The states that some generators have when this is made, which a graph knows."""
+    """The states that some generators of the GPU have when this is made, before or after a capture: a graph knows them."""
 
     def __init__(self, generators: list[torch.Generator]) -> None:
         self.generators = generators
         self._states = [(g, g.graphsafe_get_state()) for g in generators]
         self._together = self._which_share()
+        self._distinct = [
+            (g, own) for i, (g, own) in enumerate(self._states) if not any(share_state(g, other) for other in generators[:i])
+        ]
 
     def mixed(self) -> bool:
         """Whether some of them have one state that had two, or the other way round: a graph cannot follow that."""
@@ -97,6 +130,25 @@ class Known:
 
     def _which_share(self) -> list[bool]:
         return [share_state(a, b) for a, b in combinations(self.generators, 2)]
+
+    def drawn(self) -> list[torch.Generator]:
+        """Those from whose states something was drawn so far, in the middle of a capture: there, a state counts from its
+        beginning."""
+        return [g for g, own in self._states if CudaState.of(own.get_state()).offset]
+
+    def is_own(self, g: torch.Generator) -> bool:
+        """Whether this one of them has its state, in the middle of a capture."""
+        own = next(own for known, own in self._states if known is g)
+        state = own.get_state()
+        stands = CudaState.of(state)
+        if CudaState.of(g.get_state()).offset != stands.offset:
+            return False
+        stands.offset += 4
+        own.set_state(state)
+        found = CudaState.of(g.get_state()).offset == stands.offset
+        stands.offset -= 4
+        own.set_state(state)
+        return found
 
     def put_back(self) -> bool:
         """Give each generator its state again. Returns whether all of them still had it."""
@@ -110,17 +162,17 @@ class Known:
         """For a launch inside the block: the states begin with the numbers of what the generators have now, and these are
         where the launch has left them afterwards."""
         others = []
-        for g, own in self._states:
+        for g, own in self._distinct:
             if g.get_offset() != own.get_offset() or g.initial_seed() != own.initial_seed():
                 others.append((own, own.get_state()))
                 own.set_state(g.get_state())
         try:
             yield
         finally:
-            for g, own in self._states:
+            for g, own in self._distinct:
                 stood, stands = g.get_offset(), own.get_offset()
                 if stands != stood:  # it has another state, perhaps with the same numbers
-                    g.set_offset(stands)
+                    put_offset(g, stands)
                     own.set_offset(stood)
             for own, state in others:
                 own.set_state(state)
@@ -163,7 +215,7 @@ class Rewind:
         state = self._generator.get_state()
         now = CudaState.of(state)
         now.seed, now.offset = self.begins
-        self._generator.set_state(state)
+        put(self._generator, state)
 
 
 class States:

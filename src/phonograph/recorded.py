@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from . import optimizers, torch_private
 from .backward import Backward
 from .devices import device_for, lock, owned
-from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
+from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
@@ -112,8 +112,8 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "left", "notes", "patience", "ran_backward", "refusal", "replays", "split",
-                 "torn", "untold", "waits", "warm", "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "device", "left", "notes", "patience", "ran_backward", "refusal", "replays",
+                 "split", "torn", "untold", "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -123,6 +123,7 @@ class History:
         self.split = split  # operators that run live between segments
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
         self.torn = False  # a marked function has done what a replay could not go on after
+        self.device: torch.device | None = None  # where calls without any tensor work, as far as a capture has shown it
         self.left = 0  # bytes that the last live call has left on the device: its results, and what its backward will read
         self.attempts = 0
         self.untold = 0  # calls that did not show whether they may be padded
@@ -319,7 +320,7 @@ class Recorded(Observed, Generic[P, R]):
                 try:
                     return True, self._play(self._made(call, found, history, gone), call)
                 except Refusal as e:
-                    if not self._needs_a_look(e, history):
+                    if not self._needs_a_look(e, history, call):
                         raise
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
@@ -461,9 +462,13 @@ class Recorded(Observed, Generic[P, R]):
             return self._reach(call).mentions.read_at(last)
         return ""
 
-    def _needs_a_look(self, refusal: Refusal, history: History) -> bool:
+    def _needs_a_look(self, refusal: Refusal, history: History, call: Call) -> bool:
         """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or
         because something was not seen to run there."""
+        if isinstance(refusal, Elsewhere) and history.device is None and not call.tensors:
+            history.device = refusal.device
+            history.attempts, history.refusal = 0, None
+            return True
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
             history.attempts, history.refusal = 0, None
@@ -653,7 +658,7 @@ class Recorded(Observed, Generic[P, R]):
                 raise Refusal(f"takes {' and '.join(self._one_of_each(call))}, and works with {name} on CUDA",
                               "move the arguments to the device before the call")  # fmt: skip
             kinds = {outside[0]}
-        return device_for(next(iter(kinds), torch.device("cpu")))
+        return device_for(next(iter(kinds), self._history(call.key).device or torch.device("cpu")))
 
     def _one_of_each(self, call: Call) -> list[str]:
         """For each device an argument that is there."""

@@ -27,6 +27,7 @@ from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .marked import Marked
+from .randomness import put
 from .reach import Reach
 from .recording import Tensors
 from .reliance import Grads, changed, state_of
@@ -175,7 +176,7 @@ class Segments:
             for t, value in zip(self._written, before, strict=True):
                 t.copy_(value)
         for g, state in zip(self._generators, states, strict=True):
-            g.set_state(state)
+            put(g, state)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         return frozenset[float]().union(*(p.set_numbers(numbers) for p in self.programs))

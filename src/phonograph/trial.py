@@ -20,6 +20,7 @@ from .borrowed import plain
 from .errors import Unpadded
 from .identity import identity
 from .player import Player
+from .randomness import put
 from .reach import Reach
 from .recording import Recording
 from .reliance import same
@@ -350,6 +351,6 @@ def _nothing_drawn(generators: Sequence[torch.Generator]) -> Iterator[None]:
     finally:
         moved = [(g, state) for g, state in states if not torch.equal(g.get_state(), state)]
         for g, state in moved:
-            g.set_state(state)
+            put(g, state)
     if moved:
         raise Unpadded("draws random numbers", "draw them outside, and pass them as arguments")

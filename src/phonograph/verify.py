@@ -14,6 +14,7 @@ import torch
 
 from .borrowed import Borrowed
 from .errors import Mismatch
+from .randomness import put
 from .reach import Reach
 from .reliance import same
 from .signature import Call
@@ -42,7 +43,7 @@ class _State:
             if t.grad is not grad:
                 t.grad = grad
         for g, state in self._generators:
-            g.set_state(state)
+            put(g, state)
 
     def difference(self) -> str | None:
         """The name of something that is not now as it is noted here."""

@@ -385,7 +385,7 @@ def test_c02_a_generator_state_saved_and_restored_by_the_caller(device):
     x = torch.ones(5, device=device)
     for _ in range(3):
         both(x)
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     saved = generator.get_state()
     first = both(x).recorded.clone()
     generator.set_state(saved)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.randomness import Known, share_state
+from phonograph.randomness import Known, held, share_state
 
 
 class Generator:
@@ -109,3 +109,20 @@ def test_generators_get_their_states_back() -> None:
     default.graphsafe_set_state(Generator(state(1, 0)))
     assert not known.put_back()
     assert default.state is own
+
+
+def test_two_generators_that_had_one_state_get_another_together() -> None:
+    own, now = state(1, 0), state(2, 40)
+    one, same = Generator(own), Generator(own)
+    known = Known([one, same])  # type: ignore[list-item]
+    for g in (one, same):
+        g.graphsafe_set_state(Generator(now))
+    assert not known.mixed()
+    assert launch(known, [own], [4]) == [(2, 40)]
+    assert (numbers(own), numbers(now)) == ((1, 0), (2, 44))
+
+
+def test_generators_that_nobody_has_any_more_are_told_from_others() -> None:
+    mine = torch.Generator()
+    met = [torch.Generator(), mine, torch.Generator()]
+    assert held(met) == [mine]

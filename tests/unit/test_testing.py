@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import phonograph as pg
+from phonograph.pytest_plugin import device_or_skip
 from phonograph.testing import (
     Pair,
     SideBySide,
@@ -374,6 +375,12 @@ def test_both_devices_skips_or_fails_without_cuda(pytester, monkeypatch, require
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(FIXTURE_TEST)
     pytester.runpytest_inprocess("-p", "phonograph.pytest_plugin").assert_outcomes(**outcomes)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("", "cpu"), ("cpu:0", "cpu:0"), ("cuda", "cpu")])
+def test_both_devices_has_the_name_that_is_wanted(monkeypatch, name, expected):
+    monkeypatch.setenv("PHONOGRAPH_TEST_DEVICE", name)
+    assert device_or_skip("cpu") == torch.device(expected)
 
 
 def test_recordings_of_a_backward_are_new_ones():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import Refusal
+from ..naming import named
 from .cpu import CpuDevice
 from .cuda import CudaDevice  # now, and not in the middle of somebody's first call
 
@@ -29,8 +30,7 @@ def device_for(device: torch.device) -> Any:
     Raises:
         Refusal: no recordings can be made on it.
     """
-    if device.type == "cuda" and device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = named(device)
     if device not in _devices:
         _devices[device] = _make(device)
     return _devices[device]

@@ -26,7 +26,7 @@ from ..breaks import Break
 from ..casting import Casts
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
-from ..errors import Refusal
+from ..errors import Elsewhere, Refusal
 from ..garbage import collected
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once, unowned
@@ -118,6 +118,22 @@ class Tape(OperatorWatch):
         super().meet(generator)
         self._generator_states.append((generator, generator.get_state()))
 
+    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
+        tensors = super()._see(m, args, kwargs)
+        named = kwargs.get("device")
+        found = [torch.device(named)] if named is not None else []
+        for device in (*found, *(t.device for t in tensors)):
+            self._stays_here(m, device)
+        return tensors
+
+    def _stays_here(self, m: Meaning, device: torch.device) -> None:
+        if device.type not in ("cpu", "meta"):
+            refusal = Elsewhere(f"{m.name} works on {device}, and the call's arguments are on the CPU",
+                                "move the arguments to the device before the call")  # fmt: skip
+            refusal.device = device
+            raise refusal
+
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.constant:
             return self._constant(operators.constant(m, args[0]))
@@ -139,6 +155,8 @@ class Tape(OperatorWatch):
         results = operators.tensors_in(out, [])
         if results and all(t.is_meta for t in results):
             return out  # a shape without values
+        for t in results:
+            self._stays_here(m, t.device)
         if any(t.is_quantized or t._is_zerotensor() for t in results):
             raise Refusal(f"{at_work(m.name)} gives a quantized tensor, or one that is known to be zero and has no memory",
                           f"do it outside the recorded function, {MARKED}")  # fmt: skip

@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,8 +27,9 @@ from .. import torch_private
 from ..dials import Dials
 from ..errors import Refusal
 from ..garbage import uncollected
+from ..naming import is_of, named
 from ..pool import Pool, Spot, extent, unowned
-from ..randomness import CudaState, Known, Rewind, share_state
+from ..randomness import CudaState, Known, Rewind, held, put, reset, share_state
 from ..reach import Reach
 from ..recording import Program, Recording, memory_of
 from ..segments import Segments
@@ -138,6 +139,7 @@ class CudaDevice:
     roomy = 256 << 20
     failures: Sequence[Failure] = _FAILURES
     first_uses = _FIRST_USES
+    _made: ClassVar[list[CudaDevice]] = []
 
     def __init__(self, torch_device: torch.device) -> None:
         gone = torch_private.missing(cuda=True)
@@ -150,6 +152,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._made.append(self)
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
         self._backwards: ExitStack | None = None  # where the backward of a warm-up call works, while it runs
@@ -167,9 +170,8 @@ class CudaDevice:
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
-        current = raw_stream(self.index)
-        mine = (s for s in streams if isinstance(s, torch.cuda.Stream) and s.device == self.torch_device)
-        return any(s.cuda_stream == current for s in mine)
+        current = torch.cuda.current_stream(self.torch_device).stream_id
+        return any(named(s.device) == self.torch_device and s.stream_id == current for s in streams)
 
     @contextmanager
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Iterator[None]:
@@ -330,14 +332,7 @@ class CudaDevice:
         rewind: Rewind | None,
         apart: Sequence[tuple[int, int]] = (),
     ) -> Captured:
-        for g in reach.generators:
-            if (
-                g.device.type == "cuda"
-                and g.device.index in (None, self.index)
-                and not any(share_state(g, known) for known in self._generators)
-            ):
-                self._generators.append(g)
-        states = Known([torch.cuda.default_generators[self.index], *self._generators])
+        states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
@@ -355,8 +350,8 @@ class CudaDevice:
                 watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
                 watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                graphs = Graphs(self._stream, handle, self._generators, dials)
-                watch.next_segment, watch.streams = graphs.next, graphs.others
+                graphs = Graphs(self._stream, handle, self._generators, states, dials)
+                watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
@@ -383,9 +378,8 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
-        drawn_from = [states.generators[0], *(g for g in watch.generators if g.device == states.generators[0].device)]
         programs = [
-            GraphProgram(segment, footprint, watch, Known(drawn_from), self._anchor, self.index, rewind,
+            GraphProgram(segment, footprint, watch, self._anchor, self.index, rewind,
                          surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
@@ -394,9 +388,24 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            program = Segments(programs, parts, watch.undone, drawn_from, watch.operators)
+            named_here = [g for g in states.generators[1:] if any(g is other for other in watch.generators)]
+            program = Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
+
+    def _states(self, reach: Reach) -> Known:
+        """Of all generators that a call can draw from: the default one first, those in its reach, and those that were met in
+        captures before and are still there. A graph of any call is told of all of them: but not of one that is of no GPU in
+        particular, and of which graphs of another were told, because torch has one place for where it stands, on that."""
+        default = torch.cuda.default_generators[self.index]
+        here = [g for g in reach.generators if is_of(g, self.torch_device)]
+        self._generators[:] = held(self._generators)
+        for g in here:
+            if not any(share_state(g, known) for known in (default, *self._generators)):
+                self._generators.append(g)
+        others = [g for device in self._made if device is not self for g in device._generators]
+        self._generators[:] = [g for g in self._generators if not any(share_state(g, other) for other in others)]
+        return Known([*dict.fromkeys((default, *here, *self._generators))])
 
     def _make_room(self, expected: int) -> None:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
@@ -413,8 +422,9 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators)
-            with self._capturing(graphs, Known([generator, *self._generators])):
+            states = Known([generator, *self._generators])
+            graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators, states)
+            with self._capturing(graphs, states):
                 result = call()
                 if rewind is not None:
                     self._surplus()
@@ -424,7 +434,8 @@ class CudaDevice:
                 rewind.begin()
             graph.replay()
             if rewind is not None:
-                generator.set_state(now)
+                put(generator, now)
+                reset(generator)
             leaves: list[Any] = []
             shape = flatten(result, leaves)
             copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

@@ -8,7 +8,7 @@ numbers in the kernels of optimizers' steps, such as the learning rate. The driv
 was captured; so that one is kept as well.
 
 A launch can go to the driver directly. But where a graph draws random numbers, its kernels read from memory where the generator
-stands, and only torch can write that: so such a launch goes through torch, and so does the first one, which shows it.
+stands, and only torch can write that: so such a launch goes through torch.
 
 Other streams that the call has let wait for its own belong to the capture, from there on; at the end of each graph its own
 waits for them. A replay goes to the caller's stream alone. But code outside may count on the order of what it has given to one
@@ -33,7 +33,7 @@ import torch
 from .. import torch_private
 from ..dials import Dials
 from ..pool import Fill, dense
-from ..randomness import Known, Rewind
+from ..randomness import Known, Rewind, put, put_offset, reset
 from ..recording import Tensors
 from ..spans import Spans
 from ..torch_private import OnStream, address, current_device, maker, raw_stream
@@ -115,26 +115,30 @@ class Graph(torch.cuda.CUDAGraph):
 
 
 class _Segment:
-    """One graph, as it is captured: with its copies at the edges, and the nodes of optimizers' steps."""
+    """One graph, as it is captured: with its copies at the edges, the nodes of optimizers' steps, and the generators whose
+    states it has `drawn` from."""
 
     def __init__(self, graph: Graph, edges: _Edges) -> None:
         self.graph = graph
         self.edges = edges
         self.steps: set[int] = set()
+        self.drawn: list[torch.Generator] = []
 
 
 class Graphs:
     """The graphs of one call, captured one after the other in one pool: there is one, and another after each live operator."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, handle: tuple[int, int], generators: list[torch.Generator], dials: Dials | None = None
-    ) -> None:
+        self, stream: torch.cuda.Stream, handle: tuple[int, int], generators: list[torch.Generator], states: Known,
+        dials: Dials | None = None,
+    ) -> None:  # fmt: skip
         self.segments: list[_Segment] = []
         self.others: dict[int, torch.cuda.Stream] = {}  # streams on which work was captured besides
         self._on = stream
         self._stream = stream.cuda_stream
         self._handle = handle
         self._generators = generators
+        self._states = states
         self._dials = dials
         self._open = False
 
@@ -158,6 +162,10 @@ class Graphs:
             self._on.wait_stream(other)
 
     def end(self) -> None:
+        self.segments[-1].drawn = self._states.drawn()
+        self._end()
+
+    def _end(self) -> None:
         quietly(self.segments[-1].graph.capture_end)
         self._open = False
 
@@ -173,7 +181,7 @@ class Graphs:
         if self._open:
             driver.capture_nothing(self._stream)
             with OnStream(self._on):  # the call may have left another one current
-                self.end()
+                self._end()
         for segment in self.segments:
             segment.graph.reset()
         self.segments.clear()
@@ -216,8 +224,8 @@ def _row(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, states: Known, keep: Any, device: int,
-                 rewind: Rewind | None, surplus: int, others: Collection[torch.cuda.Stream]) -> None:  # fmt: skip
+    def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, keep: Any, device: int, rewind: Rewind | None,
+                 surplus: int, others: Collection[torch.cuda.Stream]) -> None:  # fmt: skip
         graph, edges = segment.graph, segment.edges
         self._others = tuple(others)
         self.footprint = footprint
@@ -229,12 +237,12 @@ class GraphProgram:
         graph.instantiate()
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
-        self._states = states
-        self.mixed: Callable[[], bool] | None = states.mixed if len(states.generators) > 1 else None
+        self._states = Known(segment.drawn)
+        self.mixed: Callable[[], bool] | None = self._states.mixed if len(segment.drawn) > 1 else None
         self._numbers: driver.KernelNumbers | None = None
         self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
-        # Known after the first launch.
-        self._random: bool | None = True if watch.sets_states else None
+        self._random = bool(segment.drawn)
+        self._sets: torch.Generator | None = torch.cuda.default_generators[device] if watch.sets_states else None
         self._rewind = rewind if watch.sets_states else None
         self._surplus = surplus
         self.outs: tuple[torch.Tensor, ...] = ()
@@ -263,7 +271,7 @@ class GraphProgram:
         elif sources:
             with torch.no_grad():
                 self._fill(sources)
-        if self._random is not False:
+        if self._random:
             self._go_random()
         elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
             raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
@@ -290,24 +298,21 @@ class GraphProgram:
         return self._launch()
 
     def _go_random(self) -> None:
-        """Through torch, which tells the graph where the generators stand and moves them on. The first launch shows whether
-        there is anything to move."""
+        """Through torch, which tells the graph where the generators stand and moves them on."""
         assert self._graph is not None
-        generators = self._states.generators
-        generator, before, now = generators[0], [], None
-        if self._random is None:
-            before = [g.get_offset() for g in generators]
-        if self._rewind is not None:
+        generator, now = self._sets, None
+        if generator is not None and self._rewind is not None:
             now = generator.get_state()
             self._rewind.begin()
         with self._states.lent():
             self._graph.replay()
+        if generator is None:
+            return
         if now is not None:
-            generator.set_state(now)
+            put(generator, now)
         elif self._surplus:
-            generator.set_offset(generator.get_offset() - self._surplus)
-        if self._random is None:
-            self._random = before != [g.get_offset() for g in generators]
+            put_offset(generator, generator.get_offset() - self._surplus)
+        reset(generator)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:

@@ -31,9 +31,10 @@ from ..breaks import Break
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..identity import identity
+from ..naming import is_of
 from ..operators import Meaning, tensors_in
 from ..pool import Spot
-from ..randomness import Rewind
+from ..randomness import Known, Rewind
 from ..reach import Reach
 from ..spans import Spans
 from ..torch_private import raw_stream
@@ -68,6 +69,7 @@ class CudaWatch(OperatorWatch):
         self._draws: set[bool] = set()  # the values that this had when something was drawn
         self.sets_states = False
         self._registered = generators
+        self.known_states: Known | None = None  # of the generators, as the capture has begun with them
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
@@ -193,13 +195,22 @@ class CudaWatch(OperatorWatch):
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
+    def _has_its_own(self, does: str, of: torch.device) -> None:
+        """Where a generator has another's state, a place in the count is one in the count of that."""
+        default = torch.cuda.default_generators[self.device.index]
+        if of == self.device and self.known_states is not None and not self.known_states.is_own(default):
+            raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
+                          "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
+
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self._has_its_own("reads", of)
         self.states.read(state, self._rewound)
         self.forks(state)
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
             raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
+        self._has_its_own("sets", of)
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
             self.sets_states = True
@@ -230,7 +241,7 @@ class CudaWatch(OperatorWatch):
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
-        if generator.device.type == "cuda" and all(not _same(generator, g) for g in self._registered):
+        if is_of(generator, self.device) and all(not _same(generator, g) for g in self._registered):
             self._registered.append(generator)
             raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
                           "variable or global, or pass it as an argument", final=False)  # fmt: skip
