@@ -30,7 +30,7 @@ from ..garbage import uncollected
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, share_state
 from ..reach import Reach
-from ..recording import Program, Recording, memory_of
+from ..recording import MEMORY, Program, Recording, memory_of
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
@@ -52,6 +52,7 @@ _REMEDIES: Mapping[str, str] = {
     "operation not permitted when stream is capturing": "something here waits for the device: do that outside",
     "due to a previous error during capture":
         "something has failed in the call, and was caught in it: perhaps because it waits for the device, so do that outside",
+    "unjoined work": "wait in the function for what it begins: work.wait() for a collective with async_op=True",
     "dependency created on uncaptured work": "an event or a stream from outside is waited for here: do that before the call",
     "legacy stream depend on a capturing":
         "code outside that uses a parameter before has its gradients added up on the default stream: record that code as well, "
@@ -538,7 +539,7 @@ class CudaDevice:
         for other in self.pool.recordings:
             reached = other.footprint | other.lent
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
-                other.spoiled.append(True)
+                other.spoiled.append(MEMORY)
 
     # -- around replays
 
