@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -684,11 +685,8 @@ def _in_a_cycle() -> dict[str, Any]:
 def main(rank: int, backend: str, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    import torch._dynamo  # noqa: F401 - which takes long, and the first functional collective needs
-    import torch.distributed.tensor
-
-    import phonograph  # noqa: F401
-
+    for module in ("torch._dynamo", "torch.distributed.tensor", "phonograph"):  # which take long, and are needed
+        importlib.import_module(module)
     (folder / f"{rank}.ready").touch()
     if backend == "nccl":
         torch.cuda.set_device(rank)
