@@ -405,6 +405,36 @@ def _row_parallel(inner: bool = False):
     return _training(row_parallel, net)
 
 
+class _ReducedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def _column_parallel_module():
+    """The forward does not communicate, the backward does, and is recorded by itself."""
+    net, optimizer = _network()
+    net.register_forward_pre_hook(lambda module, args: _ReducedBackward.apply(args[0]))
+    before = torch.nn.Linear(4, 4).to(_device())
+    called = _recorded(net)
+
+    def column_parallel(x):
+        optimizer.zero_grad()
+        before.zero_grad()
+        loss = called(before(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), before.weight.grad
+
+    return _training(column_parallel, net)
+
+
 def _logs_and_reduces():
     """A value is read on the host, and the operator that does so may run between segments."""
     seen = []
@@ -433,13 +463,13 @@ def _mixture_of_experts():
     return _training(mixture_of_experts, net)
 
 
-def _pipeline():
+def _pipeline(inner: bool = False):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.manual_seed(dist.get_rank())
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()).to(_device())
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    stage = PipelineStage(net, dist.get_rank(), 2, _device())
+    stage = PipelineStage(_recorded(net) if inner else net, dist.get_rank(), 2, _device())
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
 
     def pipeline(x):
@@ -455,9 +485,9 @@ def _pipeline():
     return _training(pipeline, net)
 
 
-def _data_parallel():
+def _data_parallel(inner: bool = False):
     net, optimizer = _network()
-    called = torch.nn.parallel.DistributedDataParallel(net)
+    called = torch.nn.parallel.DistributedDataParallel(_recorded(net) if inner else net)
 
     def data_parallel(x):
         optimizer.zero_grad()
@@ -555,6 +585,10 @@ CASES = {
     "averages_in_hooks": Case(_averages_in_hooks),
     "row_parallel": Case(_row_parallel),
     "row_parallel_module": Case(lambda: _row_parallel(inner=True), inner=True),
+    "column_parallel_module": Case(_column_parallel_module, inner=True),
+    "pipeline_of_recorded_stages": Case(lambda: _pipeline(inner=True), inner=True),
+    "data_parallel_of_a_recorded_module": Case(lambda: _data_parallel(inner=True), inner=True),
+    "for_the_first_time": Case(_in_a_subgroup, warmup=0),
     "splits_at_a_collective": _of_x(functional_all_reduce, fallback="split", split_at=["_c10d_functional::all_reduce",
                                                                      "_c10d_functional::wait_tensor"]),
     "splits": Case(_logs_and_reduces, fallback="split"),

@@ -22,9 +22,11 @@ IN_GRAPHS = {
         "all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce", "reduce_scatter_tensor", "reduce_scatter",
         "all_to_all_single", "all_to_all",
     )},
-    **dict.fromkeys(("all_reduce_of_an_argument", "all_reduce_max", "all_reduce_async", "all_reduce_outside", "in_a_subgroup",
-                     "functional_all_reduce", "functional_view", "differentiable", "averages_gradients", "averages_in_hooks",
-                     "row_parallel", "row_parallel_module", "splits_at_a_collective"), "all_reduce"),
+    **dict.fromkeys((
+        "all_reduce_of_an_argument", "all_reduce_max", "all_reduce_async", "all_reduce_outside", "in_a_subgroup",
+        "for_the_first_time", "functional_all_reduce", "functional_view", "differentiable", "averages_gradients",
+        "averages_in_hooks", "row_parallel", "row_parallel_module", "splits_at_a_collective",
+    ), "all_reduce"),
     "broadcast_of_an_argument": "broadcast",
     "functional_all_gather": "all_gather_into_tensor",
     "functional_reduce_scatter": "reduce_scatter_tensor",
@@ -133,6 +135,15 @@ def test_c23_what_goes_on_outside_of_the_call_is_named(case, reason, backend):
 def test_c23_a_marked_function_may_communicate(backend):
     for told in found(backend):
         assert (told["reduces_live"]["live"], told["reduces_live"]["replayed"]) == (1, ranks.CALLS - 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "case", ["pipeline_of_recorded_stages", "data_parallel_of_a_recorded_module", "column_parallel_module"]
+)
+def test_c23_a_recorded_module_replays_in_what_communicates_around_it(case, backend):
+    for told in found(backend):
+        assert told[case]["replayed"] >= ranks.CALLS - 1, told[case]["reasons"]
 
 
 @pytest.mark.cuda
