@@ -47,7 +47,7 @@ def start(backend: str, folder: Path, cases: Iterable[str], **environment: str) 
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         **environment,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -531,6 +531,56 @@ def _reduces_live():
     return reduces_live, lambda n: [_numbers(n, 4)], list
 
 
+def _averages_gradients_live():
+    import phonograph as pg
+
+    net, optimizer = _network()
+    seen = []
+
+    @pg.live
+    def average(loss):
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+        dist.all_reduce(loss)
+        if len(seen) % 2 == 0:
+            seen.append(loss.item())
+
+    def averages_gradients_live(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean() / 2
+        loss.backward()
+        logged = loss.detach().clone()
+        average(logged)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        return logged
+
+    return _training(averages_gradients_live, net)
+
+
+def _accumulates():
+    """Two micro-batches, of which only the last communicates, and a loss that is logged every second step."""
+    net, optimizer = _network()
+    net.append(torch.nn.Dropout(0.25))
+    losses = []
+
+    def accumulates(x, last):
+        loss = net(x).square().mean() / 2
+        loss.backward()
+        if last:
+            for p in net.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    def arguments(n):
+        torch.manual_seed(n)
+        return [_numbers(n, 2, 4) / 100, n % 2 == 1]
+
+    return accumulates, arguments, lambda: [*net.parameters(), *losses]
+
+
 def _notes_after_reducing():
     import phonograph as pg
 
@@ -597,6 +647,8 @@ CASES = {
     "data_parallel": Case(_data_parallel),
     "sharded": Case(_sharded),
     "reduces_live": Case(_reduces_live),
+    "averages_gradients_live": Case(_averages_gradients_live),
+    "accumulates": Case(_accumulates),
     "notes_after_reducing": Case(_notes_after_reducing),
     "verified": _of_x(all_reduce, verify=2),
     "differs_by_rank": Case(_differs_by_rank),

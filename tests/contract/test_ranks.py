@@ -83,7 +83,7 @@ def test_c23_a_graph_has_collectives(case):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("notes_after_reducing", "runs note live after it has communicated with other ranks"),
+        ("notes_after_reducing", "note live after it has communicated with other ranks"),
         ("verified", "communicates with other ranks, which verify would do twice"),
     ],
 )
@@ -132,9 +132,15 @@ def test_c23_what_goes_on_outside_of_the_call_is_named(case, reason, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_c23_a_marked_function_may_communicate(backend):
+@pytest.mark.parametrize("case", ["reduces_live", "averages_gradients_live"])
+def test_c23_a_marked_function_may_communicate(case, backend):
     for told in found(backend):
-        assert (told["reduces_live"]["live"], told["reduces_live"]["replayed"]) == (1, ranks.CALLS - 1)
+        assert (told[case]["live"], told[case]["replayed"]) == (1, ranks.CALLS - 1), told[case]["reasons"]
+
+
+def test_c23_calls_that_do_not_communicate_are_recorded_beside_those_that_do():
+    for told in found("gloo"):
+        assert (told["accumulates"]["recorded"], told["accumulates"]["replayed"]) == (1, 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

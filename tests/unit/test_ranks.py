@@ -1,6 +1,7 @@
 """Recordings that communicate go before their process group, whoever ends it and however it was imported."""
 
 import gc
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -23,8 +24,10 @@ class Program:
 
 
 @pytest.fixture
-def world(tmp_path):
+def world(tmp_path, monkeypatch):
     """A process group of this process alone."""
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     if dist.is_initialized():
