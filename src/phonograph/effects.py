@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .collectives import REMEDY
 from .identity import identity
 from .loggers import decides_itself
 from .naming import is_of, named
@@ -98,6 +99,20 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
 
+_FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
+_OF_C10D: dict[str, Effect] = {
+    **{n: Effect(f"uses a store that it shares with other ranks ({n})") for n in (
+        "set", "get", "add", "check", "delete_key", "compare_set", "append", "multi_get", "multi_set", "num_keys", "list_keys",
+        "queue_push", "queue_pop", "queue_len",
+    )},
+    **{n: Effect(f"asks how far a collective is ({n})") for n in (
+        "is_completed", "is_success", "exception", "result", "get_future", "get_future_result",
+    )},
+    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in ("_start_coalescing", "_group_start")},
+}  # fmt: skip
+"""Methods of C++ objects there, which do not tell whose they are."""
+_C10D = "torch._C._distributed_c10d"
+
 # -- methods of built-in objects: by name, the owners for which it is an effect
 
 
@@ -160,7 +175,7 @@ _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "a
 
 _DRAWS = {"random", "getrandbits"}  # all other methods of Python's generators are made of these
 
-told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _CHANGES | _DRAWS)
+told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS)
 """The names of all built-in functions and methods that may be an effect: any other needs no further look."""
 
 _EFFECTS = [(f.__name__, e) for f, e in _FUNCTIONS.items()] + [(n, e) for n, rules in _BY_NAME.items() for _, e in rules]
@@ -185,6 +200,8 @@ def of_call(function: Any, owner: Any, frame: FrameType, outer: set[int]) -> Eff
     effect = _FUNCTIONS.get(function)
     if function.__name__ == "set_state" and sets_for_torch(frame):
         return None  # heard where that function started
+    if effect is None and function.__name__ in _OF_C10D and getattr(function, "__module__", None) == _C10D:
+        effect = _OF_C10D[function.__name__]
     if effect is None:
         effect = _of_method(function.__name__, owner, outer)
     return effect if effect is not None and effect.counts(frame) else None
@@ -282,6 +299,13 @@ for _name, _rule in (
     *_functions(f"{_LIB}/multiprocessing/connection.py", "send send_bytes recv recv_bytes recv_bytes_into poll",
                 Effect("works with other processes ({})")),
     *_functions(f"{_LIB}/subprocess.py", "_execute_child", Effect("starts a process")),
+    *_functions(f"{_TORCH}/distributed/distributed_c10d.py", "batch_isend_irecv _coalescing_manager all_gather_object "
+                "gather_object broadcast_object_list scatter_object_list send_object_list recv_object_list monitored_barrier",
+                _FAR),
+    *_functions(f"{_TORCH}/distributed/distributed_c10d.py", "init_process_group destroy_process_group new_group "
+                "_new_group_with_tag split_group shrink_group _abort_process_group",
+                Effect("makes or ends a process group ({})", by=ANYONE)),
+    *_functions(f"{_TORCH}/distributed/rpc/api.py", "rpc_sync rpc_async remote", _FAR),
 ):  # fmt: skip
     _STARTS.setdefault(_name, []).append(_rule)
 

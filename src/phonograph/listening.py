@@ -30,6 +30,7 @@ from types import (
     CodeType,
     FrameType,
     MethodDescriptorType,
+    MethodType,
     MethodWrapperType,
     WrapperDescriptorType,
 )
@@ -55,7 +56,9 @@ LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
 
 class FollowsRandomStates(Protocol):
-    """Is told of the states of torch's default generators that the call reads and sets."""
+    """Is told of the states of torch's default generators that the call reads and sets. `refusal`: it has refused something."""
+
+    refusal: Refusal | None
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         """May raise a `Refusal`."""
@@ -159,7 +162,10 @@ class Listener:
 
     def _judge(self, effect: Effect | None, frame: FrameType, *, final: bool = True) -> None:
         if effect is not None and self.concerned():
-            self.found.append(Refusal(effect.reason, effect.remedy, where=users_line(frame), final=final))
+            # Where something is refused on its way already, what comes of that (torch logs what is raised in a collective) is
+            # stopped as well, and no reason of its own.
+            first = self._follower.refusal or next(iter(self.found), None)
+            self.found.append(first or Refusal(effect.reason, effect.remedy, where=users_line(frame), final=final))
             raise self.found[-1]
 
     def concerned(self) -> bool:
@@ -209,6 +215,9 @@ def _monitoring(listener: Listener) -> Iterator[None]:
 
     def called(code: CodeType, offset: int, function: Any, first: Any) -> None:
         kind = type(function)
+        if kind is MethodType:  # of C++ objects, methods are built-in functions that are bound like Python's
+            function = function.__func__
+            kind = type(function)
         if kind in _BUILTIN and function.__name__ in told_names:
             owner = first if kind in _OF_TYPES else function.__self__
             listener.called(function, owner, sys._getframe(1))

@@ -35,7 +35,7 @@ from .left import Left
 from .mentions import CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .ran import Ran
-from .torch_private import has_memory
+from .torch_private import has_memory, is_spread
 from .where import is_users
 
 __all__ = ["BUFFERS", "BUILTINS", "FEW", "LEAVES", "UNNAMED", "Enter", "Objects"]
@@ -81,6 +81,8 @@ class Objects:
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
+        self.spread: list[str] = []  # DTensors
+        self.works: list[str] = []  # collectives that are under way, or were
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
@@ -399,7 +401,10 @@ class Objects:
         if type(tensor) is Borrowed:
             self.borrowed.append(path)
             return
-        if not has_memory(tensor):
+        spread = is_spread(type(tensor))
+        if spread:
+            self.spread.append(path)
+        if spread or not has_memory(tensor):
             self._odd.append(tensor)
             return
         self.tensors[identity(tensor)] = (path, tensor)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .collectives import COLLECTIVES, communicates
 from .errors import Refusal
 from .identity import identity
 from .wording import MARKED, at_work
@@ -30,7 +31,8 @@ class Meaning(NamedTuple):
     and no memory. For all others than the `refusable` there is nothing to `check`. `compiled` says that it is no Python code,
     `others` that somebody else than torch has made it. `constant` operators hand in a tensor that Python code just made from
     numbers (`torch.tensor(2.0)`); those that `converts` may make integers of any size of floating-point numbers; `copies` are
-    those that bring a tensor to another device. What it is given to write may be given another size where it `resizes`. One
+    those that bring a tensor to another device. One that `communicates` does so with
+    other ranks. What it is given to write may be given another size where it `resizes`. One
     that is `plain` only reads tensors, and nothing else has to be known of it.
     """
 
@@ -89,7 +91,8 @@ _METADATA = {f"aten::{name}" for name in (
 )}  # fmt: skip
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
-_TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional"}
+_TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional",
+           "_c10d_functional_autograd"}  # fmt: skip
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
@@ -135,9 +138,10 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
     reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
     shape_from_data = torch.Tag.dynamic_output_shape in tags or _is_nonzero(schema)
     writes += _UNDECLARED_WRITES.get(schema.name, ())
+    writes += COLLECTIVES[schema.name].writes if schema.name in COLLECTIVES else ()
     random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments}
     compiled, others = schema.name.startswith("aten::"), schema.name.split("::")[0] not in _TORCHS
-    communicates = schema.name.startswith(("c10d", "_c10d"))
+    far = communicates(schema.name)
     return Meaning(
         name=schema.name,
         writes=writes,
@@ -149,12 +153,12 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
         refusable=reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
         compiled=compiled,
         others=others,
-        communicates=communicates,
+        communicates=far,
         constant=schema.name in _CONSTANT,
         converts=schema.name in _CONVERTING,
         copies=schema.name in _COPIES,
         resizes=bool(named) and (not compiled or any(map(_may_be_resized, schema.arguments))),
-        plain=not (writes or named or random or communicates or schema.name == "aten::as_strided"),
+        plain=not (writes or named or random or far or schema.name == "aten::as_strided"),
     )
 
 
@@ -175,7 +179,7 @@ def _answers_from_data(func: torch._ops.OpOverload) -> bool:
     """Whether an operator of tensors returns plain values only, and these from what the tensors hold."""
     schema = func._schema
     lengths_in_tensors = schema.name.endswith("ctc_loss") and schema.overload_name == "Tensor"
-    if not schema.returns or (schema.name in _METADATA and not lengths_in_tensors):
+    if not schema.returns or communicates(schema.name) or (schema.name in _METADATA and not lengths_in_tensors):
         return False
     plain = not any("Tensor" in str(r.type) for r in schema.returns)
     return plain and any("Tensor" in str(a.type) for a in schema.arguments)

@@ -25,7 +25,7 @@ from .identity import identity
 from .joint import Joint
 from .left import advance, putting
 from .pool import Fill, once
-from .recording import Output, Recording, memory_of
+from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
@@ -122,7 +122,7 @@ class Player:
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
         if self.recording.spoiled or (self._templates and self._moved()):
-            return "the memory that it used"
+            return self.recording.spoiled[0]
         if self._mixed is not None and self._mixed():
             return "which random generators have one state"
         dials = self._dials
@@ -139,7 +139,7 @@ class Player:
         """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
         if [*map(address, self._templates)] == self._places:
             return False
-        self.recording.spoiled.append(True)
+        self.recording.spoiled.append(MEMORY)
         return True
 
     def ready(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -688,6 +688,8 @@ def _way(kind: type) -> Enter:
         return lambda reach, path, rng: reach.host_rngs.append(rng)
     if top == "numpy" and kind.__name__ == "SeedSequence":
         return Reach._iterator
+    if torch_private.is_work(kind):
+        return lambda reach, path, work: reach.works.append(path)
     if issubclass(kind, BUFFERS):
         return _with_its_own(Reach._buffer) if is_users_class(kind) else Reach._buffer
     return Reach._object if has_attributes(kind) else Reach._theirs if top != "phonograph" else _nothing

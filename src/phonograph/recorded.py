@@ -29,7 +29,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from . import optimizers, torch_private
+from . import optimizers, ranks, torch_private
 from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
@@ -41,6 +41,7 @@ from .joint import TWICE, Joint
 from .keys import NoSignature
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
+from .operators import meaning
 from .options import Options, overloads, switched_off
 from .packages import Packages
 from .player import GRAD, Player
@@ -181,7 +182,7 @@ class Recorded(Observed, Generic[P, R]):
         self.options = options
         self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         self._marked = options.fallback == "split"  # whether it may call marked functions
-        self._split_at = frozenset(x for name in options.split_at for x in overloads(name))
+        self._split_at = frozenset(x for name in options.split_at for x in overloads(name) if not meaning(x).communicates)
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
         self._histories: OrderedDict[Any, History] = OrderedDict()
         self._counters = Counters()
@@ -677,6 +678,8 @@ class Recorded(Observed, Generic[P, R]):
             recording = self._capture(call, reach, device, blocked, apart, in_flight)
             device.settle(recording)
             device.pool.add(recording)
+            if recording.communicates:
+                ranks.follow(recording)
             player = Player(recording, device)
             if recording.backward is not None:
                 recording.backward.takes_turns = in_flight
@@ -728,6 +731,8 @@ class Recorded(Observed, Generic[P, R]):
                 settled(tracing)
                 if recording.live_parts and self.options.verify:
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
+                if recording.communicates and self.options.verify:
+                    raise Refusal("communicates with other ranks, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:
                     raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
                 return recording

@@ -46,6 +46,7 @@ from .mentions import CYCLED, HISTORY, LIVE
 from .optimizers import fit_to_step
 from .pool import Lease, unowned
 from .ran import Ran
+from .ranks import follow_program
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
@@ -54,16 +55,18 @@ from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import (
+    coalesces,
     in_inference,
     on_thread_of_autograds,
     parametrizations_are_cached,
     ran_compiled,
     share_version,
     transforms_undone,
+    wait_for_all,
 )
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
-from .watch import OperatorWatch, storage_id
+from .watch import SPREAD, OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
 from .wording import operator as written
@@ -162,6 +165,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         with probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
                                 most, terms, release)  # fmt: skip
+        if captured.watch.communicated:
+            follow_program(captured.program)
         if release is not None and (release.again or captured.watch.parts):
             raise _ReadAgain
         for t in captured.watch.written.values():
@@ -229,6 +234,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         written_outside=_written_outside(captured.watch),
         effects=_effects(captured.watch, slots, grads, left),
         draws=captured.watch.drew,
+        communicates=captured.watch.communicated,
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
         borrow=terms.borrow,
@@ -347,6 +353,9 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
     return found
 
 
+_PARALLEL = (("torch.nn.parallel.distributed", "DistributedDataParallel"),
+             ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"))  # fmt: skip
+
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
 _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped_storage", "is_shared"})
 
@@ -361,10 +370,18 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor",
                       _read_at(reach, reach.arrays[0]))  # fmt: skip
-    parallel = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
-    if any(isinstance(m, parallel) for m in reach.modules):
-        raise Refusal("contains DistributedDataParallel, which prepares each step outside of what can be captured",
-                      "call pg.record on the module that it wraps")  # fmt: skip
+    for module, name in _PARALLEL:
+        parallel = getattr(sys.modules.get(module), name, ())
+        if any(isinstance(m, parallel) for m in reach.modules):
+            raise Refusal(f"contains {name}, which prepares each step outside of what can be captured",
+                          "call pg.record on the module that it wraps")  # fmt: skip
+    if coalesces():
+        raise Refusal("is called where collectives are collected, to begin together", "call it outside of that", this_call=True)
+    if reach.spread:
+        raise Refusal(f"can reach a DTensor ({reach.spread[0]})", SPREAD)
+    if reach.works:
+        raise Refusal(f"can reach a collective that is under way ({reach.works[0]})", "wait for it outside, and drop it",
+                      final=False)  # fmt: skip
     theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
     if reach.mentions.asks_history and theirs:
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor",
@@ -547,6 +564,9 @@ def _capture(
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
+        given_back: list[Any] = []
+        flatten(result, given_back)
+        wait_for_all(given_back)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in said:
             raise refusal

@@ -17,8 +17,9 @@ from .spans import Spans
 from .trees import Node
 from .views import View
 
-__all__ = ["Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
+__all__ = ["MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
 
+MEMORY = "the memory that it used"  # as what a recording has lost
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
@@ -142,10 +143,10 @@ class Recording:
     hold that. `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled`
     memory.
     `outputs` has more than the result has leaves where these are views of what is no result.
-    `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` becomes non-empty when its
-    memory was given away. `effects` says what playing it does besides giving results; "" if it does nothing else. `draws` is
-    False if it surely draws no random numbers. Each time it is played, it leaves what the call has
-    `left` in attributes.
+    `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
+    with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
+    else. `draws` is False if it surely draws no random numbers; `communicates`: with other ranks. Each time it is played, it
+    leaves what the call has `left` in attributes.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     effects: str = ""
     draws: bool = True
+    communicates: bool = False
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()
@@ -170,7 +172,7 @@ class Recording:
     reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
-    spoiled: list[bool] = field(default_factory=list, repr=False)
+    spoiled: list[str] = field(default_factory=list, repr=False)
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
 
     @property

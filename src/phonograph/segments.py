@@ -305,6 +305,8 @@ class Cuts:
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
+        if watch.communicated:  # where a call begins again, other ranks do not
+            raise Refusal(f"{runs} after it has communicated with other ranks", "call it before that, or outside")
         (autocast, *now), (before, *then) = _modes(), self._modes
         if now != then or (isinstance(operator, Marked) and autocast != before):  # an operator runs with what it is then
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")

@@ -28,19 +28,23 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
-           "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
-           "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
-           "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
-           "in_inference", "is_batched", "is_composite", "is_traced", "is_written_by_torch", "keeps_graph",
+__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on",
+           "backend_among", "backward_id", "before_groups_end", "below_autograd", "bindings", "bump", "call_through",
+           "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart", "current_device",
+           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
+           "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory",
+           "in_inference", "is_batched", "is_composite", "is_spread", "is_traced", "is_work", "is_written_by_torch",
+           "keeps_graph",
            "kept_settings", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
            "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
-           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "selected_anew",
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "segments_expand",
+           "selected_anew",
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
-           "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
+           "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
+           "when_backward_ends", "will_run",
            "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
@@ -212,6 +216,96 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     )
     check: Callable[..., bool] = guards.check
     return check
+
+
+# -- process groups
+
+
+def _c10d(name: str) -> Any:
+    """Where torch is built for several ranks, and they are in use."""
+    return getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
+
+
+def waits_by_itself(kinds: Iterable[type]) -> bool:
+    """Whether one of these kinds of tensors is what functional collectives give: it waits where it is used."""
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
+
+
+def is_spread(kind: type) -> bool:
+    """Whether tensors of this kind stand for parts on several ranks."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, getattr(module, "DTensor", ()))
+
+
+def is_work(kind: type) -> bool:
+    """Whether objects of this kind stand for a collective that is under way."""
+    return issubclass(kind, _c10d("Work") or ())
+
+
+def wait_for_all(results: Iterable[Any]) -> None:
+    """Wait for those that would do so by themselves, where they are used."""
+    for x in results:
+        if waits_by_itself([type(x)]):
+            x.trigger_wait()
+
+
+def coalesces() -> bool:
+    """Whether somebody collects collectives at the moment, to begin them together at some later point."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return bool(getattr(world, "pg_coalesce_state", None))
+
+
+def backend_among(given: Iterable[Any], device: torch.device) -> Any:
+    """What communicates for tensors of this device in the process group which is among an operator's arguments: boxed, by its
+    name, or as it is. None if there is none."""
+    kind, find = _c10d("ProcessGroup"), _c10d("_resolve_process_group")
+    for x in given:
+        with suppress(Exception):  # other arguments are boxed as well (what to reduce by), or texts
+            group = find(x) if isinstance(x, str) else x if isinstance(x, kind) else kind.unbox(x)
+            return group._get_backend(torch.device(device.type))
+    return None
+
+
+def has_begun(backend: Any) -> bool:
+    """Whether it has communicated before, where it tells: it must not begin to in a capture."""
+    begun = getattr(backend, "_is_initialized", None)
+    return begun is None or bool(begun())
+
+
+_ENDS = ("shutdown", "abort")
+
+
+def _groups() -> list[type]:
+    return [kind for name in ("ProcessGroup", "ProcessGroupNCCL") if (kind := _c10d(name)) is not None]
+
+
+def groups_tell_their_end() -> bool:
+    """Whether `before_groups_end` can hear of it."""
+    group = _c10d("ProcessGroup")
+    return group is not None and all(name in vars(group) for name in _ENDS)
+
+
+def before_groups_end(call: Callable[[], None]) -> Callable[[], None]:
+    """From now on, call this before any process group is shut down or aborted, whoever asks for it. (`destroy_process_group`
+    comes by the groups' own methods, and may have been imported by name long ago.) Returns what ends that."""
+    places = [(kind, name, own) for kind in _groups() for name in _ENDS if (own := vars(kind).get(name)) is not None]
+    for kind, name, own in places:
+        setattr(kind, name, _after(call, own))
+
+    def undo() -> None:
+        for kind, name, own in places:
+            setattr(kind, name, own)
+
+    return undo
+
+
+def _after(call: Callable[[], None], own: Any) -> Callable[..., Any]:
+    def end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call()
+        return own.__get__(self, type(self))(*args, **kwargs)
+
+    return end
 
 
 # -- settings of the process. They are looked at in every replay, and a call of Python's for each would cost half of it.
@@ -754,6 +848,11 @@ def segments(pool: Handle) -> list[dict[str, Any]]:
     now = [*map(sys.getrefcount, numbers)]
     _counted(ctypes.pythonapi.Py_DecRef, [n for n, had, has in zip(numbers, before, now, strict=True) if has > had])
     return [s for s in found if tuple(s["segment_pool_id"]) == pool]
+
+
+def segments_expand() -> bool:
+    """Whether the allocator has segments that grow, each of several allocations of the driver's."""
+    return any(s.get("is_expandable") for s in torch.cuda.memory_snapshot())
 
 
 def _counted(change: Any, things: Iterable[object]) -> None:

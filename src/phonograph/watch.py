@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
 from .casting import Casts
+from .collectives import refusal
 from .dials import Dials
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
@@ -34,7 +35,7 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
-from .torch_private import has_memory, not_compiled_by_itself
+from .torch_private import has_memory, is_spread, not_compiled_by_itself, waits_by_itself
 from .trees import flatten
 from .unwinding import comes_to_something
 from .where import BACKWARD, called_by, runs_through, users_line
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["OperatorWatch", "storage_id"]
+__all__ = ["SPREAD", "OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -79,6 +80,7 @@ _REMEDIES = {
 
 _HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
+SPREAD = "record what works with local tensors"
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
@@ -123,6 +125,7 @@ class OperatorWatch(TorchDispatchMode):
         self.given_outside: dict[int, torch.UntypedStorage] = {}  # memory outside that marked functions may write
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
+        self.communicated = False  # with other ranks
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
@@ -146,6 +149,8 @@ class OperatorWatch(TorchDispatchMode):
         return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and waits_by_itself(types):
+            return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
         blamed: Any = None
         listening = unheard()
@@ -155,6 +160,10 @@ class OperatorWatch(TorchDispatchMode):
                 with self:  # what the cut makes is the call's own
                     return self.cutting(func, args, kwargs)
             m = operators.meaning(func)
+            if m.communicates:
+                self.communicates(m, args, kwargs)
+            if types and any(map(is_spread, types)):
+                raise Refusal(f"{m.name} works with a DTensor", SPREAD)
             blamed = func
             if m.refusable:
                 operators.check(m, args, kwargs)
@@ -311,8 +320,8 @@ class OperatorWatch(TorchDispatchMode):
         return any(identity(root) in self._historic for root in roots) or any(n in self._historic.values() for n in nodes if n)
 
     def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
-        if m.random or m.communicates:
-            self.more = self.more or ("draws random numbers" if m.random else f"communicates ({written(m.name)})")
+        if m.random:
+            self.more = self.more or "draws random numbers"
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and _reaches_beside(args, kwargs):
             raise Refusal(f"{at_work(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
@@ -382,6 +391,14 @@ class OperatorWatch(TorchDispatchMode):
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """What the device does at the end of a segment."""
         raise NotImplementedError
+
+    def communicates(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+        """An operator is about to communicate with other ranks.
+
+        Raises:
+            Refusal: the device cannot capture it.
+        """
+        raise refusal(m.name)
 
     def frames(self) -> Starts:
         """The Python functions whose start it has to hear of, or refuse."""

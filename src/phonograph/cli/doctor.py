@@ -194,6 +194,6 @@ def _nccl_registration(environment: Mapping[str, str]) -> Finding:
     expandable = allocator_settings(environment).get("expandable_segments", "").lower() == "true"
     value = environment.get("NCCL_GRAPH_REGISTER", "not set (NCCL's default is 1)")
     if registers and expandable:
-        meaning = "with expandable_segments, collectives in a recording can hang or corrupt data: set it to 0"
+        meaning = "with expandable_segments, collectives in a graph can hang or corrupt data, and run live: set it to 0"
         return Finding("NCCL_GRAPH_REGISTER", "problem", value, meaning)
     return Finding("NCCL_GRAPH_REGISTER", "ok", value)

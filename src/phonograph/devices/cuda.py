@@ -31,7 +31,7 @@ from ..naming import is_of, named
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, held, put, reset, share_state
 from ..reach import Reach
-from ..recording import Program, Recording, memory_of
+from ..recording import MEMORY, Program, Recording, memory_of
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
@@ -55,6 +55,8 @@ _FAILURES = (
             f"do that outside the recorded function, {MARKED}"),
     Failure("due to a previous error during capture", "comes after something that failed while it was captured, and was caught",
             "that may be what waits for the GPU: do it outside the recorded function"),
+    Failure("unjoined work", "does not wait for what it begins",
+            "wait for it in the function: work.wait() for a collective with async_op=True"),
     Failure("dependency created on uncaptured work", "waits for an event or a stream from outside", "do that before the call"),
     Failure("legacy stream depend on a capturing", "comes to the default stream while it is captured",
             "code outside that uses a parameter before has its gradients added up there: record that code as well, or run it "
@@ -551,7 +553,7 @@ class CudaDevice:
         for other in self.pool.recordings:
             reached = other.footprint | other.lent
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
-                other.spoiled.append(True)
+                other.spoiled.append(MEMORY)
 
     # -- around replays
 

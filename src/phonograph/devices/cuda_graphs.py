@@ -292,7 +292,8 @@ class GraphProgram:
 
     def _launch_elsewhere(self) -> int:
         """On another stream than last time, and from now on."""
-        assert self._graph is not None
+        if self._graph is None:
+            raise RuntimeError("this recording was closed while it was played, because a process group has ended")
         self._stream = raw_stream(self._device)
         self._launch = driver.launcher(self._graph.raw_cuda_graph_exec(), self._stream)
         return self._launch()
@@ -328,3 +329,4 @@ class GraphProgram:
             self._graph.reset()
         self._graph = None
         self._keep = None
+        self._pointers, self._random, self._stream = None, False, -1  # a live part may close what goes on after it

@@ -28,14 +28,16 @@ import torch
 
 from .. import torch_private
 from ..breaks import Break
+from ..collectives import COLLECTIVES, called, refusal
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
 from ..identity import identity
 from ..naming import is_of
-from ..operators import Meaning, tensors_in
+from ..operators import Meaning, operands, tensors_in
 from ..pool import Spot
 from ..randomness import Known, Rewind
 from ..reach import Reach
+from ..segments import Unseen
 from ..spans import Spans
 from ..torch_private import raw_stream
 from ..watch import OperatorWatch, storage_id
@@ -110,6 +112,30 @@ class CudaWatch(OperatorWatch):
             if name:
                 raise Refusal(f"{at_work(m.name)} uses {name}, a tensor on the CPU",
                               "move it to the device; a replay could not see it change")  # fmt: skip
+
+    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+        known = COLLECTIVES.get(m.name)
+        if known is None or not known.in_graphs:
+            raise refusal(m.name)
+        if any(t.device != self.device for t in operands(args, kwargs)):
+            raise refusal(m.name, f" with tensors that are not on {self.device}")
+        if known.name != "wait_tensor":
+            self._see_group(m, [*args, *kwargs.values()])
+        self.communicated = True
+        self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _see_group(self, m: Meaning, given: list[Any]) -> None:
+        """Refuse a process group whose work is none for a graph."""
+        backend = torch_private.backend_among(given, self.device)
+        if backend is None or not torch_private.groups_tell_their_end():
+            raise refusal(m.name, ", of which this release of torch tells too little")
+        if backend.name() != "nccl":
+            raise refusal(m.name, f" by way of {backend.name()}")
+        if not torch_private.has_begun(backend):  # the live call that follows begins it
+            raise Unseen(f"communicates with other ranks ({called(m.name)}) for the first time", "", final=False)
+        if not self.communicated and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and torch_private.segments_expand():
+            raise refusal(m.name, " in memory of expandable segments, which NCCL takes for one allocation each in a graph",
+                          "set NCCL_GRAPH_REGISTER=0 in the environment, before the process group is made")  # fmt: skip
 
     def _look_at_stream(self) -> None:
         """What is launched now goes to the current stream, which may be another than that of the capture."""

@@ -1,0 +1,63 @@
+"""Recordings that communicate with other ranks go before the process group that they do so by.
+
+NCCL waits for all graphs that have its kernels before it ends a communicator, for ever if need be: a process whose recordings
+are still there would hang in `destroy_process_group`. And a graph of a group that is gone must not be played, also not where a
+new group has come. So before any group ends, all such recordings do, also those that are garbage already, and at the end of
+the process as well. The next call of a function runs live and finds the new group, if there is one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .devices import lock
+from .recording import Recording
+from .torch_private import before_groups_end
+
+__all__ = ["follow", "follow_program", "let_go"]
+
+_PATIENCE = 10.0  # seconds for another thread's capture or replay
+
+_programs: weakref.WeakSet[Any] = weakref.WeakSet()
+_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+_undo: list[Callable[[], None]] = []  # what hears of the end of groups
+
+
+def follow_program(program: Any) -> None:
+    """One that communicates has been captured. Whether it becomes a recording's is not known yet, but the graph is there."""
+    _programs.add(program)
+    if not _undo:
+        _undo.append(before_groups_end(let_go))
+        atexit.register(let_go)
+
+
+def follow(recording: Recording) -> None:
+    """This one communicates."""
+    _recordings.add(recording)
+
+
+def let_go() -> None:
+    """End all that communicate: a process group is about to end."""
+    held = lock.acquire(timeout=_PATIENCE)
+    try:
+        _end_all()
+    finally:
+        if held:
+            lock.release()
+    gc.collect()  # there may be graphs that are nobody's any more, the user's own too
+
+
+def _end_all() -> None:
+    for recording in list(_recordings):
+        recording.spoiled.append("its process group")
+    for program in list(_programs):
+        program.close()
+    _recordings.clear()
+    _programs.clear()
+    while _undo:
+        _undo.pop()()
+    atexit.unregister(let_go)

@@ -1,0 +1,180 @@
+"""C23: several ranks. No collective is left out, moved, or read before it has arrived: what communicates is recorded on a GPU,
+and replayed on all ranks, or runs live and says so. Recordings go before the process group that they communicate by (C17).
+
+The programs are in `tests/ranks.py`; two processes run all of them, once for each backend. (In one process of pytest: `-n 0` or
+`--dist=loadfile`.)"""
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
+
+# By which name a refusal calls what communicates: what a graph can have, and is refused on the CPU only; and what it cannot.
+IN_GRAPHS = {
+    **{name: name for name in (
+        "all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce", "reduce_scatter_tensor", "reduce_scatter",
+        "all_to_all_single", "all_to_all",
+    )},
+    **dict.fromkeys((
+        "all_reduce_of_an_argument", "all_reduce_max", "all_reduce_async", "all_reduce_outside", "in_a_subgroup",
+        "for_the_first_time", "functional_all_reduce", "functional_view", "differentiable", "averages_gradients",
+        "averages_in_hooks", "row_parallel", "row_parallel_module", "splits_at_a_collective",
+    ), "all_reduce"),
+    "broadcast_of_an_argument": "broadcast",
+    "functional_all_gather": "all_gather_into_tensor",
+    "functional_reduce_scatter": "reduce_scatter_tensor",
+    "functional_all_to_all": "all_to_all_single",
+    "functional_broadcast": "broadcast",
+    "functional_coalesced": "all_reduce_coalesced",
+    "gathers_outside": "all_gather_into_tensor",
+    "mixture_of_experts": "all_to_all_single",
+}  # fmt: skip
+REFUSED = {
+    "gather": "gather", "scatter": "scatter", "sends": "send|recv", "barrier": "barrier", "sends_a_batch": "batch_isend_irecv",
+    "coalesces": "_coalescing_manager", "gathers_objects": "all_gather_object",
+}  # fmt: skip
+
+
+@functools.cache
+def found(backend: str, *cases: str, **environment: str) -> list[dict]:
+    """What both ranks have found in all programs, or in these."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
+        return ranks.start(backend, Path(folder), cases or ranks.CASES, **environment)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ranks.CASES)
+def test_c23_each_rank_has_what_it_has_in_eager(case, backend):
+    for told in found(backend):
+        assert told.get(case, told["log"])["wrong"] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_all_processes_end(backend):
+    for told in found(backend):
+        assert told["status"] == 0, told["log"]
+
+
+@pytest.mark.parametrize("case", IN_GRAPHS | REFUSED)
+def test_c23_on_the_cpu_a_collective_is_refused_by_name_before_it_runs(case):
+    for told in found("gloo"):
+        called = (IN_GRAPHS | REFUSED)[case]
+        assert re.search(rf"communicates with other ranks \({called}\) at .*tests/ranks.py:", told[case]["reasons"])
+        assert told[case]["live"] == ranks.CALLS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", IN_GRAPHS)
+def test_c23_a_graph_has_collectives(case):
+    for told in found("nccl"):
+        assert (told[case]["recorded"], told[case]["replayed"]) == (1, ranks.CALLS - 1), told[case]["reasons"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("notes_after_reducing", "note live after it has communicated with other ranks"),
+        ("verified", "communicates with other ranks, which verify would do twice"),
+    ],
+)
+def test_c23_what_would_communicate_twice_runs_live(case, reason):
+    for told in found("nccl"):
+        assert reason in told[case]["reasons"]
+        assert told[case]["live"] == ranks.CALLS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", REFUSED)
+def test_c23_what_a_graph_cannot_have_is_refused_before_anything_is_begun(case):
+    for told in found("nccl"):
+        assert re.search(rf"communicates with other ranks \({REFUSED[case]}\) at .*tests/ranks.py:", told[case]["reasons"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_ranks_may_do_what_they_do_in_different_calls(backend):
+    mine, other = [told["differs_by_rank"] for told in found(backend)]
+    assert (mine["wrong"], other["wrong"]) == ([], [])
+    if backend == "nccl":
+        assert mine["live"] < other["live"] < ranks.CALLS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_pipeline_says_what_communicates(backend):
+    for told in found(backend):
+        assert "communicates with other ranks (" in told["pipeline"]["reasons"]
+        assert told["pipeline"]["recorded"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("uses_a_store", "uses a store that it shares with other ranks (add)"),
+        ("waits_for_what_began_outside", "can reach a collective that is under way"),
+        ("sharded", "can reach a DTensor"),
+        ("data_parallel", "contains DistributedDataParallel"),
+    ],
+)
+def test_c23_what_goes_on_outside_of_the_call_is_named(case, reason, backend):
+    for told in found(backend):
+        assert reason in told[case]["reasons"]
+        assert told[case]["recorded"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["reduces_live", "averages_gradients_live"])
+def test_c23_a_marked_function_may_communicate(case, backend):
+    for told in found(backend):
+        assert (told[case]["live"], told[case]["replayed"]) == (1, ranks.CALLS - 1), told[case]["reasons"]
+
+
+def test_c23_calls_that_do_not_communicate_are_recorded_beside_those_that_do():
+    for told in found("gloo"):
+        assert (told["accumulates"]["recorded"], told["accumulates"]["replayed"]) == (1, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "case", ["pipeline_of_recorded_stages", "data_parallel_of_a_recorded_module", "column_parallel_module"]
+)
+def test_c23_a_recorded_module_replays_in_what_communicates_around_it(case, backend):
+    for told in found(backend):
+        assert told[case]["replayed"] >= ranks.CALLS - 1, told[case]["reasons"]
+
+
+@pytest.mark.cuda
+def test_c17_recordings_go_before_their_process_group_and_are_made_anew_for_another():
+    for told in found("nccl", "anew"):
+        assert told["status"] == 0, told["log"]
+        assert told["anew"]["wrong"] == []
+        assert (told["anew"]["live"], told["anew"]["recorded"], told["anew"]["replayed"]) == (1, 1, ranks.CALLS - 1)
+        assert "its process group" in told["anew"]["reasons"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ["in_a_cycle", "exits"])
+def test_c17_a_process_ends_with_recordings_that_communicate(how):
+    for told in found("nccl", how):
+        assert told["status"] == 0, told["log"]
+        assert "Error" not in told["log"]
+
+
+@pytest.mark.cuda
+def test_c23_expandable_segments_need_a_setting_of_nccls():
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for told in found("nccl", "all_reduce", **expandable):
+        assert told["all_reduce"]["wrong"] == []
+        assert "set NCCL_GRAPH_REGISTER=0" in told["all_reduce"]["reasons"]
+    for told in found("nccl", "all_reduce", **expandable, NCCL_GRAPH_REGISTER="0"):
+        assert told["all_reduce"]["wrong"] == []
+        assert told["all_reduce"]["replayed"] == ranks.CALLS - 1

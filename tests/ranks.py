@@ -1,0 +1,801 @@
+"""Small programs on two ranks, each run as it is and recorded. Run as one of two processes: `python -m tests.ranks RANK BACKEND
+FOLDER CASE...`; writes what it has found to `FOLDER/RANK.json`: for each case what differs from the program as it is, the
+counts, and the reasons why calls have run live.
+
+`start` starts both, and waits for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import destroy_process_group, init_process_group  # as many import them: what they are is settled here
+
+CALLS = 5
+STARTING, PATIENCE = 150, 60  # seconds until both processes have imported all that they need, and for the rest
+
+
+class Case:
+    """`make` gives a function, what gives its arguments for the n-th call, and the tensors that it leaves."""
+
+    def __init__(
+        self, make: Callable[[], tuple[Any, Callable[[int], list[Any]], Callable[[], list[Any]]]], **options: Any
+    ) -> None:
+        self.make = make
+        self.options = options
+
+
+def start(backend: str, folder: Path, cases: Iterable[str], **environment: str) -> list[dict[str, Any]]:
+    """What both ranks have found. A process that does not end in time is killed, and has found nothing."""
+    here = Path(__file__).parent
+    paths = [str(here.parent), str(here.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    base = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+        **environment,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for rank in range(2):
+        command = [sys.executable, "-m", "tests.ranks", str(rank), backend, str(folder), *cases]
+        with (folder / f"{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, env=base, cwd=here.parent, stdout=log, stderr=log))
+    began = time.monotonic()
+    while time.monotonic() < began + STARTING and not all((folder / f"{rank}.ready").exists() for rank in range(2)):
+        if any(process.poll() is not None for process in processes):
+            break
+        time.sleep(0.05)
+    until = time.monotonic() + PATIENCE
+    found = []
+    for rank, process in enumerate(processes):
+        try:
+            status: Any = process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = "did not end"
+        told = folder / f"{rank}.json"
+        cases_found = json.loads(told.read_text()) if told.exists() else {}
+        found.append({"status": status, "log": (folder / f"{rank}.log").read_text()[-3000:], **cases_found})
+    return found
+
+
+# -- the programs
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _numbers(n: int, *shape: int) -> torch.Tensor:
+    """Small integers that are others on each rank and in each call."""
+    count = torch.Size(shape).numel()
+    start = 1 + 100 * dist.get_rank() + 10 * n
+    return torch.arange(start, start + count, device=_device(), dtype=torch.float32).reshape(shape)
+
+
+def _of_x(function: Callable[[torch.Tensor], Any], *shape: int, **options: Any) -> Case:
+    """A function of one tensor."""
+    return Case(lambda: (function, lambda n: [_numbers(n, *(shape or (4,)))], list), **options)
+
+
+def all_reduce(x):
+    y = x * 2
+    dist.all_reduce(y)
+    return y + 1
+
+
+def all_reduce_of_an_argument(x):
+    dist.all_reduce(x)
+    return x * 2
+
+
+def all_reduce_max(x):
+    y = x * 2
+    dist.all_reduce(y, op=dist.ReduceOp.MAX)
+    return y
+
+
+def all_reduce_async(x):
+    y = x * 2
+    work = dist.all_reduce(y, async_op=True)
+    z = x + 1
+    work.wait()
+    return y + z
+
+
+def _reduces_outside():
+    total = torch.zeros(4, device=_device())
+
+    def all_reduce_outside(x):
+        total.add_(x)
+        dist.all_reduce(total)
+        return total * 2
+
+    return all_reduce_outside, lambda n: [_numbers(n, 4)], lambda: [total]
+
+
+def _in_a_subgroup():
+    group = dist.new_group([0, 1])
+
+    def in_a_subgroup(x):
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y
+
+    return in_a_subgroup, lambda n: [_numbers(n, 4)], list
+
+
+def all_gather_into_tensor(x):
+    out = torch.empty(8, device=x.device)
+    dist.all_gather_into_tensor(out, x * 2)
+    return out + 1
+
+
+def _gathers_outside():
+    out = torch.zeros(8, device=_device())
+
+    def gathers_outside(x):
+        dist.all_gather_into_tensor(out, x * 2)
+        return out.sum()
+
+    return gathers_outside, lambda n: [_numbers(n, 4)], lambda: [out]
+
+
+def all_gather(x):
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x * 2)
+    return torch.cat(parts)
+
+
+def broadcast(x):
+    y = x * 2
+    dist.broadcast(y, src=1)
+    return y
+
+
+def broadcast_of_an_argument(x):
+    dist.broadcast(x, src=0)
+    return x * 2
+
+
+def reduce(x):
+    y = x * 2
+    dist.reduce(y, dst=0)
+    return y if dist.get_rank() == 0 else x
+
+
+def reduce_scatter_tensor(x):
+    out = torch.empty(2, device=x.device)
+    dist.reduce_scatter_tensor(out, x * 2)
+    return out + 1
+
+
+def reduce_scatter(x):
+    out = torch.empty(2, device=x.device)
+    dist.reduce_scatter(out, list((x * 2).chunk(2)))
+    return out + 1
+
+
+def all_to_all_single(x):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x * 2)
+    return out + 1
+
+
+def all_to_all(x):
+    out = [torch.empty(2, device=x.device) for _ in range(2)]
+    dist.all_to_all(out, list((x * 2).chunk(2)))
+    return torch.cat(out)
+
+
+def gather(x):
+    out = [torch.empty_like(x) for _ in range(2)] if dist.get_rank() == 0 else None
+    dist.gather(x * 2, out, dst=0)
+    return torch.cat(out) if out is not None else x
+
+
+def scatter(x):
+    out = torch.empty(2, device=x.device)
+    dist.scatter(out, list((x * 2).chunk(2)) if dist.get_rank() == 0 else None, src=0)
+    return out
+
+
+def functional_all_reduce(x):
+    return _functional().all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+
+def functional_view(x):
+    return _functional().all_reduce(x * 2, "sum", dist.group.WORLD).view(2, 2) + 1
+
+
+def functional_all_gather(x):
+    return _functional().all_gather_tensor(x * 2, 0, dist.group.WORLD) + 1
+
+
+def functional_reduce_scatter(x):
+    return _functional().reduce_scatter_tensor(x * 2, "sum", 0, dist.group.WORLD) + 1
+
+
+def functional_all_to_all(x):
+    return _functional().all_to_all_single(x * 2, None, None, dist.group.WORLD) + 1
+
+
+def functional_broadcast(x):
+    return _functional().broadcast(x * 2, 1, dist.group.WORLD) + 1
+
+
+def functional_coalesced(x):
+    a, b = _functional().all_reduce_coalesced([x * 2, x + 1], "sum", dist.group.WORLD)
+    return a * b
+
+
+def functional_is_returned(x):
+    return _functional().all_reduce(x * 2, "sum", dist.group.WORLD)
+
+
+def differentiable(x):
+    from torch.distributed.nn import functional
+
+    w = torch.ones(4, device=x.device, requires_grad=True)
+    loss = functional.all_reduce(w * x).square().sum()
+    (grad,) = torch.autograd.grad(loss, w)
+    return loss.detach(), grad
+
+
+def redistributes(x):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    spread = DTensor.from_local(x * 2, _mesh(), [Shard(0)])
+    return spread.redistribute(_mesh(), [Replicate()]).to_local() + 1
+
+
+def sends(x):
+    y = torch.empty_like(x)
+    if dist.get_rank() == 0:
+        dist.send(x * 2, 1)
+        dist.recv(y, 1)
+    else:
+        dist.recv(y, 0)
+        dist.send(x * 2, 0)
+    return y + 1
+
+
+def sends_a_batch(x):
+    y, peer = torch.empty_like(x), 1 - dist.get_rank()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x * 2, peer), dist.P2POp(dist.irecv, y, peer)]):
+        work.wait()
+    return y + 1
+
+
+def coalesces(x):
+    a, b = x * 2, x + 1
+    device = x.device if x.is_cuda else None  # gloo knows the other way only
+    with dist.distributed_c10d._coalescing_manager(device=device, async_ops=True) as manager:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    manager.wait()
+    return a * b
+
+
+def barrier(x):
+    y = x * 2
+    dist.barrier()
+    return y
+
+
+def gathers_objects(x):
+    found = [None, None]
+    dist.all_gather_object(found, dist.get_rank())
+    return x * sum(found)
+
+
+def _uses_a_store():
+    store = dist.distributed_c10d._get_default_store()
+
+    def uses_a_store(x):
+        store.add("counted", 1)
+        return x * 2
+
+    return uses_a_store, lambda n: [_numbers(n, 4)], list
+
+
+def _waits_for_what_began_outside():
+    y = _numbers(0, 4)
+    works = []
+
+    def waits_for_what_began_outside(x):
+        works[0].wait()
+        return y + x
+
+    def arguments(n):
+        y.copy_(_numbers(n, 4))
+        works[:] = [dist.all_reduce(y, async_op=True)]
+        return [_numbers(n, 4)]
+
+    return waits_for_what_began_outside, arguments, lambda: [y]
+
+
+def _network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(dist.get_rank())
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1)).to(_device())
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+
+def _training(step: Any, net: torch.nn.Module) -> tuple[Any, Any, Any]:
+    return step, lambda n: [_numbers(n, 2, 4) / 100], lambda: [*net.parameters(), *(p.grad for p in net.parameters())]
+
+
+def _averages_gradients():
+    net, optimizer = _network()
+
+    def averages_gradients(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        optimizer.step()
+        return loss.detach()
+
+    return _training(averages_gradients, net)
+
+
+def _averages_in_hooks():
+    net, optimizer = _network()
+
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad /= 2
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(average)
+
+    def averages_in_hooks(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _training(averages_in_hooks, net)
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def _row_parallel(inner: bool = False):
+    net, optimizer = _network()
+    net.register_forward_hook(lambda module, args, y: _Reduced.apply(y))
+    called = _recorded(net) if inner else net
+
+    def row_parallel(x):
+        optimizer.zero_grad()
+        loss = called(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _training(row_parallel, net)
+
+
+class _ReducedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def _column_parallel_module():
+    """The forward does not communicate, the backward does, and is recorded by itself."""
+    net, optimizer = _network()
+    net.register_forward_pre_hook(lambda module, args: _ReducedBackward.apply(args[0]))
+    before = torch.nn.Linear(4, 4).to(_device())
+    called = _recorded(net)
+
+    def column_parallel(x):
+        optimizer.zero_grad()
+        before.zero_grad()
+        loss = called(before(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), before.weight.grad
+
+    return _training(column_parallel, net)
+
+
+def _logs_and_reduces():
+    """A value is read on the host, and the operator that does so may run between segments."""
+    seen = []
+
+    def logs_and_reduces(x):
+        y = x * 2
+        seen.append(y.sum().item())
+        dist.all_reduce(y)
+        return y * seen[-1]
+
+    return logs_and_reduces, lambda n: [_numbers(n, 4)], list
+
+
+def _mixture_of_experts():
+    net, optimizer = _network()
+
+    def mixture_of_experts(x):
+        optimizer.zero_grad()
+        sent = _functional().all_to_all_single_autograd(x, None, None, dist.group.WORLD)
+        done = _functional().all_to_all_single_autograd(net(sent + 0), None, None, dist.group.WORLD)
+        loss = (done + 0).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _training(mixture_of_experts, net)
+
+
+def _pipeline(inner: bool = False):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(dist.get_rank())
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()).to(_device())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    stage = PipelineStage(_recorded(net) if inner else net, dist.get_rank(), 2, _device())
+    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+
+    def pipeline(x):
+        optimizer.zero_grad()
+        losses = []
+        if dist.get_rank() == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x * 0, losses=losses)
+        optimizer.step()
+        return [loss.detach() for loss in losses]
+
+    return _training(pipeline, net)
+
+
+def _data_parallel(inner: bool = False):
+    net, optimizer = _network()
+    called = torch.nn.parallel.DistributedDataParallel(_recorded(net) if inner else net)
+
+    def data_parallel(x):
+        optimizer.zero_grad()
+        loss = called(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _training(data_parallel, net)
+
+
+def _sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    net, optimizer = _network()
+    fully_shard(net, mesh=_mesh())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+    def sharded(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return sharded, lambda n: [_numbers(n, 2, 4) / 100], lambda: [p.to_local() for p in net.parameters()]
+
+
+def _reduces_live():
+    import phonograph as pg
+
+    @pg.live
+    def reduced(y):
+        dist.all_reduce(y)
+
+    def reduces_live(x):
+        y = x * 2
+        reduced(y)
+        return y + 1
+
+    return reduces_live, lambda n: [_numbers(n, 4)], list
+
+
+def _averages_gradients_live():
+    import phonograph as pg
+
+    net, optimizer = _network()
+    seen = []
+
+    @pg.live
+    def average(loss):
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+        dist.all_reduce(loss)
+        if len(seen) % 2 == 0:
+            seen.append(loss.item())
+
+    def averages_gradients_live(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean() / 2
+        loss.backward()
+        logged = loss.detach().clone()
+        average(logged)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        return logged
+
+    return _training(averages_gradients_live, net)
+
+
+def _accumulates():
+    """Two micro-batches, of which only the last communicates, and a loss that is logged every second step."""
+    net, optimizer = _network()
+    net.append(torch.nn.Dropout(0.25))
+    losses = []
+
+    def accumulates(x, last):
+        loss = net(x).square().mean() / 2
+        loss.backward()
+        if last:
+            for p in net.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    def arguments(n):
+        torch.manual_seed(n)
+        return [_numbers(n, 2, 4) / 100, n % 2 == 1]
+
+    return accumulates, arguments, lambda: [*net.parameters(), *losses]
+
+
+def _notes_after_reducing():
+    import phonograph as pg
+
+    seen = []
+
+    @pg.live
+    def note(y):
+        seen.append(y.sum().item())
+
+    def notes_after_reducing(x):
+        y = x * 2
+        dist.all_reduce(y)
+        note(y)
+        return y + 1
+
+    return notes_after_reducing, lambda n: [_numbers(n, 4)], list
+
+
+def _differs_by_rank():
+    """One rank gets another shape in a call, and its recordings are dropped in another."""
+
+    def differs_by_rank(x):
+        y = x.sum() * 2
+        dist.all_reduce(y)
+        return y * x
+
+    def arguments(n):
+        recorded = _now[-1]
+        if dist.get_rank() == 1 and n == 3 and recorded is not None:
+            import phonograph as pg
+
+            pg.reset(recorded)
+        return [_numbers(n, 3 if dist.get_rank() == 1 and n == 2 else 4)]
+
+    return differs_by_rank, arguments, list
+
+
+CASES = {
+    **{f.__name__: _of_x(f) for f in (
+        all_reduce, all_reduce_of_an_argument, all_reduce_max, all_reduce_async, all_gather_into_tensor, all_gather, broadcast,
+        broadcast_of_an_argument, reduce, reduce_scatter_tensor, reduce_scatter, all_to_all_single, all_to_all, gather, scatter,
+        functional_all_reduce, functional_view, functional_all_gather, functional_reduce_scatter, functional_all_to_all,
+        functional_broadcast, functional_coalesced, functional_is_returned, differentiable, redistributes, sends, sends_a_batch,
+        coalesces, barrier, gathers_objects,
+    )},
+    "all_reduce_outside": Case(_reduces_outside),
+    "in_a_subgroup": Case(_in_a_subgroup),
+    "gathers_outside": Case(_gathers_outside),
+    "uses_a_store": Case(_uses_a_store),
+    "waits_for_what_began_outside": Case(_waits_for_what_began_outside),
+    "averages_gradients": Case(_averages_gradients),
+    "averages_in_hooks": Case(_averages_in_hooks),
+    "row_parallel": Case(_row_parallel),
+    "row_parallel_module": Case(lambda: _row_parallel(inner=True), inner=True),
+    "column_parallel_module": Case(_column_parallel_module, inner=True),
+    "pipeline_of_recorded_stages": Case(lambda: _pipeline(inner=True), inner=True),
+    "data_parallel_of_a_recorded_module": Case(lambda: _data_parallel(inner=True), inner=True),
+    "for_the_first_time": Case(_in_a_subgroup, warmup=0),
+    "splits_at_a_collective": _of_x(functional_all_reduce, fallback="split", split_at=["_c10d_functional::all_reduce",
+                                                                     "_c10d_functional::wait_tensor"]),
+    "splits": Case(_logs_and_reduces, fallback="split"),
+    "mixture_of_experts": Case(_mixture_of_experts),
+    "pipeline": Case(_pipeline),
+    "data_parallel": Case(_data_parallel),
+    "sharded": Case(_sharded),
+    "reduces_live": Case(_reduces_live),
+    "averages_gradients_live": Case(_averages_gradients_live),
+    "accumulates": Case(_accumulates),
+    "notes_after_reducing": Case(_notes_after_reducing),
+    "verified": _of_x(all_reduce, verify=2),
+    "differs_by_rank": Case(_differs_by_rank),
+}  # fmt: skip
+
+
+# -- running them
+
+_now: list[Any] = []  # what is recorded at the moment, for cases that do something to it
+_inner: list[Any] = []
+_kept: list[Any] = []  # recordings that are there when the group ends
+
+
+def _functional() -> Any:
+    import torch.distributed._functional_collectives as functional
+
+    return functional
+
+
+@functools.cache
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(_device().type, (2,))
+
+
+def _recorded(net: torch.nn.Module) -> Any:
+    import phonograph as pg
+
+    if _now and _now[-1] is not None:
+        pg.record(net)
+        _inner[:] = [net]
+    return net
+
+
+def _run(case: Case, record: bool) -> tuple[list[Any], Any]:
+    import phonograph as pg
+
+    _now.append(True if record else None)
+    function, arguments, state = case.make()
+    recorded = function
+    if record and not case.options.get("inner"):
+        recorded = pg.record(function, **case.options)
+    _now[-1] = recorded if record and recorded is not function else None
+    found = []
+    for n in range(CALLS):
+        args = arguments(n)
+        result = recorded(*args)
+        found.append(([*map(_values, _leaves(result))], [*map(_values, args)], [*map(_values, state())]))
+    _now.pop()
+    return found, _inner[0] if record and case.options.get("inner") else recorded
+
+
+def _leaves(result: Any) -> list[Any]:
+    return [x for part in result for x in _leaves(part)] if isinstance(result, (tuple, list)) else [result]
+
+
+def _values(x: Any) -> Any:
+    return x.detach().clone() + 0 if isinstance(x, torch.Tensor) else x
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def _told(case: Case) -> dict[str, Any]:
+    import phonograph as pg
+
+    eager, _ = _run(case, record=False)
+    found, recorded = _run(case, record=True)
+    wrong = [f"call {n}: {name}" for n, (a, b) in enumerate(zip(eager, found, strict=True))
+             for name, x, y in zip(("results", "arguments", "state"), a, b, strict=True) if not _same(x, y)]  # fmt: skip
+    _kept.append(recorded)
+    stats = pg.stats(recorded)
+    return {"wrong": wrong, "live": stats.live, "recorded": stats.recorded, "replayed": stats.replayed,
+            "reasons": pg.explain(recorded)}  # fmt: skip
+
+
+# -- how processes end
+
+
+def _another() -> Any:
+    """A recorded function that communicates, called a few times."""
+    import phonograph as pg
+
+    recorded = pg.record(lambda x: all_reduce(x))
+    for n in range(CALLS):
+        recorded(_numbers(n, 4))
+    return recorded
+
+
+def _anew(folder: Path, rank: int, backend: str) -> dict[str, Any]:
+    """Destroy the group while recordings are there, make another, and go on with the same function."""
+    import phonograph as pg
+
+    recorded = _another()
+    before = pg.stats(recorded)
+    destroy_process_group()
+    init_process_group(backend, init_method=f"file://{folder}/another", rank=rank, world_size=2)
+    wrong = []
+    for n in range(CALLS):
+        expected = all_reduce(_numbers(n, 4))
+        if not torch.equal(recorded(_numbers(n, 4)), expected):
+            wrong.append(f"call {n}")
+    after = pg.stats(recorded)
+    return {"wrong": wrong, "live": after.live - before.live, "recorded": after.recorded - before.recorded,
+            "replayed": after.replayed - before.replayed, "reasons": pg.explain(recorded)}  # fmt: skip
+
+
+def _in_a_cycle() -> dict[str, Any]:
+    """A recording that is garbage, and not collected, when its group is destroyed."""
+    gc.disable()
+    circle: list[Any] = [_another()]
+    circle.append(circle)
+    return {"wrong": [], "reasons": ""}
+
+
+def main(rank: int, backend: str, folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for module in ("torch._dynamo", "torch.distributed.tensor", "phonograph"):  # which take long, and are needed
+        importlib.import_module(module)
+    (folder / f"{rank}.ready").touch()
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for name in cases:
+        began = time.monotonic()
+        try:
+            if name == "anew":
+                found[name] = _anew(folder, rank, backend)
+            elif name == "in_a_cycle":
+                found[name] = _in_a_cycle()
+            elif name != "exits":
+                found[name] = _told(CASES[name])
+        except BaseException:
+            found[name] = {"wrong": [traceback.format_exc()[-1500:]], "reasons": ""}
+        found.setdefault(name, {})["seconds"] = time.monotonic() - began
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+    if "exits" in cases:
+        _kept.append(_another())
+    else:
+        destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:] or [*CASES])
