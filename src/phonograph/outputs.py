@@ -26,7 +26,7 @@ from .recording import Output
 from .reliance import Grads
 from .signature import Call, attributes
 from .spans import Spans
-from .torch_private import share_version
+from .torch_private import has_memory, kind_of, share_version
 from .trees import containers, flatten, inside, labels
 from .views import View, root
 from .watch import storage_id
@@ -135,6 +135,8 @@ class _Plan:
         self._outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
 
     def all(self) -> tuple[Output, ...]:
+        for leaf in self._results:
+            _ordinary(leaf)
         for i, leaf in enumerate(self._results):
             if not isinstance(leaf, torch.Tensor):
                 self._found[i] = _value(leaf, self._reach)
@@ -302,9 +304,15 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
     return found
 
 
+def _ordinary(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            raise Refusal(f"returns a tensor of class {type(leaf).__qualname__}", "return a plain tensor")
+        if not has_memory(leaf):
+            raise Refusal(f"returns {kind_of(leaf)}", "return a dense tensor")
+
+
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
-        raise Refusal(f"returns a tensor of class {type(t).__qualname__}, layout {t.layout}", "return a plain tensor")
     try:
         t.grad_fn  # noqa: B018
     except RuntimeError:

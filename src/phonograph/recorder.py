@@ -54,7 +54,9 @@ from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import (
+    has_memory,
     in_inference,
+    is_shape,
     on_thread_of_autograds,
     parametrizations_are_cached,
     ran_compiled,
@@ -343,6 +345,11 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     if any(isinstance(m, parallel) for m in reach.modules):
         raise Refusal("contains DistributedDataParallel, which prepares each step outside of what can be captured",
                       "call pg.record on the module that it wraps")  # fmt: skip
+    shards = sys.modules.get("torch.distributed.fsdp")
+    sharded = tuple(getattr(shards, name, ()) for name in ("FSDPModule", "FullyShardedDataParallel"))
+    if any(isinstance(m, sharded) for m in reach.modules):
+        raise Refusal("contains an FSDP module, which gathers its weights in each call, and notes that it has",
+                      "record parts whose weights are not sharded")  # fmt: skip
     theirs = [t for t in call.tensors if not t.is_leaf or t.is_inference() or (traced and t.requires_grad)]
     if reach.mentions.asks_history and theirs:
         raise Refusal("asks where an argument comes from (is_leaf, grad_fn, is_inference)", "pass a detached tensor")
@@ -353,8 +360,8 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
         raise Refusal("is called within parametrize.cached(), which keeps tensors from call to call", this_call=True)
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
-    layouts = {t.grad.layout for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None}
-    if layouts - {torch.strided}:
+    grads = [t.grad for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
+    if not all(has_memory(g) or is_shape(g) for g in grads):
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
 
 
@@ -619,7 +626,7 @@ def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: li
 
 
 def _ordinary(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter)
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and has_memory(t)
 
 
 def _line_of(e: BaseException) -> str:
@@ -649,13 +656,13 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     if not watch.written.keys().isdisjoint(watch.slot_ids):
-        tensors = [t for _, t in reach.tensors.values() if t.layout is torch.strided]
+        tensors = [t for _, t in reach.tensors.values() if has_memory(t)]
         tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
         known = watch.known.keys() - watch.slot_ids
         storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
-    storages |= {storage_id(t): t.untyped_storage() for t in theirs if t.layout is torch.strided}
+    storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
     return Entangled([t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else (), storages.values())
 
 

@@ -27,9 +27,11 @@ from .torch_private import (
     default_device,
     dispatch_modes,
     function_modes,
+    has_memory,
     is_batched,
     is_traced,
     kept_settings,
+    kind_of,
     saved_tensors_hooks,
     state_guard,
 )
@@ -130,10 +132,11 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}")
-    if is_batched(t):
-        raise NoSignature("is called inside a batched computation (vmap, is_grads_batched)")
-    if t.layout is not torch.strided or t.is_nested:
-        raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor")
+    if not has_memory(t):
+        batched = is_batched(t)
+        raise NoSignature(
+            "is called inside a batched computation (vmap, is_grads_batched)" if batched else f"takes {kind_of(t)}"
+        )
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):

@@ -34,7 +34,7 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
-from .torch_private import has_memory, not_compiled_by_itself
+from .torch_private import are_fake, has_memory, is_valueless, kind_of, not_compiled_by_itself, say_themselves
 from .trees import flatten
 from .unwinding import comes_to_something
 from .where import called_by, runs_through, users_line
@@ -91,7 +91,7 @@ class OperatorWatch(TorchDispatchMode):
         self._births: dict[int, _Birth] = {}
         self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
-            if t.layout is torch.strided and not t.is_meta:
+            if has_memory(t):
                 self.known.setdefault(storage_id(t), name)
                 if t.is_leaf and t.grad is not None:
                     self._born(t.grad, f"{name}.grad")
@@ -137,6 +137,8 @@ class OperatorWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and (classes := say_themselves(types)):
+            return self._of_classes(func, classes, args, kwargs)
         blamed: Any = None
         listening = unheard()
         try:
@@ -175,6 +177,18 @@ class OperatorWatch(TorchDispatchMode):
             if listening is not None:
                 sys.setprofile(listening)
 
+    def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> Any:
+        """Some of the tensors are of classes that say themselves what an operator means: by other operators, which come here
+        next. (Fake tensors have no values, nor has what is computed of them.)"""
+        tensors = operators.operands(args, kwargs)
+        if are_fake(map(type, tensors)):
+            return func(*args, **kwargs)
+        t = next((t for t in tensors if type(t) in classes and t.requires_grad), None)
+        if t is not None and torch.is_grad_enabled():
+            raise self.located(Refusal(f"{operators.meaning(func).name} works with {kind_of(t)} that requires a gradient",
+                                       "record what needs no gradients, under torch.no_grad()"))  # fmt: skip
+        return NotImplemented
+
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
         refusal.where = refusal.where or users_line(sys._getframe(2))
@@ -190,12 +204,23 @@ class OperatorWatch(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = operators.constant(m, args[0]) if m.constant else func(*args, **kwargs)
-        if type(out) is torch.Tensor:
-            self._born(out)
-        else:
-            for t in operators.tensors_in(out, []):
-                self._born(t)
+        for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
+            self._born(t)
         return out
+
+    def memory_in(self, m: operators.Meaning, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of an operator's results that a replay has to make.
+
+        Raises:
+            Refusal: it could not make one.
+        """
+        found = []
+        for t in results:
+            if has_memory(t):
+                found.append(t)
+            elif not is_valueless(t):
+                raise Refusal(f"{m.name} gives {kind_of(t)}", "use dense tensors")
+        return found
 
     def lend(self, t: torch.Tensor, key: int) -> None:
         """This tensor stands for one in reach, on that storage, for as long as it lives."""
@@ -206,6 +231,8 @@ class OperatorWatch(TorchDispatchMode):
     def _born(self, t: torch.Tensor, name: str = "") -> None:
         """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
         the call ends, and its identity is then given to another storage."""
+        if not has_memory(t):
+            return
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in self.known:
@@ -235,13 +262,15 @@ class OperatorWatch(TorchDispatchMode):
         """Note what the operator touches. Returns the tensors among its arguments."""
         known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
-            if t.layout is not _STRIDED:
-                raise Refusal(f"{m.name} works with a {str(t.layout).removeprefix('torch.')} tensor", "use dense tensors")
+            if t.layout is not _STRIDED:  # the others that are not known are asked
+                raise _other_kind(m, t)
             key = t.untyped_storage()._cdata
             name = known.get(key)
             if name:
                 touched.add(key)
-            elif name is None:
+            elif name is None and not is_valueless(t):
+                if not has_memory(t):
+                    raise _other_kind(m, t)
                 self.stranger(m, t)
         if not m.plain:
             self._see_more(m, args, kwargs)
@@ -377,6 +406,10 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: to one that a replay would not have.
         """
         self.states.meaning(state)
+
+
+def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
+    return Refusal(f"{m.name} works with {kind_of(t)}", "use dense tensors")
 
 
 def _not_here(address: int, nbytes: int) -> None:

@@ -36,7 +36,7 @@ from ..pool import Spot
 from ..randomness import Rewind
 from ..reach import Reach
 from ..spans import Spans
-from ..torch_private import raw_stream
+from ..torch_private import has_memory, raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from . import driver
@@ -166,7 +166,7 @@ class CudaWatch(OperatorWatch):
             self._look_at_stream()
             given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
             for t in given:
-                if isinstance(t, torch.Tensor):
+                if isinstance(t, torch.Tensor) and has_memory(t):
                     self.writes(t)
         return False
 
