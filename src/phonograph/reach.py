@@ -233,6 +233,14 @@ class Reach(Objects):
         """Whether something may be decided by whether a gradient is there."""
         return bool(self.optimizers) or self.mentions.minds_gradients
 
+    @property
+    def trained_elsewhere(self) -> str:
+        """The name of a tensor without memory that may have a gradient, which is not followed; "" if there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [(path, [type(t)]) for path, t in self._odd if t.requires_grad]
+        say, fake = torch_private.say_themselves, torch_private.are_fake
+        return next((path for path, kind in trained if say(kind) and not fake(kind)), "")
+
     def gives(self, name: str) -> bool:
         """Whether some object or class of the user's has an attribute of this name."""
         dicts = [own_dict(thing) for _, thing, _ in self._selected]

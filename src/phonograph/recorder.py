@@ -363,6 +363,9 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     grads = [t.grad for _, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
     if not all(has_memory(g) or is_shape(g) for g in grads):
         raise Refusal("works with a gradient that is not dense", "use dense gradients (sparse=False)")
+    if reach.looks_at_gradients and (name := reach.trained_elsewhere):
+        raise Refusal(f"may look at the gradient of {name}, a tensor that consists of others",
+                      "record what needs no gradients by itself")  # fmt: skip
 
 
 def fed(call: Call, device: Any) -> list[torch.Tensor]:

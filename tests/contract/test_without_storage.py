@@ -563,6 +563,19 @@ def test_c11_weights_in_a_wrapper_that_are_trained(device):
     for _ in range(4):
         f(ramp(device, 4, 6))
     assert "works with a tensor of class Scaled that requires a gradient" in reasons(f)
+    optimizer = torch.optim.SGD([net.first.weight], lr=0.1)
+
+    @pg.record(warmup=1)
+    @torch.no_grad()
+    def forget(x):
+        optimizer.zero_grad()
+        return x + 1
+
+    for _ in range(4):
+        net.first.weight.grad = Scaled(torch.ones(8, 6, device=device))
+        assert_same(forget(ramp(device, 4)), ramp(device, 4) + 1)
+        assert net.first.weight.grad is None
+    assert "may look at the gradient of" in reasons(forget)
 
 
 @pytest.fixture
