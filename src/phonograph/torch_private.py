@@ -33,7 +33,7 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "clear_cublas_workspaces", "code_of", "compiled_by", "compiling_apart", "current_device", "default_device",
            "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation", "forget_recomputed",
            "function_modes", "goes_through", "has_memory", "in_inference", "inner_names", "is_batched", "is_composite",
-           "is_shape", "is_traced", "is_valueless", "is_wrapped", "is_written_by_torch", "keeps_graph",
+           "is_shape", "is_traced", "is_valueless", "is_written_by_torch", "keeps_graph",
            "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
            "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
            "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds",
@@ -201,13 +201,14 @@ def kind_of(t: torch.Tensor) -> str:
             return "a parameter that is not initialized yet"
         if t.is_nested or t.layout is not torch.strided:
             return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor"
-        if is_wrapped(t):
+        if _is_wrapped(t):
             return "a tensor of a torch.func transform (vmap, grad), which may have ended"
         named = {"quantized": t.is_quantized, "meta": is_shape(t), "functional": _is_functional(t)}
-        found = next((name for name, is_so in named.items() if is_so), "")
-        if found:
+        if found := next((name for name, is_so in named.items() if is_so), ""):
             return f"a {found} tensor"
-        return f"a tensor of class {type(t).__qualname__}" if type(t) not in _ORDINARY else "a tensor that is known to be zero"
+        if type(t) not in _ORDINARY:
+            return f"a tensor of class {type(t).__qualname__}"
+        return "a tensor that is known to be zero" if _is_zero(t) else "a tensor that has no memory"
 
 
 def is_shape(t: torch.Tensor) -> bool:
@@ -223,7 +224,7 @@ def is_valueless(t: torch.Tensor) -> bool:
 _functorch_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: False)
 
 
-def is_wrapped(t: torch.Tensor) -> bool:
+def _is_wrapped(t: torch.Tensor) -> bool:
     """Whether a transform of torch.func has made this tensor, which stands for another."""
     return bool(_functorch_wrapped(t)) and not _is_functional(t)
 
@@ -232,7 +233,7 @@ def behind(t: torch.Tensor) -> list[torch.Tensor]:
     """The tensor for which one stands that a transform has left behind, if that is what operators take for it now."""
     unwrapped: Any = getattr(torch._C._functorch, "get_unwrapped", None)
     differentiated: Any = getattr(torch._C._functorch, "is_gradtrackingtensor", None)
-    if unwrapped is None or differentiated is None or not is_wrapped(t) or not differentiated(t):
+    if unwrapped is None or differentiated is None or not _is_wrapped(t) or not differentiated(t):
         return []
     return [unwrapped(t)]
 
