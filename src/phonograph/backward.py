@@ -30,7 +30,7 @@ from .randomness import Rewind
 from .release import Release
 from .saved import Asked, Places, Reads
 from .spans import Spans
-from .torch_private import backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count
+from .torch_private import backward_id, forget_recomputed, has_memory, selected_anew, use_count
 
 __all__ = ["Backward", "Gradients", "Recompute", "Start"]
 
@@ -269,7 +269,7 @@ class Backward:
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
-        if grad is None or is_batched(grad) or not has_memory(grad):
+        if grad is None or not has_memory(grad):
             return grad
         storage = grad.untyped_storage()._cdata
         saved = storage in self._saved or self.places.lends(grad) or self.places.is_given(storage)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .errors import StaleOutput
-from .torch_private import alias, bump, not_followed_by_dynamo, share_version
+from .torch_private import alias, bump, has_memory, not_followed_by_dynamo, share_version
 
 __all__ = ["Borrowed", "Loan", "plain"]
 
@@ -148,7 +148,7 @@ def _lent(value: Any, loans: dict[int, Loan]) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, Borrowed):
             return value
-        if value.layout is not torch.strided or value.is_nested:
+        if not has_memory(value):
             return value.clone()
         loan = loans.get(value.untyped_storage()._cdata)
         if loan is None:

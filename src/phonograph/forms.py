@@ -25,7 +25,7 @@ from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied, state_of
-from .torch_private import has_memory, transformed
+from .torch_private import are_fake, has_memory, kind_of, say_themselves, transformed
 from .trees import Node, flatten
 from .watch import storage_id
 
@@ -165,7 +165,7 @@ class Notes:
         places, before = self._places(), self._tensors(storages)
         dials = [(h, h.read()) for h in self.reach.holders if h.dial is not None] if self.reach is not None else []
         outside = [t for _, t in self.reach.tensors.values()] if self.reach is not None else []
-        beside, own = {storage_id(t) for t in outside if t.layout is torch.strided}, {*map(identity, outside)}
+        beside, own = {storage_id(t) for t in outside if has_memory(t)}, {*map(identity, outside)}
         earlier = self._given_before()
         versions = [t._version for t in earlier]
         done = self._done.popleft() if self._done and self._done[0].marked is function else None
@@ -218,8 +218,9 @@ class Notes:
         if transformed():
             self._note(Form(operator, None, (), "is given tensors of a transform"), None)
             return operator(*args, **kwargs)
-        if any(t.is_nested for t in operands(args, kwargs)):
-            self._note(Form(operator, None, (), "is given a nested tensor"), None)
+        odd = next((t for t in operands(args, kwargs) if not has_memory(t)), None)
+        if odd is not None:
+            self._note(Form(operator, None, (), f"is given {kind_of(odd)}"), None)
             return operator(*args, **kwargs)
         written = {storage_id(t) for t in written_by(meaning(operator), args, kwargs)}
         places, before, sizes = self._places(), self._tensors(written), sizes_of(args, kwargs)
@@ -268,6 +269,8 @@ class _Noting(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and say_themselves(types) and not are_fake(types):  # other operators will come
+            return NotImplemented
         kwargs, casts = kwargs or {}, self._casts.within(meaning(func))
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:

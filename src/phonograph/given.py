@@ -85,7 +85,7 @@ class Given:
         theirs = {*map(identity, (*self._list, *self._containers))}
         leaves: list[Any] = []
         flatten(box, leaves)
-        new = [x for x in leaves if isinstance(x, torch.Tensor) and identity(x) not in theirs and x.layout is torch.strided]
+        new = [x for x in leaves if isinstance(x, torch.Tensor) and identity(x) not in theirs and has_memory(x)]
         made = [c for c in containers(box[0]) if identity(c) not in theirs]
         del leaves
         alone = all(_owners(new, i) == _ALONE for i in range(len(new)))

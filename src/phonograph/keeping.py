@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .identity import identity
+from .torch_private import has_memory
 
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
@@ -64,7 +65,7 @@ class Contents:
 def _holds(x: Any, held: Container[int]) -> bool:
     """A `ctx` does anyway: there are also the tensors that were saved."""
     there = (t for t in kept([x]) if isinstance(t, torch.Tensor))
-    return isinstance(x, NODE) or any(t.untyped_storage()._cdata in held for t in there if t.layout is torch.strided)
+    return isinstance(x, NODE) or any(t.untyped_storage()._cdata in held for t in there if has_memory(t))
 
 
 def _within(x: Any) -> Iterable[Any]:

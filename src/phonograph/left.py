@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .places import Holder, kept, own_dict
+from .torch_private import has_memory
 
 if TYPE_CHECKING:
     from .ran import Ran
@@ -96,7 +97,7 @@ def _sets_plainly(kind: type) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided
+    return type(value) is torch.Tensor and has_memory(value)
 
 
 def kinds(path: str, of: object, names: Sequence[str]) -> Holder:

@@ -35,7 +35,7 @@ from .left import Left
 from .mentions import CYCLED, LIVE, Mentions
 from .places import Holder, kept, key_label, own_dict
 from .ran import Ran
-from .torch_private import has_memory, is_spread
+from .torch_private import behind, has_memory, inner_names, is_shape
 from .where import is_users
 
 __all__ = ["BUFFERS", "BUILTINS", "FEW", "LEAVES", "UNNAMED", "Enter", "Objects"]
@@ -81,7 +81,6 @@ class Objects:
         self.host_rngs: list[Any] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
-        self.spread: list[str] = []  # DTensors
         self.works: list[str] = []  # collectives that are under way, or were
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
@@ -97,7 +96,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
-        self._odd: list[torch.Tensor] = []  # sparse ones and others that are no memory with a shape
+        self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
 
     def _class_of(self, kind: type) -> None:
@@ -401,11 +400,8 @@ class Objects:
         if type(tensor) is Borrowed:
             self.borrowed.append(path)
             return
-        spread = is_spread(type(tensor))
-        if spread:
-            self.spread.append(path)
-        if spread or not has_memory(tensor):
-            self._odd.append(tensor)
+        if not (has_memory(tensor) or is_shape(tensor)):
+            self._without_memory(path, tensor)
             return
         self.tensors[identity(tensor)] = (path, tensor)
         for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
@@ -413,6 +409,22 @@ class Objects:
                 self._fixed(f"{path}'s hook", hooks.values())
         if tensor.__dict__:
             self._attributed.append((path, tensor))
+
+    def _without_memory(self, path: str, tensor: torch.Tensor) -> None:
+        """A tensor that is no memory with a shape: what it is made of may be, and is what operators work with."""
+        self._odd.append((path, tensor))
+        self._fixed(path, behind(tensor))
+        names = inner_names(tensor)
+        own = tensor.__dict__ if names else {}
+        if own:
+            self._dict(path, own)
+        if names:
+            self._slots(path, tensor)
+        slots = {name for base in type(tensor).__mro__ for name, _ in slots_of(base)}
+        if apart := [name for name in names if name not in own and name not in slots]:  # properties
+            place = kept(path, lambda: tuple([getattr(tensor, name, None) for name in apart]))
+            self._hold(place._replace(named=lambda path, i, _: f"{path}.{apart[i]}"))
+            self._fixed(path, place.read())
 
     def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
         """Attributes that the user gave a tensor, or may give it."""

@@ -26,7 +26,7 @@ from .recording import Output
 from .reliance import Grads
 from .signature import Call, attributes
 from .spans import Spans
-from .torch_private import share_version
+from .torch_private import has_memory, kind_of, share_version
 from .trees import containers, flatten, inside, labels
 from .views import View, root
 from .watch import storage_id
@@ -134,6 +134,8 @@ class _Plan:
         self._outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
 
     def all(self) -> tuple[Output, ...]:
+        for leaf in self._results:
+            _ordinary(leaf)
         for i, leaf in enumerate(self._results):
             if not isinstance(leaf, torch.Tensor):
                 self._found[i] = _value(leaf, self._reach)
@@ -301,11 +303,15 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
     return found
 
 
+def _ordinary(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            raise Refusal(f"returns a tensor of class {class_of(leaf)}", "return a plain tensor: as_subclass(torch.Tensor)")
+        if not has_memory(leaf):
+            raise Refusal(f"returns {kind_of(leaf)}", "return it dense: to_dense()")
+
+
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
-    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
-        if t.layout is not torch.strided:
-            raise Refusal(f"returns a {str(t.layout).removeprefix('torch.')} tensor", "return it dense: to_dense()")
-        raise Refusal(f"returns a tensor of class {class_of(t)}", "return a plain tensor: as_subclass(torch.Tensor)")
     try:
         t.grad_fn  # noqa: B018
     except RuntimeError:

@@ -33,6 +33,7 @@ from .player import Player
 from .progress import progress
 from .recorded import History, Ours, Recorded, waited
 from .signature import Call, describe
+from .torch_private import has_memory
 from .trial import Moulds, Pad, Pads, cut, gradients, judged, objection, replaced, with_zeros
 from .where import users_level
 from .within import inside
@@ -199,7 +200,7 @@ class Padded(Recorded[..., Any]):
         for name, position, dims in self._declared:
             at: int | str = name if name in kwargs else position
             t: Any = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
-            if type(t) in _TENSORS and t.layout is torch.strided and not (t.is_quantized or t.is_nested):
+            if type(t) in _TENSORS and has_memory(t):
                 yield at, t, [(dim, sizes) for dim, sizes in dims if dim < t.dim()]
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

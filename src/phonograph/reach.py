@@ -134,9 +134,8 @@ class Reach(Objects):
             self._hold(kept("class", lambda: (*map(type, objects), *[x for k in kinds for x in (k.__bases__, k.__name__)])))
         if any(isinstance(k, abc.ABCMeta) for k in kinds) and self.mentions.asks_kind:
             self._hold(kept("registered classes", lambda: (abc.get_cache_token(),)))
-        odd = self._odd
-        if odd:
-            self._hold(kept("tensors", lambda: tuple([x for t in odd for x in (type(t), t._version)])))
+        if self._odd:
+            self._hold(_kinds(self._odd))
         if modules:
             self._hold(kept("class", lambda: tuple(map(type, modules)))._replace(watched=True))
             self._hold(kept("global hooks", torch_private.module_hooks))
@@ -233,6 +232,14 @@ class Reach(Objects):
     def looks_at_gradients(self) -> bool:
         """Whether something may be decided by whether a gradient is there."""
         return bool(self.optimizers) or self.mentions.minds_gradients
+
+    @property
+    def trained_elsewhere(self) -> str:
+        """The name of a tensor without memory that may have a gradient, which is not followed; "" if there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [(path, [type(t)]) for path, t in self._odd if t.requires_grad]
+        say, fake = torch_private.say_themselves, torch_private.are_fake
+        return next((path for path, kind in trained if say(kind) and not fake(kind)), "")
 
     def gives(self, name: str) -> bool:
         """Whether some object or class of the user's has an attribute of this name."""
@@ -571,6 +578,19 @@ class Reach(Objects):
             self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
         self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+
+def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:
+    """Of what kind tensors without memory are, and how often they were written."""
+    names = [f"{path}'s {what}" for path, _ in odd for what in ("class", "version")]
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [(t, not t.is_inference()) for _, t in odd]
+
+    def read() -> tuple[Any, ...]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple([x for t, counts in tensors for x in (type(t), t._version if counts else 0)])
+
+    return kept("tensors", read)._replace(named=lambda path, i, _: names[i])
 
 
 def _runs_for_the_user(frame: FrameType) -> bool:

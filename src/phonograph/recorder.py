@@ -56,7 +56,9 @@ from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import (
     coalesces,
+    has_memory,
     in_inference,
+    is_shape,
     on_thread_of_autograds,
     parametrizations_are_cached,
     ran_compiled,
@@ -66,7 +68,7 @@ from .torch_private import (
 )
 from .tracing import Tracing
 from .trees import containers, flatten, unflatten
-from .watch import SPREAD, OperatorWatch, storage_id
+from .watch import OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
 from .wording import operator as written
@@ -353,8 +355,12 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-_PARALLEL = (("torch.nn.parallel.distributed", "DistributedDataParallel"),
-             ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"))  # fmt: skip
+# Modules of torch's that prepare a step, and what can be recorded of them.
+_PARALLEL = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "call pg.record on the module that it wraps"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "record parts whose weights are not sharded"),
+    ("torch.distributed.fsdp", "FSDPModule", "record parts whose weights are not sharded"),
+)
 
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
 _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped_storage", "is_shared"})
@@ -370,15 +376,12 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor",
                       _read_at(reach, reach.arrays[0]))  # fmt: skip
-    for module, name in _PARALLEL:
+    for module, name, remedy in _PARALLEL:
         parallel = getattr(sys.modules.get(module), name, ())
         if any(isinstance(m, parallel) for m in reach.modules):
-            raise Refusal(f"contains {name}, which prepares each step outside of what can be captured",
-                          "call pg.record on the module that it wraps")  # fmt: skip
+            raise Refusal(f"contains {name}, which prepares each step outside of what can be captured", remedy)
     if coalesces():
         raise Refusal("is called where collectives are collected, to begin together", "call it outside of that", this_call=True)
-    if reach.spread:
-        raise Refusal(f"can reach a DTensor ({reach.spread[0]})", SPREAD)
     if reach.works:
         raise Refusal(f"can reach a collective that is under way ({reach.works[0]})", "wait for it outside, and drop it",
                       final=False)  # fmt: skip
@@ -396,8 +399,11 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
     for name, t in reach.tensors.values():
-        if t.is_leaf and t.grad is not None and t.grad.layout is not torch.strided:
+        if t.is_leaf and t.grad is not None and not (has_memory(t.grad) or is_shape(t.grad)):
             raise Refusal(f"works with a gradient that is not dense (that of {name})", "use dense gradients (sparse=False)")
+    if reach.looks_at_gradients and (name := reach.trained_elsewhere):
+        raise Refusal(f"may look at the gradient of {name}, a tensor that consists of others",
+                      "record what needs no gradients by itself")  # fmt: skip
 
 
 def _read_at(reach: Reach, *names: str) -> str:
@@ -669,7 +675,7 @@ def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: li
 
 
 def _ordinary(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter)
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and has_memory(t)
 
 
 def _failed(e: BaseException, operator: Any, failures: Sequence[Failure]) -> Refusal:
@@ -700,13 +706,13 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     if not watch.written.keys().isdisjoint(watch.slot_ids):
-        tensors = [t for _, t in reach.tensors.values() if t.layout is torch.strided]
+        tensors = [t for _, t in reach.tensors.values() if has_memory(t)]
         tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
         known = watch.known.keys() - watch.slot_ids
         storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
-    storages |= {storage_id(t): t.untyped_storage() for t in theirs if t.layout is torch.strided}
+    storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
     return Entangled([t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else (), storages.values())
 
 

@@ -340,9 +340,10 @@ class Cuts:
     def _passable(self, x: Any, runs: str, marked: bool) -> None:
         """Whether each replay can give this to the operator."""
         if isinstance(x, torch.Tensor):
-            plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+            plain = type(x) in (torch.Tensor, torch.nn.Parameter) and has_memory(x)
             ours = x.device == self._watch.device and not (x.is_conj() or x.is_neg())
-            number = x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))  # written in code of the call
+            # One that is written in code of the call may be a number on the host.
+            number = plain and x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))
             if not (plain and (ours or (number and not marked))):
                 raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
             if marked and identity(x) not in self._own and (attributes(x) or x.retains_grad or has_gradient_or_hooks(x)):

@@ -27,9 +27,11 @@ from .torch_private import (
     default_device,
     dispatch_modes,
     function_modes,
+    has_memory,
     is_batched,
     is_traced,
     kept_settings,
+    kind_of,
     saved_tensors_hooks,
     state_guard,
 )
@@ -146,11 +148,10 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     if type(t) not in _TENSORS:
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}",
                           "pass a plain tensor: t.as_subclass(torch.Tensor), or to_local() of a DTensor")  # fmt: skip
-    if is_batched(t):
-        raise NoSignature("takes a tensor of a batched computation (vmap, is_grads_batched)", "record what contains that")
-    if t.layout is not torch.strided or t.is_nested:
-        raise NoSignature(f"takes a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor",
-                          "pass a padded tensor, and a mask or lengths" if t.is_nested else
+    if not has_memory(t):
+        if is_batched(t):
+            raise NoSignature("takes a tensor of a batched computation (vmap, is_grads_batched)", "record what contains that")
+        raise NoSignature(f"takes {kind_of(t)}", "pass a padded tensor, and a mask or lengths" if t.is_nested else
                           "pass a dense tensor, or the tensors of which it is made (indices, values)")  # fmt: skip
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")

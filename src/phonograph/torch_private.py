@@ -28,24 +28,22 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on",
-           "backend_among", "backward_id", "before_groups_end", "below_autograd", "bindings", "bump", "call_through",
-           "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart", "current_device",
-           "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of", "forget_accumulation",
-           "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory",
-           "in_inference", "is_batched", "is_composite", "is_spread", "is_traced", "is_work", "is_written_by_torch",
-           "keeps_graph",
-           "kept_settings", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
-           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
-           "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
-           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
-           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "segments", "segments_expand",
-           "selected_anew",
+__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "are_fake", "autocast_is_on",
+           "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd", "bindings", "bump",
+           "call_through", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart",
+           "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
+           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
+           "has_memory", "in_inference", "inner_names", "is_batched", "is_composite", "is_shape", "is_spread", "is_traced",
+           "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of", "lend_code",
+           "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools",
+           "missing", "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
+           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
+           "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
+           "route_to_pool", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew",
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
            "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
-           "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph"]  # fmt: skip
+           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -157,17 +155,112 @@ def made_as(view: torch.Tensor) -> str:
     return "DEFAULT" if noted == "MULTI_OUTPUT_NODE" else noted
 
 
-def has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is memory with a shape: not sparse, nested, opaque, zero by definition (as derivatives may be), fake, or
-    a parameter that is not initialized yet."""
-    if t.layout is not torch.strided or t.is_nested:
-        return False
-    if type(t) not in _ORDINARY and (torch.nn.parameter.is_lazy(t) or t.untyped_storage().device.type != t.device.type):
-        return False
-    return not t._is_zerotensor()
-
-
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def _gives_storage(t: torch.Tensor) -> bool:
+    try:
+        return t.untyped_storage() is not None
+    except RuntimeError:  # or NotImplementedError, which is one
+        return False
+
+
+_has_storage: Callable[[torch.Tensor], bool] = getattr(torch._C, "_has_storage", _gives_storage)
+_is_functional: Callable[[torch.Tensor], bool] = getattr(torch, "_is_functional_tensor", lambda t: False)
+_is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zerotensor", lambda t: False)
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor is memory with a shape, and nothing else: to be asked before that memory is asked for, which raises
+    where there is none. Not so: what `kind_of` names."""
+    if type(t) in _ORDINARY:
+        return _lies_somewhere(t)
+    with torch._C.DisableTorchFunctionSubclass():  # what its class makes of such questions is not asked
+        return not torch.nn.parameter.is_lazy(t) and _lies_somewhere(t) and _has_address(t)
+
+
+def _lies_somewhere(t: torch.Tensor) -> bool:
+    if not _has_storage(t) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
+        return False
+    return not (_is_zero(t) or _is_functional(t))
+
+
+def _has_address(t: torch.Tensor) -> bool:
+    """Whether there is something where a tensor of some class says that it lies. Where it stands for others, torch has nothing
+    there, and on another device, or raises."""
+    storage = t.untyped_storage()
+    try:
+        return storage.device.type == t.device.type and (storage.data_ptr() != 0 or not storage.nbytes())
+    except RuntimeError:
+        return False
+
+
+def kind_of(t: torch.Tensor) -> str:
+    """What a tensor is that has no memory, or more than that."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.nn.parameter.is_lazy(t):
+            return "a parameter that is not initialized yet"
+        if t.is_nested or t.layout is not torch.strided:
+            return f"a {'nested' if t.is_nested else str(t.layout).removeprefix('torch.')} tensor"
+        if _is_wrapped(t):
+            return "a tensor of a torch.func transform (vmap, grad), which may have ended"
+        named = {"quantized": t.is_quantized, "meta": is_shape(t), "functional": _is_functional(t)}
+        if found := next((name for name, is_so in named.items() if is_so), ""):
+            return f"a {found} tensor"
+        if type(t) not in _ORDINARY:
+            return f"a tensor of class {type(t).__qualname__}"
+        return "a tensor that is known to be zero" if _is_zero(t) else "a tensor that has no memory"
+
+
+def is_shape(t: torch.Tensor) -> bool:
+    """Whether it is a plain tensor on the meta device: a shape without values."""
+    return type(t) in _ORDINARY and t.is_meta
+
+
+def is_valueless(t: torch.Tensor) -> bool:
+    """Whether there is nothing that could be another value at a replay: it is a shape, or known to be zero."""
+    return type(t) in _ORDINARY and (t.is_meta or _is_zero(t))
+
+
+_functorch_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: False)
+
+
+def _is_wrapped(t: torch.Tensor) -> bool:
+    """Whether a transform of torch.func has made this tensor, which stands for another."""
+    return bool(_functorch_wrapped(t)) and not _is_functional(t)
+
+
+def behind(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor for which one stands that a transform has left behind, if that is what operators take for it now."""
+    unwrapped: Any = getattr(torch._C._functorch, "get_unwrapped", None)
+    differentiated: Any = getattr(torch._C._functorch, "is_gradtrackingtensor", None)
+    if unwrapped is None or differentiated is None or not _is_wrapped(t) or not differentiated(t):
+        return []
+    return [unwrapped(t)]
+
+
+def inner_names(t: torch.Tensor) -> tuple[str, ...]:
+    """The names of the attributes that hold the tensors of which one of some class is made: torch's protocol of wrappers."""
+    if type(t) in _ORDINARY or not (hasattr(type(t), "__tensor_flatten__") and hasattr(type(t), "__tensor_unflatten__")):
+        return ()
+    with suppress(Exception):  # it is others' code, and may want what is not there yet
+        names, _ = t.__tensor_flatten__()  # type: ignore[attr-defined]
+        return tuple(names)
+    return ()
+
+
+_says_nothing: Any = getattr(torch._C, "_disabled_torch_dispatch_impl", None)
+
+
+def say_themselves(types: Iterable[type]) -> list[type]:
+    """Those of these classes of tensors that say themselves what operators mean (torch names others as well)."""
+    return [kind for kind in types if kind.__torch_dispatch__ is not _says_nothing]  # type: ignore[attr-defined]
+
+
+def are_fake(types: Iterable[type]) -> bool:
+    """Whether these classes are that of fake tensors."""
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return fake is not None and all(issubclass(kind, fake) for kind in types)
 
 
 def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -232,10 +325,10 @@ def waits_by_itself(kinds: Iterable[type]) -> bool:
     return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
 
 
-def is_spread(kind: type) -> bool:
-    """Whether tensors of this kind stand for parts on several ranks."""
+def is_spread(t: torch.Tensor) -> bool:
+    """Whether it stands for parts on several ranks."""
     module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(kind, getattr(module, "DTensor", ()))
+    return module is not None and isinstance(t, getattr(module, "DTensor", ())) and t.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def is_work(kind: type) -> bool:

@@ -41,6 +41,8 @@ from .torch_private import (
     alias,
     code_of,
     donates,
+    has_memory,
+    is_valueless,
     lend_code,
     lend_module,
     original_views,
@@ -225,7 +227,7 @@ class Tracing:
                           "pass it as an argument of the part, or use checkpoint(use_reentrant=False)")  # fmt: skip
         for x in kept([*self._hooks, *nodes]):
             if isinstance(x, torch.Tensor):
-                if x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
+                if has_memory(x) and x.device == self._device and storage_id(x) not in outside and x.untyped_storage().nbytes():
                     self.held[storage_id(x)] = alias(x)
                     self._keepsakes.append(x)
                     if not self._is_argument(x):
@@ -241,7 +243,7 @@ class Tracing:
 
     def kept(self) -> list[torch.Tensor]:
         """What the backward needs of the capture, besides what is `held`."""
-        return [t for t in self.saved if storage_id(t) not in self.held]
+        return [t for t in self.saved if has_memory(t) and storage_id(t) not in self.held]
 
     def _pack(self, t: torch.Tensor) -> int:
         itself = self._is_argument(t)
@@ -407,6 +409,8 @@ class Tracing:
     def _place(t: torch.Tensor, own: Set[int], outside: Container[int],
                lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
         """Where a saved tensor will be found after each replay."""
+        if is_valueless(t):
+            return t
         key = storage_id(t)
         if key in own:
             return lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())

@@ -25,6 +25,7 @@ from .reach import Reach
 from .recording import Recording
 from .reliance import same
 from .signature import Call, describe
+from .torch_private import has_memory
 from .trees import flatten, unflatten
 from .verify import equal, generators_in
 from .watch import storage_id
@@ -103,7 +104,7 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
         Unpadded: what is padded shows in them.
     """
     before = player.played
-    theirs = [t for t in (*call.tensors, *(t for _, t in reach.tensors.values())) if t.layout is torch.strided]
+    theirs = [t for t in (*call.tensors, *(t for _, t in reach.tensors.values())) if has_memory(t)]
     live = _Leaves(result)
     args, kwargs = padded.like
     moulds: Moulds | None = None
@@ -277,7 +278,7 @@ def _moulds(where: str, pads: Pads, padded: _Leaves, live: _Leaves, theirs: Sequ
 def _stands_alone(t: torch.Tensor, used: set[int]) -> bool:
     """Whether this live result is a plain tensor with memory of its own, in which no two elements share a place. Notes that
     memory as used."""
-    if type(t) is not torch.Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.requires_grad:
+    if type(t) is not torch.Tensor or not has_memory(t) or t.is_conj() or t.is_neg() or t.requires_grad:
         return False
     key, end = storage_id(t), 0
     free = key not in used or not t.untyped_storage().nbytes()

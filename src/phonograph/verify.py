@@ -18,6 +18,7 @@ from .randomness import put
 from .reach import Reach
 from .reliance import same
 from .signature import Call
+from .torch_private import has_memory
 from .trees import flatten
 from .watch import storage_id
 
@@ -31,7 +32,7 @@ class _State:
         named = [(f"argument {i}", t) for i, t in enumerate(call.tensors)]
         named += [(name, t) for name, t in reach.tensors.values()]
         named += [(f"{name}.grad", t.grad) for name, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
-        unique = {storage_id(t): (name, _bytes(t)) for name, t in named if t.layout is torch.strided}
+        unique = {storage_id(t): (name, _bytes(t)) for name, t in named if has_memory(t)}
         self._contents = [(name, b, b.clone()) for name, b in unique.values()]
         self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
         self._generators = [(g, g.get_state()) for g in generators_in(reach)]
@@ -103,7 +104,7 @@ class _Noted(NamedTuple):
 def _memory(t: torch.Tensor) -> int | None:
     """Which storage a tensor has; None where it has no memory."""
     t = t.inner if type(t) is Borrowed else t
-    return storage_id(t) if t.layout is torch.strided and t.untyped_storage().nbytes() else None
+    return storage_id(t) if has_memory(t) and t.untyped_storage().nbytes() else None
 
 
 def _tensors(tree: Any) -> list[tuple[torch.Tensor, int | None]]:

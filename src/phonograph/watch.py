@@ -35,18 +35,26 @@ from .listening import unheard
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
-from .torch_private import has_memory, is_spread, not_compiled_by_itself, waits_by_itself
+from .torch_private import (
+    are_fake,
+    has_memory,
+    is_spread,
+    is_valueless,
+    kind_of,
+    not_compiled_by_itself,
+    say_themselves,
+    waits_by_itself,
+)
 from .trees import flatten
 from .unwinding import comes_to_something
 from .where import BACKWARD, called_by, runs_through, users_line
 from .wording import MARKED, at_work
-from .wording import operator as written
 
 if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["SPREAD", "OperatorWatch", "storage_id"]
+__all__ = ["OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -80,7 +88,6 @@ _REMEDIES = {
 
 _HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
-SPREAD = "record what works with local tensors"
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
@@ -100,7 +107,7 @@ class OperatorWatch(TorchDispatchMode):
         self._births: dict[int, _Birth] = {}
         self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
-            if t.layout is torch.strided and not t.is_meta:
+            if has_memory(t):
                 self.known.setdefault(storage_id(t), name)
                 if t.is_leaf and t.grad is not None:
                     self._born(t.grad, f"{name}.grad")
@@ -152,6 +159,8 @@ class OperatorWatch(TorchDispatchMode):
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
+        if types and (classes := say_themselves(types)):
+            return self._of_classes(func, classes, args, kwargs)
         blamed: Any = None
         listening = unheard()
         try:
@@ -162,8 +171,6 @@ class OperatorWatch(TorchDispatchMode):
             m = operators.meaning(func)
             if m.communicates:
                 self.communicates(m, args, kwargs)
-            if types and any(map(is_spread, types)):
-                raise Refusal(f"{m.name} works with a DTensor", SPREAD)
             blamed = func
             if m.refusable:
                 operators.check(m, args, kwargs)
@@ -211,6 +218,21 @@ class OperatorWatch(TorchDispatchMode):
         self.touched.update(map(storage_id, operators.tensors_in([counts], [])))
         return True
 
+    def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> Any:
+        """Some of the tensors are of classes that say themselves what an operator means: by other operators, which come here
+        next. (Fake tensors have no values, nor has what is computed of them.)"""
+        tensors = operators.operands(args, kwargs)
+        if are_fake(map(type, tensors)):
+            return func(*args, **kwargs)
+        name = at_work(operators.meaning(func).name)
+        if any(map(is_spread, tensors)):
+            raise self.located(Refusal(f"{name} works with a DTensor of several ranks", "record what works with local tensors"))
+        t = next((t for t in tensors if type(t) in classes and t.requires_grad), None)
+        if t is not None and torch.is_grad_enabled():
+            raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient",
+                                       "record what needs no gradients, under torch.no_grad()"))  # fmt: skip
+        return NotImplemented
+
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
         refusal.where = refusal.where or users_line(sys._getframe(2))
@@ -227,17 +249,30 @@ class OperatorWatch(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
-        if type(out) is torch.Tensor:
-            self._born(out)
-        else:
-            for t in operators.tensors_in(out, []):
-                self._born(t)
+        for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
+            self._born(t)
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor that was made of numbers of Python's."""
-        self._constants.add(storage_id(t))
+        if has_memory(t):
+            self._constants.add(storage_id(t))
         return t
+
+    def memory_in(self, m: operators.Meaning, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of an operator's results that a replay has to make.
+
+        Raises:
+            Refusal: it could not make one.
+        """
+        found = []
+        for t in results:
+            if has_memory(t):
+                found.append(t)
+            elif not is_valueless(t):
+                raise Refusal(f"{at_work(m.name)} gives {kind_of(t)}", f"use dense tensors, or do it outside the recorded "
+                              f"function, {MARKED}")  # fmt: skip
+        return found
 
     def lend(self, t: torch.Tensor, key: int) -> None:
         """This tensor stands for one in reach, on that storage, for as long as it lives."""
@@ -248,6 +283,8 @@ class OperatorWatch(TorchDispatchMode):
     def _born(self, t: torch.Tensor, name: str = "") -> None:
         """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
         the call ends, and its identity is then given to another storage."""
+        if not has_memory(t):
+            return
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in self.known:
@@ -278,9 +315,8 @@ class OperatorWatch(TorchDispatchMode):
         """Note what the operator touches. Returns the tensors among its arguments."""
         known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
-            if t.layout is not _STRIDED:
-                raise Refusal(f"{at_work(m.name)} works with a {str(t.layout).removeprefix('torch.')} tensor",
-                              f"use dense tensors, or do it outside the recorded function, {MARKED}")  # fmt: skip
+            if t.layout is not _STRIDED:  # the others that are not known are asked
+                raise _other_kind(m, t)
             key = t.untyped_storage()._cdata
             name = known.get(key)
             if name:
@@ -288,7 +324,9 @@ class OperatorWatch(TorchDispatchMode):
                 if key in self._counts:
                     raise Refusal(f"{at_work(m.name)} works with the step count of an optimizer, which is kept on the host",
                                   "leave the count to the optimizer's step, or read it outside")  # fmt: skip
-            elif name is None:
+            elif name is None and not is_valueless(t):
+                if not has_memory(t):
+                    raise _other_kind(m, t)
                 self.stranger(m, t)
         if not m.plain:
             self._see_more(m, args, kwargs)
@@ -435,6 +473,11 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: to one that a replay would not have.
         """
         self.states.meaning(state)
+
+
+def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
+    return Refusal(f"{at_work(m.name)} works with {kind_of(t)}",
+                   f"use dense tensors, or do it outside the recorded function, {MARKED}")  # fmt: skip
 
 
 def _not_here(address: int, nbytes: int) -> None:

@@ -28,6 +28,7 @@ from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Elsewhere, Refusal
 from ..garbage import collected
+from ..identity import identity
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once, unowned
 from ..randomness import Rewind
@@ -37,9 +38,9 @@ from ..reliance import changed
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import below_autograd, maker, storage_at
+from ..torch_private import below_autograd, has_memory, maker, storage_at
 from ..watch import OperatorWatch, storage_id
-from ..wording import MARKED, Failure, at_work
+from ..wording import Failure, at_work
 from .base import Captured, Made
 from .out_variants import Variant, tried
 from .spelling import spelled
@@ -141,6 +142,8 @@ class Tape(OperatorWatch):
             return func(*args, **kwargs)
         if _may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._nothing_to_clear_up(m.name)
+        if m.communicates and "functional" in m.name:
+            raise Refusal(f"{m.name} goes on in the background after it has returned", "use torch.distributed.all_reduce")
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
@@ -153,14 +156,12 @@ class Tape(OperatorWatch):
         with Casts.restored(casts) if casts else nullcontext():
             out = func(*args, **kwargs)
         results = operators.tensors_in(out, [])
-        if results and all(t.is_meta for t in results):
-            return out  # a shape without values
+        made = {*map(identity, self.memory_in(m, results))}
+        if results and not made:
+            return out  # nothing that a replay would compute
         for t in results:
             self._stays_here(m, t.device)
-        if any(t.is_quantized or t._is_zerotensor() for t in results):
-            raise Refusal(f"{at_work(m.name)} gives a quantized tensor, or one that is known to be zero and has no memory",
-                          f"do it outside the recorded function, {MARKED}")  # fmt: skip
-        fresh = [storage_id(t) not in self.known for t in results]
+        fresh = [identity(t) in made and storage_id(t) not in self.known for t in results]
         variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
         if func in _NOTHING and _fills_memory():
             return self._constant(out)
@@ -226,6 +227,8 @@ class Tape(OperatorWatch):
 
     def _note(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if not has_memory(value):
+                return value  # it is the same at each replay
             key = storage_id(value)
             place = self._places.get(key)
             if place is None:

@@ -39,7 +39,7 @@ from ..randomness import Known, Rewind
 from ..reach import Reach
 from ..segments import Unseen
 from ..spans import Spans
-from ..torch_private import raw_stream
+from ..torch_private import has_memory, raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
@@ -197,7 +197,7 @@ class CudaWatch(OperatorWatch):
             self._look_at_stream()
             given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
             for t in given:
-                if isinstance(t, torch.Tensor):
+                if isinstance(t, torch.Tensor) and has_memory(t):
                     self.writes(t)
         return False
 
