@@ -23,6 +23,7 @@ import copy
 import weakref
 from collections.abc import Callable, Container, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
 from .torch_private import alias, backward_id, keeps_graph, may_run_backward, waits_for_all, when_backward_ends, will_run
+from .twice import Ends, Leaf, Twice, handed_out, leaf_of
+from .where import backwards_line
 
 __all__ = ["TWICE", "Joint"]
 
@@ -44,7 +47,9 @@ _SEEN = Refusal("has a gradient of one result with respect to another, through w
 _PAST = Refusal("has a result with a hook, or one that retains its gradient, which gradients of chosen inputs do not depend on",
                 "record the parts by themselves")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
-"""A backward that is itself to be differentiated has to run live."""
+"""Where backwards are themselves to be differentiated, calls had better run live."""
+
+_NESTED = "a part that has a backward of its own (checkpoint with use_reentrant=True)"
 
 _NONE = frozenset[int]()
 
@@ -112,7 +117,7 @@ class Joint:
         ]
         saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
+        flight = _Flight(self, [ref() for ref in self._memory], saved, kept, sources)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [
@@ -173,13 +178,11 @@ class Joint:
         for t in hooked:
             _keep_quiet(t, {n for n, hook in (t._backward_hooks or {}).items() if _counts_on(hook, nodes)})
 
-    def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
-        """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
-        would notice, were it run as a whole, runs live, and only as far: also where what is saved was written since, which need
-        not be on the way."""
+    def _chosen(self, flight: _Flight, pattern: tuple[bool, ...], edges: Sequence[Any]) -> list[bool] | None:
+        """Where gradients of chosen inputs are asked for: to which of these edges some flow, if not to all."""
         if may_run_backward():
             return None
-        wanted = [other is not None and will_run(other) for other, _ in node.next_functions]
+        wanted = [other is not None and will_run(other) for other, _ in edges]
         if all(wanted):
             return None
         chosen = {i for i, asked in enumerate(wanted) if asked}
@@ -187,11 +190,90 @@ class Joint:
             if pattern[i] and chosen.isdisjoint(self.traced.reaches[i]) and flight.watched(i):
                 self.traced.stop(_PAST)
                 raise RuntimeError(f"phonograph: a recorded function {_PAST.reason}. From its next call on, it runs live.")
-        if self.traced.repeatable and flight.unwritten():
+        return wanted
+
+    def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
+        """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
+        would notice, were it run as a whole, runs live, and only as far: also where what is saved was written since, which need
+        not be on the way."""
+        wanted = self._chosen(flight, pattern, node.next_functions)
+        if wanted is None or (self.traced.repeatable and flight.unwritten()):
             return None
         traced = copy.copy(self.traced)
         traced.wanted = wanted
         return traced
+
+    def again(
+        self, flight: _Flight, node: Any, grads: tuple[torch.Tensor | None, ...], ends: Ends = [], leaves: Sequence[Leaf] = ()
+    ) -> Sequence[torch.Tensor | None]:  # fmt: skip
+        """A backward comes to a node of a call whose backward is differentiated, now or once before: this comes to it, `grads`
+        of the results, and of tensors in the graph of the call, which depend on `leaves`. The last node in that backward runs
+        the whole, live: what it gives, no recording may overwrite."""
+        create = torch.is_grad_enabled()
+        if create:
+            self.differentiated()
+        arrived = flight.differentiates(node).arrive(node, grads, ends, leaves)
+        if arrived is None:
+            return [None] * len(self.traced.starts)
+        cut = self._cut(flight)
+        if cut and arrived.ends:
+            raise self._unseen()
+        known = [*arrived.leaves.values()]
+        given = [leaf_of(g, known) if create and g is not None else g for g in arrived.grads]
+        pattern = tuple(g is not None for g in given)
+        traced = copy.copy(self.traced)
+        edges = node.next_functions[-len(traced.starts) :]
+        traced.wanted = self._chosen(flight, pattern, edges) or ()
+        traced.differentiable = create
+        traced.further = [(end, leaf_of(g, known) if create else g) for end, g in arrived.ends]
+        found = self._through(flight, traced, cut, given, pattern)
+        if any(grad is None for grad in found):
+            self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
+        return handed_out(flight, found, known) if create else found
+
+    def _through(
+        self, flight: _Flight, traced: Backward, cut: list[int], grads: Sequence[torch.Tensor | None], pattern: tuple[bool, ...]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What a backward gives that runs live."""
+        assert flight.twice is not None
+        numbered = self._numbered(pattern) if self._saves_numbers else _NONE
+        retains = keeps_graph()
+        self._begin(flight, None, numbered)
+        given = (*grads, *flight.read())
+        with self.traced.noting(flight.gone) as asked:
+            try:
+                found, _ = traced.beyond(cut, given) if cut else traced(*given)
+            finally:
+                if not retains and may_run_backward():
+                    flight.spent |= asked.numbers | numbered
+        read = self._noted(asked)
+        flight.check(read)
+        if traced.differentiable:
+            flight.twice.read.update(asked.numbers)
+        if not retains:
+            flight.landed(pattern, read)
+        return found
+
+    def still_there(self, flight: _Flight) -> None:
+        """What a backward that is differentiated has read must be what it was.
+
+        Raises:
+            RuntimeError: it was written since.
+        """
+        assert flight.twice is not None
+        flight.check(self._read_of(flight.twice.read))
+
+    def differentiated(self) -> None:
+        """A backward of a call is itself to be differentiated: from the next call on, they run live.
+
+        Raises:
+            RuntimeError: this one cannot be.
+        """
+        self.traced.stop(replace(TWICE, where=backwards_line()))
+        if self.traced.nested or self.traced.only_captured:
+            raise RuntimeError("phonograph: a backward with create_graph=True cannot go through a recording with "
+                               f"{'attention that draws random numbers' if self.traced.only_captured else _NESTED}. From its "
+                               "next call on, the function or module runs live.")  # fmt: skip
 
     def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)
@@ -209,11 +291,18 @@ class Joint:
             if flight.joined_runs() and not any(flight.watched(k) for k in seen):
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
+        create, leaves = torch.is_grad_enabled(), list[Leaf]()
+        traced = copy.copy(self.traced)
+        traced.differentiable = create
         self._begin(flight, None, _NONE)
         with self.traced.noting(flight.gone) as asked:
-            found = dict(zip(seen, self.traced.between(i, grad, seen, flight.read()), strict=True))
+            flows = traced.between(i, leaf_of(grad, leaves) if create else grad, seen, flight.read())
         flight.check(self._noted(asked))
         look.cut.update(seen)
+        if create:
+            flight.differentiates(flight.node()).read.update(asked.numbers)
+            flows = handed_out(flight, flows, leaves)
+        found = dict(zip(seen, flows, strict=True))
         return [found.get(k) for k in others]
 
     def _cut(self, flight: _Flight) -> list[int]:
@@ -239,7 +328,10 @@ class Joint:
             self.traced.recompute.rewind.begins = flight.begins
 
     def _noted(self, asked: Asked) -> _Read:
-        return _Read(asked.numbers, tuple({self._index[n] for n in asked.numbers if n in self._index}))
+        return self._read_of(asked.numbers)
+
+    def _read_of(self, numbers: Set[int]) -> _Read:
+        return _Read(numbers, tuple({self._index[n] for n in numbers if n in self._index}))
 
 
 class _Read(NamedTuple):
@@ -260,9 +352,14 @@ class _Look(NamedTuple):
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
-    def __init__(self, joint: Joint, memory: list[Any], saved: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+    def __init__(
+        self, joint: Joint, memory: list[Any], saved: list[torch.Tensor], given: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> None:  # fmt: skip
         self.joint = joint
         self.given = given  # arguments of which something was saved
+        self.sources = sources  # what it depends on
+        self.twice: Twice | None = None  # once a backward of it was to be differentiated
         self._memory: list[Any] | None = memory
         self._saved = saved
         self._versions = _versions(saved)
@@ -299,6 +396,16 @@ class _Flight:
 
     def joined(self, node: Any) -> None:
         self._joined = weakref.ref(node)
+
+    def differentiates(self, node: Any) -> Twice:
+        """A backward is to be differentiated, of the call of which this is the node."""
+        if self.twice is None:
+            self.twice = Twice(node, len(self.joint.traced.attached))
+        return self.twice
+
+    def node(self) -> Any:
+        """The node of the whole call."""
+        return self._joined()
 
     def joined_runs(self) -> bool:
         """Whether the running backward comes to the node of the whole call: if not, somebody asks for one of its results."""
@@ -362,6 +469,8 @@ class _Flight:
             if self.joint.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
                 when_backward_ends(self.given.clear)  # (autograd may keep what it calls a moment longer)
             self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []
+            if self.twice is None:
+                self.sources = []
 
 
 _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them
@@ -423,12 +532,6 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 _counted: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-def _no_more_than_once(flight: _Flight) -> RuntimeError:
-    flight.joint.traced.stop(TWICE)
-    return RuntimeError("phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, "
-                        "the function or module runs live.")  # fmt: skip
-
-
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, results: list[torch.Tensor], *sources: Any) -> Any:
@@ -439,8 +542,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
-        if torch.is_grad_enabled():
-            raise _no_more_than_once(flight)
+        if flight.twice is not None or torch.is_grad_enabled():
+            return (None, None, *flight.joint.again(flight, ctx, grads))
         return (None, None, *flight.joint.run(flight, grads, ctx))
 
 
@@ -458,6 +561,4 @@ class _Apart(torch.autograd.Function):
         flight: _Flight = ctx.flight
         if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)
-        if torch.is_grad_enabled():
-            raise _no_more_than_once(flight)
         return (None, None, None, grad, *flight.joint.between(flight, ctx.i, grad))

@@ -53,7 +53,7 @@ from .signature import Call, describe, modes
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
-from .where import users_level, users_line
+from .where import backwards_line, users_level, users_line
 from .within import Within, inside
 
 __all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
@@ -540,7 +540,7 @@ class Recorded(Observed, Generic[P, R]):
                 left.discard(node)
                 history.ran_backward = history.ran_backward or not left
             if torch.is_grad_enabled() and (me := recorded()) is not None:
-                me._stop(TWICE)
+                me._stop(replace(TWICE, where=backwards_line()))
             torch_private.when_backward_ends(device.backward_ends)
             device.backward_begins([*reads, *_there(grads)])
             if not torch_private.keeps_graph():

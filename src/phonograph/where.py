@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
+__all__ = ["LIBRARY", "STDLIB", "USER", "backwards_line", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
            "runs_through", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -117,6 +117,15 @@ def users_line(frame: FrameType | None = None) -> str:
             theirs = at
         at = at.f_back
     return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
+
+
+def backwards_line() -> str:
+    """Within a backward: the user's line that runs it. On CUDA, autograd runs it on a thread of its own, and whoever has asked
+    for it waits: nothing is said where there are several."""
+    if line := users_line():
+        return line
+    waiting = [f for f in sys._current_frames().values() if f.f_code.co_name == "_engine_run_backward"]
+    return users_line(waiting[0]) if len(waiting) == 1 else ""
 
 
 def users_level() -> int:
