@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import gt
@@ -31,6 +31,7 @@ from .release import Release
 from .saved import Asked, Places, Reads
 from .spans import Spans
 from .torch_private import backward_id, forget_recomputed, has_memory, is_batched, selected_anew, use_count
+from .twice import nothing_through
 
 __all__ = ["Backward", "Gradients", "Recompute", "Start"]
 
@@ -164,7 +165,9 @@ class Backward:
     differentiable: bool = False
     """Whether its gradients get a history, in its own graph..."""
     further: Sequence[tuple[GradientEdge, torch.Tensor]] = ()
-    """...and gradients of such gradients, which it is given besides."""
+    """...and gradients of such gradients, which it is given besides..."""
+    besides: Sequence[GradientEdge] = ()
+    """...and places there for which it gives the gradients as well, at the end."""
 
     def __post_init__(self) -> None:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.own, *self.held))
@@ -222,7 +225,7 @@ class Backward:
         number there."""
         grads, arguments = self.gradients(given), given[len(self.ends) :]
         if not self.further and all(grad is None for grad in grads):
-            return [None] * len(self.starts), []
+            return [None] * (len(self.starts) + len(self.besides)), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.once is not None
             with self._keeping():
@@ -303,13 +306,21 @@ class Backward:
         with _hooks_set_aside(self.parameters):
             wanted = self.wanted or [True] * len(self.starts)
             starts = [start for start, asked in zip(self.starts, wanted, strict=True) if asked]
+            starts += self.besides
             found = iter(self._grad(ends, starts, grads) if starts else ())
-            return [next(found) if asked else None for asked in wanted], []
+            return [*(next(found) if asked else None for asked in wanted), *found], []
+
+    def within(
+        self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], arguments: Sequence[torch.Tensor], stops: Iterable[Any]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What flows from places in what has grown beyond the graph of the capture, up to nodes where it stops: into that graph
+        nothing flows."""
+        with self.places.noting(frozenset()), self.places.reading(arguments), nothing_through(stops):
+            found, _ = self._run([end for end, _ in ends], [grad for _, grad in ends])
+        return [*map(self._own, found)]
 
     def _grad(self, ends: list[GradientEdge], starts: list[GradientEdge], grads: list[torch.Tensor]) -> Sequence[Any]:
-        return torch.autograd.grad(
-            ends, starts, grads, retain_graph=True, create_graph=self.differentiable, allow_unused=True
-        )
+        return torch.autograd.grad(ends, starts, grads, retain_graph=True, create_graph=self.differentiable, allow_unused=True)
 
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""

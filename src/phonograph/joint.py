@@ -29,6 +29,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .backward import Backward, Gradients
 from .errors import Refusal
@@ -36,8 +37,17 @@ from .identity import identity
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
-from .torch_private import alias, backward_id, keeps_graph, may_run_backward, waits_for_all, when_backward_ends, will_run
-from .twice import Ends, Leaf, Twice, handed_out, leaf_of
+from .torch_private import (
+    alias,
+    backward_id,
+    is_batched,
+    keeps_graph,
+    may_run_backward,
+    waits_for_all,
+    when_backward_ends,
+    will_run,
+)
+from .twice import Arrived, Ends, Leaf, Twice, between, border, handed_out, leaf_of
 from .where import backwards_line
 
 __all__ = ["TWICE", "Joint"]
@@ -48,8 +58,6 @@ _PAST = Refusal("has a result with a hook, or one that retains its gradient, whi
                 "record the parts by themselves")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
 """Where backwards are themselves to be differentiated, calls had better run live."""
-
-_NESTED = "a part that has a backward of its own (checkpoint with use_reentrant=True)"
 
 _NONE = frozenset[int]()
 
@@ -204,38 +212,65 @@ class Joint:
         return traced
 
     def again(
-        self, flight: _Flight, node: Any, grads: tuple[torch.Tensor | None, ...], ends: Ends = [], leaves: Sequence[Leaf] = ()
-    ) -> Sequence[torch.Tensor | None]:  # fmt: skip
+        self, flight: _Flight, node: Any, grads: tuple[torch.Tensor | None, ...], ends: Ends, leaves: list[Leaf],
+        asked: Sequence[torch.Tensor] = (),
+    ) -> list[torch.Tensor | None]:  # fmt: skip
         """A backward comes to a node of a call whose backward is differentiated, now or once before: this comes to it, `grads`
-        of the results, and of tensors in the graph of the call, which depend on `leaves`. The last node in that backward runs
-        the whole, live: what it gives, no recording may overwrite."""
+        of the results, and at `ends` in the graph of the call, which depends on `leaves`. It runs live: what it gives, no
+        recording may overwrite. Returns the gradients of what the call depends on, and of those of the leaves that are
+        `asked` for. Each has them from the node that comes last to them."""
         create = torch.is_grad_enabled()
+        twice = flight.differentiates(node)
         if create:
-            self.differentiated()
-        arrived = flight.differentiates(node).arrive(node, grads, ends, leaves)
-        if arrived is None:
-            return [None] * len(self.traced.starts)
-        cut = self._cut(flight)
-        if cut and arrived.ends:
-            raise self._unseen()
-        known = [*arrived.leaves.values()]
-        given = [leaf_of(g, known) if create and g is not None else g for g in arrived.grads]
-        pattern = tuple(g is not None for g in given)
+            self.differentiated([*grads, *(grad for _, grad in ends)])
+            grads = tuple([g if g is None else leaf_of(g, leaves) for g in grads])
+        self._still_there(flight, twice)
+        here, last = twice.arrive(node, grads, leaves)
         traced = copy.copy(self.traced)
         edges = node.next_functions[-len(traced.starts) :]
-        traced.wanted = self._chosen(flight, pattern, edges) or ()
-        traced.differentiable = create
-        traced.further = [(end, leaf_of(g, known) if create else g) for end, g in arrived.ends]
-        found = self._through(flight, traced, cut, given, pattern)
-        if any(grad is None for grad in found):
-            self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
-        return handed_out(flight, found, known) if create else found
+        pattern = tuple(g is not None for g in here.grads)
+        traced.wanted = self._chosen(flight, pattern, edges) or [True] * len(edges)
+        traced.differentiable, traced.besides = create, [*map(get_gradient_edge, asked)]
+        if not last:
+            found = self._ahead(flight, node, here, ends, traced)
+        else:
+            traced.further = [*here.ends, *ends]
+            found = self._rest(flight, twice, traced, here.grads, pattern)
+        if last and not all(g is not None for g in found[: len(edges)]):
+            self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=False) if grad is None])
+        return handed_out(flight, found, here.leaves.values()) if create else found
 
-    def _through(
-        self, flight: _Flight, traced: Backward, cut: list[int], grads: Sequence[torch.Tensor | None], pattern: tuple[bool, ...]
-    ) -> list[torch.Tensor | None]:  # fmt: skip
-        """What a backward gives that runs live."""
+    def _ahead(self, flight: _Flight, node: Any, here: Arrived, ends: Ends, traced: Backward) -> list[torch.Tensor | None]:
+        """What a node gives that is not the last: it runs its own part, and leaves what flows on to those that come later. Of
+        code of the user's each gradient has to come at one time: there it leaves all but what only it can give."""
         assert flight.twice is not None
+        nothing: list[torch.Tensor | None] = [None] * (len(traced.starts) + len(traced.besides))
+        if not traced.repeatable:
+            here.ends.extend(ends)
+            traced.wanted = [False] * len(traced.starts)
+            return traced.within(ends, flight.read(), []) if ends and traced.besides else nothing
+        left = flight.twice.left_by(node, here)
+        ends = [*ends, *here.take(getattr(node, "own", _NONE))]
+        here.ends.extend((end, grad) for end, grad in ends if end.node in left)
+        ends = [(end, grad) for end, grad in ends if end.node not in left]
+        if not ends:
+            return nothing
+        edges = border(ends, left)
+        traced.besides = [*traced.besides, *edges]
+        found = traced.within(ends, flight.read(), {edge.node for edge in edges})
+        flows = found[len(nothing) :]
+        here.ends.extend((edge, grad) for edge, grad in zip(edges, flows, strict=True) if grad is not None)
+        return found[: len(nothing)]
+
+    def _rest(
+        self, flight: _Flight, twice: Twice, traced: Backward, grads: Sequence[torch.Tensor | None], pattern: tuple[bool, ...]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What the last node gives."""
+        if not any(traced.wanted):  # what is saved may be gone: it is not on the way
+            return traced.within([*traced.further], flight.read(), [])
+        cut = self._cut(flight)
+        if cut and traced.further:
+            raise self._unseen()
         numbered = self._numbered(pattern) if self._saves_numbers else _NONE
         retains = keeps_graph()
         self._begin(flight, None, numbered)
@@ -249,31 +284,35 @@ class Joint:
         read = self._noted(asked)
         flight.check(read)
         if traced.differentiable:
-            flight.twice.read.update(asked.numbers)
+            twice.read.update(asked.numbers)
         if not retains:
             flight.landed(pattern, read)
         return found
 
-    def still_there(self, flight: _Flight) -> None:
+    def _still_there(self, flight: _Flight, twice: Twice) -> None:
         """What a backward that is differentiated has read must be what it was.
 
         Raises:
             RuntimeError: it was written since.
         """
-        assert flight.twice is not None
-        flight.check(self._read_of(flight.twice.read))
+        if twice.read:
+            flight.check(self._read_of(twice.read))
 
-    def differentiated(self) -> None:
-        """A backward of a call is itself to be differentiated: from the next call on, they run live.
+    def differentiated(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """A backward of these gradients is itself to be differentiated: from the next call on, they run live.
 
         Raises:
             RuntimeError: this one cannot be.
         """
         self.traced.stop(replace(TWICE, where=backwards_line()))
-        if self.traced.nested or self.traced.only_captured:
-            raise RuntimeError("phonograph: a backward with create_graph=True cannot go through a recording with "
-                               f"{'attention that draws random numbers' if self.traced.only_captured else _NESTED}. From its "
-                               "next call on, the function or module runs live.")  # fmt: skip
+        for reason, is_so in (
+            ("of a part that has a backward of its own (checkpoint with use_reentrant=True)", self.traced.nested),
+            ("of attention that draws random numbers", self.traced.only_captured),
+            ("of several gradients at once (is_grads_batched, vectorize)", any(g is not None and is_batched(g) for g in grads)),
+        ):
+            if is_so:
+                raise RuntimeError(f"phonograph: a backward with create_graph=True {reason} cannot go through a recording. "
+                                   "From its next call on, the function or module runs live.")  # fmt: skip
 
     def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)
@@ -292,6 +331,8 @@ class Joint:
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
         create, leaves = torch.is_grad_enabled(), list[Leaf]()
+        if create:
+            self.differentiated([grad])
         traced = copy.copy(self.traced)
         traced.differentiable = create
         self._begin(flight, None, _NONE)
@@ -400,7 +441,9 @@ class _Flight:
     def differentiates(self, node: Any) -> Twice:
         """A backward is to be differentiated, of the call of which this is the node."""
         if self.twice is None:
-            self.twice = Twice(node, len(self.joint.traced.attached))
+            traced = self.joint.traced
+            starts = {start.node for start in traced.starts}
+            self.twice = Twice(node, len(traced.attached), between(traced.ends, starts), starts)
         return self.twice
 
     def node(self) -> Any:
@@ -543,7 +586,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
         if flight.twice is not None or torch.is_grad_enabled():
-            return (None, None, *flight.joint.again(flight, ctx, grads))
+            return (None, None, *flight.joint.again(flight, ctx, grads, [], []))
         return (None, None, *flight.joint.run(flight, grads, ctx))
 
 

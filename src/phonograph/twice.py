@@ -1,20 +1,23 @@
 """A recorded call whose backward is itself differentiated (`create_graph=True`).
 
-The graph of autograd that the capture has left behind has numbers in place of what was saved, but is otherwise eager's: it gives
-derivatives of any order. So such a backward runs live through it, over what the forward has saved. What is differentiated later
+The graph of autograd that the capture has left behind has numbers in place of what was saved, and is otherwise eager's: it
+gives derivatives of any order. So such a backward runs live through it, over what the forward has saved. What is differentiated later
 is that very graph, and not another that a second forward would make: neither random numbers, nor what was written since, nor
 code that runs twice comes into it.
 
 It stays private, because what its numbers stand for is known only while a backward of the call runs. In the user's graph the
 gradients that it gives come out of a node (`_Given`) that leads to where the gradients of the call's results came from, and to
-what the call depends on. So several nodes lead into one private graph: those of such gradients, and that of the results. In a
-backward the last of them goes through it, with what has arrived at all; where ways meet, gradients are added up as in eager.
+what the call depends on. So several nodes lead into one private graph: that of the results, and those of such gradients, which
+have grown it. In a backward each runs the part that has grown with it, and the last of them all the rest: in eager's order,
+so that gradients are added up where, and in the order in which, they are in eager. Where code of the user's runs in the
+backward, the last runs the whole: that code should not see a part of its gradients.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,7 @@ from .identity import identity
 from .saved import spent
 from .torch_private import backward_id, keeps_graph, when_backward_ends, will_run
 
-__all__ = ["Ends", "Leaf", "Twice", "handed_out", "leaf_of"]
+__all__ = ["Arrived", "Ends", "Leaf", "Twice", "between", "border", "handed_out", "leaf_of", "nothing_through"]
 
 Ends = list[tuple[GradientEdge, torch.Tensor]]
 """Places in the private graph, and the gradients that arrive there."""
@@ -45,47 +48,99 @@ def leaf_of(t: torch.Tensor, leaves: list[Leaf]) -> torch.Tensor:
     return leaves[-1].private
 
 
+def between(ends: Iterable[GradientEdge], but: Collection[Any]) -> set[Any]:
+    """The nodes to which these lead, `but` some and what is behind them, and leaves."""
+    found, work = set[Any](), [end.node for end in ends]
+    while work:
+        node = work.pop()
+        if node is None or node in but or node in found or getattr(node, "variable", None) is not None:
+            continue
+        found.add(node)
+        work.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def border(ends: Ends, stops: Set[Any]) -> list[GradientEdge]:
+    """Where the ways from these places enter the nodes at which they stop."""
+    nodes = between((end for end, _ in ends), stops)
+    return [GradientEdge(node, i) for node, i in {edge for n in nodes for edge in n.next_functions if edge[0] in stops}]
+
+
+@contextmanager
+def nothing_through(nodes: Iterable[Any]) -> Iterator[None]:
+    """Gradients arrive at these nodes, and go no further."""
+    handles = [node.register_prehook(lambda arrived: (None,) * len(arrived)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Arrived(NamedTuple):
     """What has come to the nodes of one call in one backward."""
 
     grads: list[torch.Tensor | None]
     """Of the results."""
     ends: Ends
+    """What is left to nodes that come later."""
     leaves: dict[int, Leaf]
-    """On which the ends depend, each once."""
+    """On which all that depends, each once."""
     nodes: set[int]
+
+    def take(self, own: Set[Any]) -> Ends:
+        """What has come to one of these nodes of the private graph."""
+        taken = [(end, grad) for end, grad in self.ends if end.node in own]
+        self.ends[:] = [(end, grad) for end, grad in self.ends if end.node not in own]
+        return taken
 
 
 class Twice:
     """The nodes that lead into the private graph of one call, and what has come to them in the backwards that run."""
 
-    def __init__(self, results: Any, count: int) -> None:
-        """`results` is the node of its results, of which there are so many."""
-        self._nodes = [weakref.ref(results)]
+    def __init__(self, results: Any, count: int, inner: Set[Any], starts: Set[Any]) -> None:
+        """`results` is the node of its results, of which there are so many; `inner` the nodes of the graph of the capture,
+        `starts` those where it begins."""
+        self._results = weakref.ref(results)
+        self._given: list[weakref.ref[Any]] = []
         self._count = count
         self._running: dict[int, Arrived] = {}
+        self._inner, self._starts = inner, starts
         self.read: set[int] = set()
         """The numbers of what was saved and read by a backward that is to be differentiated."""
 
     def add(self, node: Any) -> None:
-        """Gradients come out of this one."""
-        self._nodes = [ref for ref in self._nodes if ref() is not None]
-        self._nodes.append(weakref.ref(node))
+        """Gradients come out of this one. What it has grown of the private graph is its own."""
+        given = [*self._alive()]
+        node.own = between(node.ends, self._inner.union(self._starts, *(other.own for other in given)))
+        self._given = [*map(weakref.ref, given), weakref.ref(node)]
 
-    def arrive(self, node: Any, grads: Sequence[torch.Tensor | None], ends: Ends, leaves: Iterable[Leaf]) -> Arrived | None:
-        """This comes to a node. Returns what has come to all, if the running backward comes to no more of them."""
+    def _alive(self) -> Iterator[Any]:
+        return (node for ref in self._given if (node := ref()) is not None)
+
+    def arrive(self, node: Any, grads: Sequence[torch.Tensor | None], leaves: Iterable[Leaf]) -> tuple[Arrived, bool]:
+        """The running backward comes to a node. Returns what has come to all so far, and whether this is the last."""
         number, running = backward_id(), self._running
         if number not in running:
             running[number] = Arrived([None] * self._count, [], {}, set())
             when_backward_ends(lambda: running.pop(number, None) and None)
         here = running[number]
+        here.nodes.add(identity(node))
         if grads:
             here.grads[:] = grads
-        here.ends.extend(ends)
         here.leaves.update((identity(leaf.private), leaf) for leaf in leaves)
-        here.nodes.add(identity(node))
-        others = (other for ref in self._nodes if (other := ref()) is not None and identity(other) not in here.nodes)
-        return None if any(map(will_run, others)) else running.pop(number)
+        results = self._results()
+        return here, not any(self._comes(other, here) for other in (*self._alive(), results) if other is not None)
+
+    @staticmethod
+    def _comes(node: Any, here: Arrived) -> bool:
+        return identity(node) not in here.nodes and will_run(node)
+
+    def left_by(self, node: Any, here: Arrived) -> set[Any]:
+        """The nodes of the private graph that this one leaves to others: those of others that come later, and to the last what
+        leads to nothing but what the call depends on."""
+        others = [other for other in self._alive() if other is not node]
+        return self._inner.union(*(other.own for other in others if not other.private or self._comes(other, here)))
 
 
 def handed_out(flight: Any, found: list[torch.Tensor | None], leaves: Iterable[Leaf]) -> list[torch.Tensor | None]:
@@ -124,30 +179,15 @@ class _Given(torch.autograd.Function):
         flight, private = ctx.flight, ctx.private
         if ctx.ends is None:
             raise spent()
-        flight.joint.still_there(flight)
-        arrived = [(end, grad) for end, grad in zip(ctx.ends, grads, strict=True) if grad is not None]
         leaves = [Leaf(*pair) for pair in zip(private, ctx.saved_tensors, strict=True)]
-        toward = _toward(ctx, flight, arrived, leaves)
+        ends = [(end, grad) for end, grad in zip(ctx.ends, grads, strict=True) if grad is not None]
+        if torch.is_grad_enabled():
+            ends = [(end, leaf_of(grad, leaves)) for end, grad in ends]
+        nodes = [node for node, _ in ctx.next_functions[: len(private)]]
+        asked = [i for i, node in enumerate(nodes) if node is not None and will_run(node)]
+        found = flight.joint.again(flight, ctx, (), ends, leaves, [private[i] for i in asked])
         if not keeps_graph():
-            ctx.ends = None
-        sources = flight.joint.again(flight, ctx, (), arrived, leaves)
-        return (None, None, None, *toward, *sources)
-
-
-def _toward(ctx: Any, flight: Any, arrived: Ends, leaves: list[Leaf]) -> list[torch.Tensor | None]:
-    """What flows on to the gradients of the call's results, which the user's graph has made. (It meets nothing of the call: what
-    flows into that is left to the last node.)"""
-    nodes = [node for node, _ in ctx.next_functions[: len(leaves)]]
-    asked = [leaf for leaf, node in zip(leaves, nodes, strict=True) if node is not None and will_run(node)]
-    if not (asked and arrived):
-        return [None] * len(leaves)
-    create, below = torch.is_grad_enabled(), list(leaves)
-    grads = [leaf_of(grad, below) if create else grad for _, grad in arrived]
-    found: list[torch.Tensor | None] = list(
-        torch.autograd.grad(
-            [end for end, _ in arrived], [leaf.private for leaf in asked], grads,
-            retain_graph=True, create_graph=create, allow_unused=True,
-        )
-    )  # fmt: skip
-    given = dict(zip(map(identity, asked), handed_out(flight, found, below) if create else found, strict=True))
-    return [given.get(identity(leaf)) for leaf in leaves]
+            ctx.ends, ctx.own = None, set()
+        count = len(found) - len(asked)
+        toward = dict(zip(asked, found[count:], strict=True))
+        return (None, None, None, *map(toward.get, range(len(private))), *found[:count])

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["LIBRARY", "STDLIB", "USER", "backwards_line", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
-           "runs_through", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
+__all__ = ["LIBRARY", "STDLIB", "USER", "backwards_line", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users",
+           "origin", "runs_through", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
