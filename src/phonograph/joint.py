@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .backward import Backward, Gradients
 from .errors import Refusal
@@ -218,63 +218,75 @@ class Joint:
         """A backward comes to a node of a call whose backward is differentiated, now or once before: this comes to it, `grads`
         of the results, and at `ends` in the graph of the call, which depends on `leaves`. It runs live: what it gives, no
         recording may overwrite. Returns the gradients of what the call depends on, and of those of the leaves that are
-        `asked` for. Each has them from the node that comes last to them."""
+        `asked` for."""
         create = torch.is_grad_enabled()
         twice = flight.differentiates(node)
         if create:
             self.differentiated([*grads, *(grad for _, grad in ends)])
             grads = tuple([g if g is None else leaf_of(g, leaves) for g in grads])
         self._still_there(flight, twice)
-        here, last = twice.arrive(node, grads, leaves)
+        here, coming = twice.arrive(node, grads, leaves)
+        here.ends.extend(ends)
         traced = copy.copy(self.traced)
         edges = node.next_functions[-len(traced.starts) :]
         pattern = tuple(g is not None for g in here.grads)
         traced.wanted = self._chosen(flight, pattern, edges) or [True] * len(edges)
-        traced.differentiable, traced.besides = create, [*map(get_gradient_edge, asked)]
-        if not last:
-            found = self._ahead(flight, node, here, ends, traced)
-        else:
-            traced.further = [*here.ends, *ends]
-            found = self._rest(flight, twice, traced, here.grads, pattern)
-        if last and not all(g is not None for g in found[: len(edges)]):
-            self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=False) if grad is None])
+        traced.differentiable = create
+        toward = self._toward(flight, traced, here, asked, coming)
+        found: list[torch.Tensor | None] = [None] * len(edges)
+        if not coming:
+            found = self._rest(flight, twice, traced, here, pattern)
+            if any(grad is None for grad in found):
+                self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
+        elif traced.repeatable and all(map(twice.is_results, coming)):
+            found = self._grown(flight, twice, traced, here)
+        found = [*found, *toward]
         return handed_out(flight, found, here.leaves.values()) if create else found
 
-    def _ahead(self, flight: _Flight, node: Any, here: Arrived, ends: Ends, traced: Backward) -> list[torch.Tensor | None]:
-        """What a node gives that is not the last: it runs its own part, and leaves what flows on to those that come later. Of
-        code of the user's each gradient has to come at one time: there it leaves all but what only it can give."""
-        assert flight.twice is not None
-        nothing: list[torch.Tensor | None] = [None] * (len(traced.starts) + len(traced.besides))
-        if not traced.repeatable:
-            here.ends.extend(ends)
-            traced.wanted = [False] * len(traced.starts)
-            return traced.within(ends, flight.read(), []) if ends and traced.besides else nothing
-        left = flight.twice.left_by(node, here)
-        ends = [*ends, *here.take(getattr(node, "own", _NONE))]
-        here.ends.extend((end, grad) for end, grad in ends if end.node in left)
-        ends = [(end, grad) for end, grad in ends if end.node not in left]
+    @staticmethod
+    def _toward(
+        flight: _Flight, traced: Backward, here: Arrived, asked: Sequence[torch.Tensor], coming: Sequence[Any]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What flows to some gradients of the results, on which what has grown depends; and nothing into the call itself. Where
+        another node that comes gives it, that does, for all."""
+        later = {identity(p) for node in coming for p in getattr(node, "private", ())}
+        due = {identity(p): get_gradient_edge(p) for p in asked if identity(p) not in later}
+        if not (due and here.ends):
+            return [None] * len(asked)
+        traced = copy.copy(traced)
+        traced.wanted, traced.besides = [False] * len(traced.starts), [*due.values()]
+        found = traced.within(here.ends, flight.read(), [])[len(traced.starts) :]
+        given = dict(zip(due, found, strict=True))
+        return [given.get(identity(p)) for p in asked]
+
+    @staticmethod
+    def _grown(flight: _Flight, twice: Twice, traced: Backward, here: Arrived) -> list[torch.Tensor | None]:
+        """Run what has grown beyond the graph of the capture, and leave what flows into that."""
+        count, stops = len(traced.starts), twice.stops
+        ends = [(end, grad) for end, grad in here.ends if end.node not in stops]
+        here.ends[:] = [(end, grad) for end, grad in here.ends if end.node in stops]
         if not ends:
-            return nothing
-        edges = border(ends, left)
-        traced.besides = [*traced.besides, *edges]
-        found = traced.within(ends, flight.read(), {edge.node for edge in edges})
-        flows = found[len(nothing) :]
-        here.ends.extend((edge, grad) for edge, grad in zip(edges, flows, strict=True) if grad is not None)
-        return found[: len(nothing)]
+            return [None] * count
+        traced.besides = border(ends, stops)
+        traced.wanted = [w and start.node not in stops for w, start in zip(traced.wanted, traced.starts, strict=True)]
+        found = traced.within(ends, flight.read(), {edge.node for edge in traced.besides})
+        here.ends.extend((edge, grad) for edge, grad in zip(traced.besides, found[count:], strict=True) if grad is not None)
+        return found[:count]
 
     def _rest(
-        self, flight: _Flight, twice: Twice, traced: Backward, grads: Sequence[torch.Tensor | None], pattern: tuple[bool, ...]
+        self, flight: _Flight, twice: Twice, traced: Backward, here: Arrived, pattern: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """What the last node gives."""
+        """Run all that is left."""
+        traced.further = here.ends
         if not any(traced.wanted):  # what is saved may be gone: it is not on the way
-            return traced.within([*traced.further], flight.read(), [])
+            return [None] * len(traced.starts)
         cut = self._cut(flight)
         if cut and traced.further:
             raise self._unseen()
         numbered = self._numbered(pattern) if self._saves_numbers else _NONE
         retains = keeps_graph()
         self._begin(flight, None, numbered)
-        given = (*grads, *flight.read())
+        given = (*here.grads, *flight.read())
         with self.traced.noting(flight.gone) as asked:
             try:
                 found, _ = traced.beyond(cut, given) if cut else traced(*given)

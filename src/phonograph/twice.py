@@ -1,22 +1,23 @@
 """A recorded call whose backward is itself differentiated (`create_graph=True`).
 
 The graph of autograd that the capture has left behind has numbers in place of what was saved, and is otherwise eager's: it
-gives derivatives of any order. So such a backward runs live through it, over what the forward has saved. What is differentiated later
-is that very graph, and not another that a second forward would make: neither random numbers, nor what was written since, nor
-code that runs twice comes into it.
+gives derivatives of any order. So such a backward runs live through it, over what the forward has saved. What is differentiated
+later is that very graph, and not another that a second forward would make: neither random numbers, nor what was written since,
+nor code that runs twice comes into it.
 
 It stays private, because what its numbers stand for is known only while a backward of the call runs. In the user's graph the
 gradients that it gives come out of a node (`_Given`) that leads to where the gradients of the call's results came from, and to
 what the call depends on. So several nodes lead into one private graph: that of the results, and those of such gradients, which
-have grown it. In a backward each runs the part that has grown with it, and the last of them all the rest: in eager's order,
-so that gradients are added up where, and in the order in which, they are in eager. Where code of the user's runs in the
-backward, the last runs the whole: that code should not see a part of its gradients.
+have grown it. In a backward they leave what arrives to the last of them, so that gradients are added up where they are in
+eager, in the same order. But what has grown is run before the node of the results comes, as in eager: what others give for a
+weight is added between. (Not where code of the user's runs in the backward, which would see parts of gradients.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,15 +49,14 @@ def leaf_of(t: torch.Tensor, leaves: list[Leaf]) -> torch.Tensor:
     return leaves[-1].private
 
 
-def between(ends: Iterable[GradientEdge], but: Collection[Any]) -> set[Any]:
+def between(ends: Iterable[GradientEdge], but: Container[Any]) -> set[Any]:
     """The nodes to which these lead, `but` some and what is behind them, and leaves."""
     found, work = set[Any](), [end.node for end in ends]
     while work:
         node = work.pop()
-        if node is None or node in but or node in found or getattr(node, "variable", None) is not None:
-            continue
-        found.add(node)
-        work.extend(following for following, _ in node.next_functions)
+        if not (node in but or node in found or getattr(node, "variable", None) is not None):
+            found.add(node)
+            work.extend(following for following, _ in node.next_functions if following is not None)
     return found
 
 
@@ -88,12 +88,6 @@ class Arrived(NamedTuple):
     """On which all that depends, each once."""
     nodes: set[int]
 
-    def take(self, own: Set[Any]) -> Ends:
-        """What has come to one of these nodes of the private graph."""
-        taken = [(end, grad) for end, grad in self.ends if end.node in own]
-        self.ends[:] = [(end, grad) for end, grad in self.ends if end.node not in own]
-        return taken
-
 
 class Twice:
     """The nodes that lead into the private graph of one call, and what has come to them in the backwards that run."""
@@ -105,21 +99,18 @@ class Twice:
         self._given: list[weakref.ref[Any]] = []
         self._count = count
         self._running: dict[int, Arrived] = {}
-        self._inner, self._starts = inner, starts
+        ways = Counter(node for n in inner for node, _ in n.next_functions if node in starts)
+        self.stops = inner | {node for node, count in ways.items() if count > 1}
+        """Where gradients arrive from what has grown, and others are added to them in the graph of the capture."""
         self.read: set[int] = set()
         """The numbers of what was saved and read by a backward that is to be differentiated."""
 
     def add(self, node: Any) -> None:
-        """Gradients come out of this one. What it has grown of the private graph is its own."""
-        given = [*self._alive()]
-        node.own = between(node.ends, self._inner.union(self._starts, *(other.own for other in given)))
-        self._given = [*map(weakref.ref, given), weakref.ref(node)]
+        """Gradients come out of this one."""
+        self._given = [*(ref for ref in self._given if ref() is not None), weakref.ref(node)]
 
-    def _alive(self) -> Iterator[Any]:
-        return (node for ref in self._given if (node := ref()) is not None)
-
-    def arrive(self, node: Any, grads: Sequence[torch.Tensor | None], leaves: Iterable[Leaf]) -> tuple[Arrived, bool]:
-        """The running backward comes to a node. Returns what has come to all so far, and whether this is the last."""
+    def arrive(self, node: Any, grads: Sequence[torch.Tensor | None], leaves: Iterable[Leaf]) -> tuple[Arrived, list[Any]]:
+        """The running backward comes to a node. Returns what has come to all so far, and the nodes to which it still comes."""
         number, running = backward_id(), self._running
         if number not in running:
             running[number] = Arrived([None] * self._count, [], {}, set())
@@ -129,18 +120,12 @@ class Twice:
         if grads:
             here.grads[:] = grads
         here.leaves.update((identity(leaf.private), leaf) for leaf in leaves)
-        results = self._results()
-        return here, not any(self._comes(other, here) for other in (*self._alive(), results) if other is not None)
+        known = [other for ref in (*self._given, self._results) if (other := ref()) is not None]
+        return here, [other for other in known if identity(other) not in here.nodes and will_run(other)]
 
-    @staticmethod
-    def _comes(node: Any, here: Arrived) -> bool:
-        return identity(node) not in here.nodes and will_run(node)
-
-    def left_by(self, node: Any, here: Arrived) -> set[Any]:
-        """The nodes of the private graph that this one leaves to others: those of others that come later, and to the last what
-        leads to nothing but what the call depends on."""
-        others = [other for other in self._alive() if other is not node]
-        return self._inner.union(*(other.own for other in others if not other.private or self._comes(other, here)))
+    def is_results(self, node: Any) -> bool:
+        """Whether this node is that of the results."""
+        return node is self._results()
 
 
 def handed_out(flight: Any, found: list[torch.Tensor | None], leaves: Iterable[Leaf]) -> list[torch.Tensor | None]:
@@ -187,7 +172,7 @@ class _Given(torch.autograd.Function):
         asked = [i for i, node in enumerate(nodes) if node is not None and will_run(node)]
         found = flight.joint.again(flight, ctx, (), ends, leaves, [private[i] for i in asked])
         if not keeps_graph():
-            ctx.ends, ctx.own = None, set()
+            ctx.ends = None
         count = len(found) - len(asked)
         toward = dict(zip(asked, found[count:], strict=True))
         return (None, None, None, *map(toward.get, range(len(private))), *found[:count])
