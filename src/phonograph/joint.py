@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from .backward import Backward, Gradients
 from .errors import Refusal
@@ -287,7 +287,8 @@ class Joint:
         retains = keeps_graph()
         self._begin(flight, None, numbered)
         given = (*here.grads, *flight.read())
-        with self.traced.noting(flight.gone) as asked:
+        versioned = partial(flight.versioned, twice) if traced.differentiable else None
+        with traced.places.versioned(versioned), self.traced.noting(flight.gone) as asked:
             try:
                 found, _ = traced.beyond(cut, given) if cut else traced(*given)
             finally:
@@ -295,8 +296,6 @@ class Joint:
                     flight.spent |= asked.numbers | numbered
         read = self._noted(asked)
         flight.check(read)
-        if traced.differentiable:
-            twice.read.update(asked.numbers)
         if not retains:
             flight.landed(pattern, read)
         return found
@@ -348,12 +347,12 @@ class Joint:
         traced = copy.copy(self.traced)
         traced.differentiable = create
         self._begin(flight, None, _NONE)
-        with self.traced.noting(flight.gone) as asked:
+        versioned = partial(flight.versioned, flight.differentiates(flight.node())) if create else None
+        with traced.places.versioned(versioned), self.traced.noting(flight.gone) as asked:
             flows = traced.between(i, leaf_of(grad, leaves) if create else grad, seen, flight.read())
         flight.check(self._noted(asked))
         look.cut.update(seen)
         if create:
-            flight.differentiates(flight.node()).read.update(asked.numbers)
             flows = handed_out(flight, flows, leaves)
         found = dict(zip(seen, flows, strict=True))
         return [found.get(k) for k in others]
@@ -379,6 +378,10 @@ class Joint:
         flight.refresh()
         if self.traced.recompute.rewind is not None:
             self.traced.recompute.rewind.begins = flight.begins
+
+    def version_of(self, number: int) -> int | None:
+        """Which of what somebody may write a number stands for, if one does."""
+        return self._index.get(number)
 
     def _noted(self, asked: Asked) -> _Read:
         return self._read_of(asked.numbers)
@@ -457,6 +460,19 @@ class _Flight:
             starts = {start.node for start in traced.starts}
             self.twice = Twice(node, len(traced.attached), between(traced.ends, starts), starts)
         return self.twice
+
+    def versioned(self, twice: Twice, number: int, t: torch.Tensor) -> torch.Tensor:
+        """What was saved, with the version of what somebody may write: a backward that is to be differentiated saves it again,
+        and autograd then notices by itself. Where it lies elsewhere, that is left to `twice`."""
+        i = self.joint.version_of(number)
+        if i is None:
+            return t
+        theirs = self._saved[i]
+        together = theirs.dtype is t.dtype and theirs.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+        if not together or theirs.is_inference() or t.is_conj() or t.is_neg():
+            twice.read.add(number)
+            return t
+        return theirs.detach().as_strided(t.size(), t.stride(), t.storage_offset())
 
     def node(self) -> Any:
         """The node of the whole call."""

@@ -103,7 +103,7 @@ class Twice:
         self.stops = inner | {node for node, count in ways.items() if count > 1}
         """Where gradients arrive from what has grown, and others are added to them in the graph of the capture."""
         self.read: set[int] = set()
-        """The numbers of what was saved and read by a backward that is to be differentiated."""
+        """The numbers of what a backward that is to be differentiated has read, and autograd would not see written."""
 
     def add(self, node: Any) -> None:
         """Gradients come out of this one."""
