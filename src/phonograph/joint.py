@@ -238,7 +238,7 @@ class Joint:
             found = self._rest(flight, twice, traced, here, pattern)
             if any(grad is None for grad in found):
                 self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
-        elif traced.repeatable and all(map(twice.is_results, coming)):
+        elif traced.repeatable and not flight.over and all(map(twice.is_results, coming)):
             found = self._grown(flight, twice, traced, here)
         found = [*found, *toward]
         return handed_out(flight, found, here.leaves.values()) if create else found
@@ -482,6 +482,11 @@ class _Flight:
         """Whether the running backward comes to the node of the whole call: if not, somebody asks for one of its results."""
         node = self._joined()
         return node is None or will_run(node)
+
+    @property
+    def over(self) -> bool:
+        """Whether a backward of all its results has run that does not retain the graph."""
+        return not self._waiting
 
     @property
     def gone(self) -> Set[int]:

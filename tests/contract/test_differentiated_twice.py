@@ -426,7 +426,13 @@ def test_c06_a_graph_that_is_gone_raises_as_in_eager(device):
         g.square().sum().backward()
         g.square().sum().backward()
 
-    for what in (twice, freed):
+    def both_ways(model, x):
+        y = model(x).sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        y.backward()
+        (g.square().sum() + y).backward()
+
+    for what in (twice, freed, both_ways):
         for error in both(device, played(device), what):
             assert "second time" in str(error)
 
