@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import gt
@@ -31,6 +31,7 @@ from .release import Release
 from .saved import Asked, Places, Reads
 from .spans import Spans
 from .torch_private import backward_id, forget_recomputed, has_memory, selected_anew, use_count
+from .twice import nothing_through
 
 __all__ = ["Backward", "Gradients", "Recompute", "Start"]
 
@@ -161,13 +162,19 @@ class Backward:
     """Which of the `arguments` and `parameters` gradients are asked for, if not all."""
     apart: bool = False
     """Its forward shares no memory, because others were in its way: then it shares none either."""
+    differentiable: bool = False
+    """Whether its gradients get a history, in its own graph..."""
+    further: Sequence[tuple[GradientEdge, torch.Tensor]] = ()
+    """...and gradients of such gradients, which it is given besides..."""
+    besides: Sequence[GradientEdge] = ()
+    """...and places there for which it gives the gradients as well, at the end."""
 
     def __post_init__(self) -> None:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.places.own, *self.held))
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         leaves = self.parameters[len(self.stands) :]
-        self._starts = [*(s.edge for s in (*self.sources, *self.stands)), *map(get_gradient_edge, leaves)]
+        self.starts = [*(s.edge for s in (*self.sources, *self.stands)), *map(get_gradient_edge, leaves)]
 
     @property
     def repeatable(self) -> bool:
@@ -217,8 +224,8 @@ class Backward:
         whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each with its
         number there."""
         grads, arguments = self.gradients(given), given[len(self.ends) :]
-        if all(grad is None for grad in grads):
-            return [None] * len(self._starts), []
+        if not self.further and all(grad is None for grad in grads):
+            return [None] * (len(self.starts) + len(self.besides)), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.once is not None
             with self._keeping():
@@ -237,6 +244,7 @@ class Backward:
 
     def _ran(self, grads: Sequence[torch.Tensor | None]) -> Gradients:
         there = [(end, grad) for end, grad in zip(self.ends, grads, strict=True) if grad is not None]
+        there += self.further
         with self.recompute:
             found, added = self._run([end for end, _ in there], [grad for _, grad in there])
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
@@ -273,7 +281,9 @@ class Backward:
             return grad
         storage = grad.untyped_storage()._cdata
         saved = storage in self._saved or self.places.lends(grad) or self.places.is_given(storage)
-        return copy_of(grad) if saved else grad
+        if not saved:
+            return grad
+        return grad.clone() if self.differentiable else copy_of(grad)
 
     def between(
         self, result: int, grad: torch.Tensor, others: list[int], arguments: Sequence[torch.Tensor]
@@ -282,7 +292,7 @@ class Backward:
         their places among those that are attached."""
         edges = [self.ends[i] for i in others]
         with self.places.reading(arguments), self.recompute, _cut(edges, [None] * len(edges)):
-            found = torch.autograd.grad([self.ends[result]], edges, [grad], retain_graph=True, allow_unused=True)
+            found = self._grad([self.ends[result]], edges, [grad])
         return [*map(self._own, found)]
 
     def beyond(self, others: list[int], given: Sequence[torch.Tensor | None]) -> Gradients:
@@ -294,10 +304,23 @@ class Backward:
         if self.nested and not self.wanted:
             return self._accumulating(ends, grads)
         with _hooks_set_aside(self.parameters):
-            wanted = self.wanted or [True] * len(self._starts)
-            starts = [start for start, asked in zip(self._starts, wanted, strict=True) if asked]
-            found = iter(torch.autograd.grad(ends, starts, grads, retain_graph=True, allow_unused=True) if starts else ())
-            return [next(found) if asked else None for asked in wanted], []
+            wanted = self.wanted or [True] * len(self.starts)
+            starts = [start for start, asked in zip(self.starts, wanted, strict=True) if asked]
+            starts += self.besides
+            found = iter(self._grad(ends, starts, grads) if starts else ())
+            return [*(next(found) if asked else None for asked in wanted), *found], []
+
+    def within(
+        self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], arguments: Sequence[torch.Tensor], stops: Iterable[Any]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What flows from places in what has grown beyond the graph of the capture, up to nodes where it stops: into that graph
+        nothing flows."""
+        with self.places.noting(frozenset()), self.places.reading(arguments), nothing_through(stops):
+            found, _ = self._run([end for end, _ in ends], [grad for _, grad in ends])
+        return [*map(self._own, found)]
+
+    def _grad(self, ends: list[GradientEdge], starts: list[GradientEdge], grads: list[torch.Tensor]) -> Sequence[Any]:
+        return torch.autograd.grad(ends, starts, grads, retain_graph=True, create_graph=self.differentiable, allow_unused=True)
 
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
         """Through `autograd.backward`, the only one in which a part may run a backward of its own."""

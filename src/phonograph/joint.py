@@ -23,11 +23,13 @@ import copy
 import weakref
 from collections.abc import Callable, Container, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .backward import Backward, Gradients
 from .errors import Refusal
@@ -35,7 +37,18 @@ from .identity import identity
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
-from .torch_private import alias, backward_id, keeps_graph, may_run_backward, waits_for_all, when_backward_ends, will_run
+from .torch_private import (
+    alias,
+    backward_id,
+    is_batched,
+    keeps_graph,
+    may_run_backward,
+    waits_for_all,
+    when_backward_ends,
+    will_run,
+)
+from .twice import Arrived, Ends, Leaf, Twice, between, border, handed_out, leaf_of
+from .where import users_line
 
 __all__ = ["TWICE", "Joint"]
 
@@ -44,7 +57,7 @@ _SEEN = Refusal("has a gradient of one result with respect to another, through w
 _PAST = Refusal("has a result with a hook, or one that retains its gradient, which gradients of chosen inputs do not depend on",
                 "record the parts by themselves")  # fmt: skip
 TWICE = Refusal("has a backward with create_graph=True", "record what contains that backward as well")
-"""A backward that is itself to be differentiated has to run live."""
+"""Where backwards are themselves to be differentiated, calls had better run live."""
 
 _NONE = frozenset[int]()
 
@@ -112,7 +125,7 @@ class Joint:
         ]
         saved = [*self._constant, *[results[i].detach() for i in self._exposed], *kept]
         sources = [*[arguments[i] for i in traced.arguments], *traced.parameters]
-        flight = _Flight(self, [ref() for ref in self._memory], saved, kept)
+        flight = _Flight(self, [ref() for ref in self._memory], saved, kept, sources)
         if traced.recompute.rewind is not None:
             flight.begins = traced.recompute.rewind.of_last()
         flight.arguments = [
@@ -173,13 +186,11 @@ class Joint:
         for t in hooked:
             _keep_quiet(t, {n for n, hook in (t._backward_hooks or {}).items() if _counts_on(hook, nodes)})
 
-    def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
-        """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
-        would notice, were it run as a whole, runs live, and only as far: also where what is saved was written since, which need
-        not be on the way."""
+    def _chosen(self, flight: _Flight, pattern: tuple[bool, ...], edges: Sequence[Any]) -> list[bool] | None:
+        """Where gradients of chosen inputs are asked for: to which of these edges some flow, if not to all."""
         if may_run_backward():
             return None
-        wanted = [other is not None and will_run(other) for other, _ in node.next_functions]
+        wanted = [other is not None and will_run(other) for other, _ in edges]
         if all(wanted):
             return None
         chosen = {i for i, asked in enumerate(wanted) if asked}
@@ -187,11 +198,132 @@ class Joint:
             if pattern[i] and chosen.isdisjoint(self.traced.reaches[i]) and flight.watched(i):
                 self.traced.stop(_PAST)
                 raise RuntimeError(f"phonograph: a recorded function {_PAST.reason}. From its next call on, it runs live.")
-        if self.traced.repeatable and flight.unwritten():
+        return wanted
+
+    def _partly(self, flight: _Flight, pattern: tuple[bool, ...], node: Any) -> Backward | None:
+        """Where gradients of chosen inputs are asked for: eager runs only what is on the way there. A backward that somebody
+        would notice, were it run as a whole, runs live, and only as far: also where what is saved was written since, which need
+        not be on the way."""
+        wanted = self._chosen(flight, pattern, node.next_functions)
+        if wanted is None or (self.traced.repeatable and flight.unwritten()):
             return None
         traced = copy.copy(self.traced)
         traced.wanted = wanted
         return traced
+
+    def again(
+        self, flight: _Flight, node: Any, grads: tuple[torch.Tensor | None, ...], ends: Ends, leaves: list[Leaf],
+        asked: Sequence[torch.Tensor] = (),
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """A backward comes to a node of a call whose backward is differentiated, now or once before: this comes to it, `grads`
+        of the results, and at `ends` in the graph of the call, which depends on `leaves`. It runs live: what it gives, no
+        recording may overwrite. Returns the gradients of what the call depends on, and of those of the leaves that are
+        `asked` for."""
+        create = torch.is_grad_enabled()
+        twice = flight.differentiates(node)
+        if create:
+            self.differentiated([*grads, *(grad for _, grad in ends)])
+            grads = tuple([g if g is None else leaf_of(g, leaves) for g in grads])
+        self._still_there(flight, twice)
+        here, coming = twice.arrive(node, grads, leaves)
+        here.ends.extend(ends)
+        traced = copy.copy(self.traced)
+        edges = node.next_functions[-len(traced.starts) :]
+        pattern = tuple(g is not None for g in here.grads)
+        traced.wanted = self._chosen(flight, pattern, edges) or [True] * len(edges)
+        traced.differentiable = create
+        toward = self._toward(flight, traced, here, asked, coming)
+        found: list[torch.Tensor | None] = [None] * len(edges)
+        if not coming:
+            found = self._rest(flight, twice, traced, here, pattern)
+            if any(grad is None for grad in found):
+                self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
+        elif traced.repeatable and not flight.over and all(map(twice.is_results, coming)):
+            found = self._grown(flight, twice, traced, here)
+        found = [*found, *toward]
+        return handed_out(flight, found, here.leaves.values()) if create else found
+
+    @staticmethod
+    def _toward(
+        flight: _Flight, traced: Backward, here: Arrived, asked: Sequence[torch.Tensor], coming: Sequence[Any]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What flows to some gradients of the results, on which what has grown depends; and nothing into the call itself. Where
+        another node that comes gives it, that does, for all."""
+        later = {identity(p) for node in coming for p in getattr(node, "private", ())}
+        due = {identity(p): get_gradient_edge(p) for p in asked if identity(p) not in later}
+        if not (due and here.ends):
+            return [None] * len(asked)
+        traced = copy.copy(traced)
+        traced.wanted, traced.besides = [False] * len(traced.starts), [*due.values()]
+        found = traced.within(here.ends, flight.read(), [])[len(traced.starts) :]
+        given = dict(zip(due, found, strict=True))
+        return [given.get(identity(p)) for p in asked]
+
+    @staticmethod
+    def _grown(flight: _Flight, twice: Twice, traced: Backward, here: Arrived) -> list[torch.Tensor | None]:
+        """Run what has grown beyond the graph of the capture, and leave what flows into that."""
+        count, stops = len(traced.starts), twice.stops
+        ends = [(end, grad) for end, grad in here.ends if end.node not in stops]
+        here.ends[:] = [(end, grad) for end, grad in here.ends if end.node in stops]
+        if not ends:
+            return [None] * count
+        traced.besides = border(ends, stops)
+        traced.wanted = [w and start.node not in stops for w, start in zip(traced.wanted, traced.starts, strict=True)]
+        found = traced.within(ends, flight.read(), {edge.node for edge in traced.besides})
+        here.ends.extend((edge, grad) for edge, grad in zip(traced.besides, found[count:], strict=True) if grad is not None)
+        return found[:count]
+
+    def _rest(
+        self, flight: _Flight, twice: Twice, traced: Backward, here: Arrived, pattern: tuple[bool, ...]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Run all that is left."""
+        traced.further = here.ends
+        if not any(traced.wanted):  # what is saved may be gone: it is not on the way
+            return [None] * len(traced.starts)
+        cut = self._cut(flight)
+        if cut and traced.further:
+            raise self._unseen()
+        numbered = self._numbered(pattern) if self._saves_numbers else _NONE
+        retains = keeps_graph()
+        self._begin(flight, None, numbered)
+        given = (*here.grads, *flight.read())
+        versioned = partial(flight.versioned, twice) if traced.differentiable else None
+        with traced.places.versioned(versioned), self.traced.noting(flight.gone) as asked:
+            try:
+                found, _ = traced.beyond(cut, given) if cut else traced(*given)
+            finally:
+                if not retains and may_run_backward():
+                    flight.spent |= asked.numbers | numbered
+        read = self._noted(asked)
+        flight.check(read)
+        if not retains:
+            flight.landed(pattern, read)
+        return found
+
+    def _still_there(self, flight: _Flight, twice: Twice) -> None:
+        """What a backward that is differentiated has read must be what it was.
+
+        Raises:
+            RuntimeError: it was written since.
+        """
+        if twice.read:
+            flight.check(self._read_of(twice.read))
+
+    def differentiated(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """A backward of these gradients is itself to be differentiated: from the next call on, they run live.
+
+        Raises:
+            RuntimeError: this one cannot be.
+        """
+        self.traced.stop(replace(TWICE, where=users_line()))
+        for reason, is_so in (
+            ("of a part that has a backward of its own (checkpoint with use_reentrant=True)", self.traced.nested),
+            ("of attention that draws random numbers", self.traced.only_captured),
+            ("of several gradients at once (is_grads_batched, vectorize)", any(g is not None and is_batched(g) for g in grads)),
+        ):
+            if is_so:
+                raise RuntimeError(f"phonograph: a backward with create_graph=True {reason} cannot go through a recording. "
+                                   "From its next call on, the function or module runs live.")  # fmt: skip
 
     def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)
@@ -209,11 +341,20 @@ class Joint:
             if flight.joined_runs() and not any(flight.watched(k) for k in seen):
                 return [None] * len(others)  # parameters are asked for, or they are asked for as well
             raise self._unseen()
+        create, leaves = torch.is_grad_enabled(), list[Leaf]()
+        if create:
+            self.differentiated([grad])
+        traced = copy.copy(self.traced)
+        traced.differentiable = create
         self._begin(flight, None, _NONE)
-        with self.traced.noting(flight.gone) as asked:
-            found = dict(zip(seen, self.traced.between(i, grad, seen, flight.read()), strict=True))
+        versioned = partial(flight.versioned, flight.differentiates(flight.node())) if create else None
+        with traced.places.versioned(versioned), self.traced.noting(flight.gone) as asked:
+            flows = traced.between(i, leaf_of(grad, leaves) if create else grad, seen, flight.read())
         flight.check(self._noted(asked))
         look.cut.update(seen)
+        if create:
+            flows = handed_out(flight, flows, leaves)
+        found = dict(zip(seen, flows, strict=True))
         return [found.get(k) for k in others]
 
     def _cut(self, flight: _Flight) -> list[int]:
@@ -238,8 +379,15 @@ class Joint:
         if self.traced.recompute.rewind is not None:
             self.traced.recompute.rewind.begins = flight.begins
 
+    def version_of(self, number: int) -> int | None:
+        """Which of what somebody may write a number stands for, if one does."""
+        return self._index.get(number)
+
     def _noted(self, asked: Asked) -> _Read:
-        return _Read(asked.numbers, tuple({self._index[n] for n in asked.numbers if n in self._index}))
+        return self._read_of(asked.numbers)
+
+    def _read_of(self, numbers: Set[int]) -> _Read:
+        return _Read(numbers, tuple({self._index[n] for n in numbers if n in self._index}))
 
 
 class _Read(NamedTuple):
@@ -260,9 +408,14 @@ class _Look(NamedTuple):
 class _Flight:
     """One call between its forward and its backward: the memory that it holds, and the versions of what it has saved."""
 
-    def __init__(self, joint: Joint, memory: list[Any], saved: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+    def __init__(
+        self, joint: Joint, memory: list[Any], saved: list[torch.Tensor], given: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> None:  # fmt: skip
         self.joint = joint
         self.given = given  # arguments of which something was saved
+        self.sources = sources  # what it depends on
+        self.twice: Twice | None = None  # once a backward of it was to be differentiated
         self._memory: list[Any] | None = memory
         self._saved = saved
         self._versions = _versions(saved)
@@ -300,10 +453,40 @@ class _Flight:
     def joined(self, node: Any) -> None:
         self._joined = weakref.ref(node)
 
+    def differentiates(self, node: Any) -> Twice:
+        """A backward is to be differentiated, of the call of which this is the node."""
+        if self.twice is None:
+            traced = self.joint.traced
+            starts = {start.node for start in traced.starts}
+            self.twice = Twice(node, len(traced.attached), between(traced.ends, starts), starts)
+        return self.twice
+
+    def versioned(self, twice: Twice, number: int, t: torch.Tensor) -> torch.Tensor:
+        """What was saved, with the version of what somebody may write: a backward that is to be differentiated saves it again,
+        and autograd then notices by itself. Where it lies elsewhere, that is left to `twice`."""
+        i = self.joint.version_of(number)
+        if i is None:
+            return t
+        theirs = self._saved[i]
+        together = theirs.dtype is t.dtype and theirs.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+        if not together or theirs.is_inference() or t.is_conj() or t.is_neg():
+            twice.read.add(number)
+            return t
+        return theirs.detach().as_strided(t.size(), t.stride(), t.storage_offset())
+
+    def node(self) -> Any:
+        """The node of the whole call."""
+        return self._joined()
+
     def joined_runs(self) -> bool:
         """Whether the running backward comes to the node of the whole call: if not, somebody asks for one of its results."""
         node = self._joined()
         return node is None or will_run(node)
+
+    @property
+    def over(self) -> bool:
+        """Whether a backward of all its results has run that does not retain the graph."""
+        return not self._waiting
 
     @property
     def gone(self) -> Set[int]:
@@ -362,6 +545,8 @@ class _Flight:
             if self.joint.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
                 when_backward_ends(self.given.clear)  # (autograd may keep what it calls a moment longer)
             self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []
+            if self.twice is None:
+                self.sources = []
 
 
 _quiet: set[tuple[int, int]] = set()  # backwards, and parameters that are kept quiet in them
@@ -423,12 +608,6 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 _counted: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-def _no_more_than_once(flight: _Flight) -> RuntimeError:
-    flight.joint.traced.stop(TWICE)
-    return RuntimeError("phonograph: a backward with create_graph=True cannot go through a recording. From its next call on, "
-                        "the function or module runs live.")  # fmt: skip
-
-
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, results: list[torch.Tensor], *sources: Any) -> Any:
@@ -439,8 +618,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
-        if torch.is_grad_enabled():
-            raise _no_more_than_once(flight)
+        if flight.twice is not None or torch.is_grad_enabled():
+            return (None, None, *flight.joint.again(flight, ctx, grads, [], []))
         return (None, None, *flight.joint.run(flight, grads, ctx))
 
 
@@ -458,6 +637,4 @@ class _Apart(torch.autograd.Function):
         flight: _Flight = ctx.flight
         if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)
-        if torch.is_grad_enabled():
-            raise _no_more_than_once(flight)
         return (None, None, None, grad, *flight.joint.between(flight, ctx.i, grad))

@@ -560,7 +560,7 @@ class Recorded(Observed, Generic[P, R]):
                 left.discard(node)
                 history.ran_backward = history.ran_backward or not left
             if torch.is_grad_enabled() and (me := recorded()) is not None:
-                me._stop(TWICE)
+                me._stop(replace(TWICE, where=users_line()))
             torch_private.when_backward_ends(device.backward_ends)
             device.backward_begins([*reads, *_there(grads)])
             if not torch_private.keeps_graph():

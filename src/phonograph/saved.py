@@ -7,7 +7,7 @@ the last to read it, it is gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -82,9 +82,14 @@ class Places:
         self.given: Sequence[torch.Tensor] = ()
         """...and those themselves, while a backward runs."""
         self.asked = Asked()
+        self._versioned: Callable[[int, torch.Tensor], torch.Tensor] | None = None
         self._release: Release | None = None
 
     def get(self, number: int) -> torch.Tensor:
+        t = self._get(number)
+        return t if self._versioned is None else self._versioned(number, t)
+
+    def _get(self, number: int) -> torch.Tensor:
         self.asked.add(number)
         leaf = self.leaves.get(number)
         if leaf is not None:
@@ -111,6 +116,15 @@ class Places:
             yield
         finally:
             self.given = outer
+
+    @contextmanager
+    def versioned(self, versioned: Callable[[int, torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
+        """What is read inside the block, autograd may save again: it gets the version of what its owner may write."""
+        outer, self._versioned = self._versioned, versioned
+        try:
+            yield
+        finally:
+            self._versioned = outer
 
     @contextmanager
     def noting(self, spent: Set[int]) -> Iterator[Asked]:

@@ -250,7 +250,6 @@ class Learned(Program):
 
 
 PROGRAMS = [Normed, Sharpness, Averaged, Adapted, Taught, Frozen, Rebuilt, Restored, Pruned, Adversarial, Learned]
-SECOND_DERIVATIVES = (Adversarial, Learned)  # which cannot go through a pair
 
 
 def state(program):
@@ -265,8 +264,6 @@ def state(program):
 @pytest.mark.parametrize("way", ["step", "pair"])
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_c06_a_program_that_changes_in_mid_training(device, kind, way):
-    if way == "pair" and issubclass(kind, SECOND_DERIVATIVES):
-        pytest.skip("a pair has no second derivative")
     torch.manual_seed(0)
     live = kind(device)
     torch.manual_seed(0)
@@ -282,4 +279,5 @@ def test_c06_a_program_that_changes_in_mid_training(device, kind, way):
             results.append((run(x, y), torch.get_rng_state()))
         assert_same(results[1], results[0])
         assert_same(state(ours), state(live))
-    assert pg.stats(recorded[0]).replayed, pg.explain(recorded[0])
+    if not (way == "pair" and kind is Learned):  # of which each backward is differentiated
+        assert pg.stats(recorded[0]).replayed, pg.explain(recorded[0])
