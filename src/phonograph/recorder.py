@@ -39,7 +39,7 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
-from .listening import HEARS_ALL_THREADS, alone, watching_python
+from .listening import HEARS_ALL_THREADS, Listener, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, LIVE
@@ -463,6 +463,7 @@ def _capture(
     ran: list[Iterable[CodeType]] = []
     functions: list[tuple[CodeType, dict[str, Any]]] = []
     loggers: list[Question] = []
+    listeners: list[Listener] = []
     left: list[Left] = [Left()]
     known: list[Ran | None] = [None]
     watches: list[OperatorWatch] = []
@@ -500,6 +501,7 @@ def _capture(
             releasing,
             watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
+            listeners.append(listener)
             ran.append(listener.ran)
             called: Any = function
             state = _state_of(function) if tracing is not None else ()
@@ -560,7 +562,10 @@ def _capture(
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
-    except (Refusal, Overlooked, KeyboardInterrupt):
+    except Refusal as refusal:
+        refusal.places = [levels(listener.loggers.values()) for listener in listeners]
+        raise
+    except (Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0])
