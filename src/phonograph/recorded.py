@@ -42,6 +42,7 @@ from .keys import NoSignature
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .options import Options, overloads, switched_off
+from .overheard import Overhearing
 from .packages import Packages
 from .player import GRAD, Player
 from .reach import Reach
@@ -75,7 +76,8 @@ _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
-_UNREPEATED = 64  # signatures in a row that never come again
+_UNREPEATED = 64  # signatures that never come again...
+_NEARLY = 4  # ...among so many times as many calls
 
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
 
@@ -127,11 +129,12 @@ class History:
     """What is known of one signature besides its recordings."""
 
     __slots__ = ("attached", "attempts", "changes", "failing", "held", "left", "notes", "over", "patience", "ran_backward",
-                 "refusal", "replays", "split", "standing", "torn", "tried", "unsettled", "untold", "waits", "warm",
+                 "refusal", "repeats", "replays", "split", "standing", "torn", "tried", "unsettled", "untold", "waits", "warm",
                  "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
+        self.repeats = False  # it has come again
         self.ran_backward = False  # a live call has had a backward, from all of its results
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
@@ -246,8 +249,8 @@ class Recorded(Observed, Generic[P, R]):
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
-        self._unrepeated = 0  # signatures that were met since the last replay
-        self._replayed_then = 0
+        self._unrepeated = 0  # signatures that were met and did not come again...
+        self._counted_from = 0  # ...since the function had so many calls
         self._last_key: Any = None
         self._differs = ""  # how the last of those differs from the one before
         self._reset_wanted = False
@@ -260,6 +263,7 @@ class Recorded(Observed, Generic[P, R]):
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._never = _never(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
+        self._overhearing: Overhearing | None = None  # until it is called
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{identity(self):x}"
@@ -358,9 +362,12 @@ class Recorded(Observed, Generic[P, R]):
                 if refusal is not None:
                     raise refusal
                 found.broken = self._broken(found, history)
+                if history.warm and not history.repeats:
+                    self._note_again(history)
                 if history.warm < self.options.warmup:
                     history.warm += 1
-                    self._note_signature(call)
+                    if history.warm == 1:
+                        self._note_signature(call)
                     return True, self._warm_up(call, args, kwargs)
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
@@ -404,6 +411,9 @@ class Recorded(Observed, Generic[P, R]):
         """
         if self._never is not None:
             raise self._never
+        if self._overhearing is not None:  # it is called
+            self._overhearing.stop()
+            self._overhearing = None
         if self._reset_wanted:
             self.reset()
         while self._doubts:
@@ -554,15 +564,20 @@ class Recorded(Observed, Generic[P, R]):
             refusal.let_go()
 
     def _note_signature(self, call: Call) -> None:
-        """Say so if nearly every call has a signature of its own."""
-        replayed = self._counters.replayed
-        self._unrepeated = 1 + (self._unrepeated if replayed == self._replayed_then else 0)
-        self._replayed_then = replayed
+        """A signature comes for the first time. Say so if nearly every call has one of its own."""
+        self._unrepeated += 1
         last, self._last_key = self._last_key, call.key
-        self._differs = _difference(last, call) if last is not None else ""
+        self._differs = _difference(self._function, last, call) if last is not None else ""
+        if self._counters.calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
+            self._unrepeated, self._counted_from = 1, self._counters.calls
         if self._unrepeated > _UNREPEATED and self._differs:
-            raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
-                          "tensors; pad tensors to a few shapes")  # fmt: skip
+            remedy = "pass numbers that change as tensors; pad tensors to a few shapes"
+            raise Refusal(f"is called with {self._differs} nearly each time", remedy, users_line())
+
+    def _note_again(self, history: History) -> None:
+        """A signature comes for the second time."""
+        history.repeats = True
+        self._unrepeated = max(0, self._unrepeated - 1)
 
     def _history(self, key: Any, known: History | None = None) -> History:
         history = self._histories.setdefault(key, known or History(self._split_at, self._marked))
@@ -678,11 +693,15 @@ class Recorded(Observed, Generic[P, R]):
                 history.settle()
 
     def _count(self, refusal: Refusal) -> None:
+        self.say(refusal)
+        if self.options.fallback == "error":
+            raise Unrecordable(f"{self.name} cannot be recorded: {refusal}")
+
+    def say(self, refusal: Refusal) -> None:
+        """Count what is said of this function, and say it the first time."""
         if self._counters.refuse(refusal.reason):
             self._reasons[refusal.reason] = refusal
             self._say(refusal)
-        if self.options.fallback == "error":
-            raise Unrecordable(f"{self.name} cannot be recorded: {refusal}")
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
@@ -692,6 +711,7 @@ class Recorded(Observed, Generic[P, R]):
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Note that calls of this module go through here."""
         self._owner = weakref.ref(module)
+        self._overhearing = Overhearing.of(self, module)
         return self
 
     def _of_another(self, call: Callable[..., Any], args: Any, kwargs: Any) -> R:
@@ -842,7 +862,7 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
-            self._unrepeated = 0
+            self._unrepeated, self._counted_from = 0, self._counters.calls
             self._stopped = None
             self._packages = Packages()
             self._unplayed = 0
@@ -866,8 +886,9 @@ class Recorded(Observed, Generic[P, R]):
     def explain(self) -> str:
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
-        if self._unrepeated > 2 and self._counters.replayed == self._replayed_then:
-            lines.append(f"{self._unrepeated} calls in a row had a signature of their own: {self._differs}")
+        if self._unrepeated > 2 and self._differs:
+            calls = self._counters.calls - self._counted_from
+            lines.append(f"{self._unrepeated} of the last {calls} calls had a signature of their own: {self._differs}")
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]
@@ -928,15 +949,34 @@ def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
     return found is recorded
 
 
-def _difference(key: Any, call: Call) -> str:
+def _difference(function: Any, key: Any, call: Call) -> str:
     """What is another in this call than in one with that key."""
     (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
     if shape == shape_now and len(leaves) == len(leaves_now):
         for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
             if was != now:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
-                return f"argument {i} of another {'shape or kind' if tensor else 'value'}"
+                return f"{_argument(function, call, i)} of another {'shape or kind' if tensor else 'value'}"
     return "arguments of another structure"
+
+
+def _argument(function: Any, call: Call, leaf: int) -> str:
+    """The name of the argument that has this leaf."""
+    args, kwargs = call.like
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        function = owner.forward  # what a module's call takes
+    names: list[str] = []
+    with suppress(TypeError, ValueError):  # a function in C
+        for p in inspect.signature(function).parameters.values():
+            names += [f"*{p.name}"] * len(args) if p.kind is p.VAR_POSITIONAL else [p.name]
+    given = [(names[n] if n < len(names) else str(n), arg) for n, arg in enumerate(args)] + [*kwargs.items()]
+    leaves: list[Any] = []
+    for name, arg in given:
+        flatten(arg, leaves)
+        if leaf < len(leaves):
+            return f"argument {name}"
+    return f"argument {leaf}"
 
 
 def _no_recordings() -> None:

@@ -41,7 +41,7 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
            "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph"]  # fmt: skip
+           "without_modes", "written_by_graph", "CALLED_THROUGH"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -630,6 +630,10 @@ def unbacked(mode: Any) -> AbstractContextManager[None]:
 
 
 # -- modules and optimizers
+
+
+CALLED_THROUGH = "_compiled_call_impl"
+"""The attribute of a module that says what its calls go through."""
 
 
 def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
