@@ -28,7 +28,8 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
+__all__ = ["CALLED_THROUGH",
+           "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
            "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
            "compiling_apart", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates",
            "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
@@ -41,7 +42,7 @@ __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "alloc
            "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
            "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
            "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph", "CALLED_THROUGH"]  # fmt: skip
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
