@@ -16,6 +16,7 @@ import torch
 
 from . import torch_private
 from .errors import Refusal
+from .recorder import recording_here
 from .where import users_line
 from .within import inside
 
@@ -53,6 +54,8 @@ class Overhearing:
 
     def called(self, part: _Part, frame: FrameType | None) -> None:
         """Code in this frame calls a part."""
+        if recording_here():  # which must find modules as they were
+            return
         recorded, module = self._recorded(), self._module()
         if recorded is None or module is None or inside():
             self.stop()

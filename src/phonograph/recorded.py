@@ -173,10 +173,10 @@ class History:
         self.patience *= 2
         return refusal
 
-    def begin_again(self) -> None:
-        """It is to be captured in another way, and the last refusal does not count."""
+    def begin_again(self, refusal: Refusal) -> None:
+        """It is to be captured in another way, and this refusal does not count."""
         self.attempts, self.refusal, self.waits = 0, None, 0
-        self.standing = self.standing[1:]
+        self.standing = [standing for standing in self.standing if standing.refusal is not refusal]
 
     def still(self) -> Refusal | None:
         """Why this call runs live, if it does. Each call that asks counts as one that does."""
@@ -194,7 +194,7 @@ class History:
                 self.over, self.tried = None, False
                 return refusal
             change = change or found
-        self.over = None if self.tried else change
+        self.refusal, self.over = None, None if self.tried else change
         return None
 
     def settle(self) -> None:
@@ -540,11 +540,11 @@ class Recorded(Observed, Generic[P, R]):
         because something was not seen to run there."""
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
-            history.begin_again()
+            history.begin_again(refusal)
             return True
         if isinstance(refusal, Unmarked) and not self._marked:
             self._marked = True
-            history.begin_again()
+            history.begin_again(refusal)
         return isinstance(refusal, Unseen) and history.refusal is None
 
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:

@@ -191,6 +191,18 @@ def test_c19_a_step_that_is_recorded_itself_and_calls_another_method(device):
     assert pg.stats(step).replayed == 39
 
 
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c19_a_step_that_is_captured_at_once_and_calls_another_method(device, warmup):
+    agent = Agent().to(device)
+    eager = copy.deepcopy(agent)
+    pg.record(agent)
+    step, x = pg.record(lambda x: agent.act(x), warmup=warmup), ramp(device, 2, 4)
+    for _ in range(4):
+        assert_same(step(x), eager.act(x))
+    assert pg.stats(step).refusals == {}
+    assert pg.stats(step).replayed == 4 - warmup
+
+
 # ---------------------------------------------------------------------------------------------------
 # Recorded anew
 
