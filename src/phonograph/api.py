@@ -10,10 +10,12 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 
 from . import torch_private
+from .anew import made_anew
 from .observe import Observed, Stats
 from .options import Options
+from .overheard import leave
 from .padding import Padded
-from .recorded import Recorded, live
+from .recorded import Recorded, counted, live
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -97,8 +99,17 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         raise TypeError("record() got an unexpected keyword argument 'takes_turns'")
     chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
-        return lambda function: wrap(function, chosen)
-    return wrap(fn, chosen)
+        return lambda function: _once(function, wrap(function, chosen))
+    return _once(fn, wrap(fn, chosen))
+
+
+def _once(fn: Any, made: Any) -> Any:
+    """What was made of it; said where that is done again and again."""
+    recorded = torch_private.goes_through(made) if isinstance(made, torch.nn.Module) else made
+    refusal = made_anew(fn, recorded, counted(recorded))
+    if refusal is not None:
+        recorded.say(refusal)
+    return made
 
 
 def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
@@ -109,6 +120,7 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         fn = fn.__wrapped__
     make = Padded if options.shapes else kind
     if isinstance(fn, torch.nn.Module):
+        leave(fn)
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__

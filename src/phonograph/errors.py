@@ -63,7 +63,7 @@ class Refusal(Exception):
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
     that trying again would give the same answer, `this_call` that it concerns no other call, `failed` that an exception
     ended the capture: if the live run raises as well, that is the answer to the call. `operator` is what cannot be captured,
-    and could run between two segments.
+    and could run between two segments, `reach` what the call could get at, and `places` what it has asked besides.
     """
 
     reason: str
@@ -74,6 +74,8 @@ class Refusal(Exception):
     failed: bool = False
     history: Any = None
     operator: Any = None
+    reach: Any = None
+    places: Any = ()
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -91,7 +93,8 @@ class Refusal(Exception):
 
     def let_go(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
-        self.__traceback__ = self.__cause__ = self.__context__ = None
+        self.__traceback__ = self.__cause__ = self.__context__ = self.reach = None
+        self.places = ()
 
 
 class Unpadded(Refusal):

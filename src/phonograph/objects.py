@@ -88,6 +88,7 @@ class Objects:
         self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
         self.met: list[Any] = []  # everything; ids in _seen stay valid
         self._seen: set[int] = set()
+        self.shared: set[int] = set()  # the identities of what was met in more than one place
         self._work: deque[tuple[str, Any]] = deque()  # what is to be visited, and where it was found
         self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
         self._called_groups: list[tuple[str, Any]] = []  # what has that name elsewhere: who reads it there names it
@@ -125,8 +126,9 @@ class Objects:
                     self._called_groups.append((f"{path}.{k}", v))
                 elif identity(v) not in seen or issubclass(type(v), (type, ModuleType)):  # which may have several names
                     work.append((f"{path}.{k}" if named else f"{path}[{key_label(k)}]", v))
-                elif identity(v) in self._groups:
-                    self.lends_groups = True
+                else:
+                    self.shared.add(identity(v))
+                    self.lends_groups = self.lends_groups or identity(v) in self._groups
             if named:
                 continue
             if type(k) is torch.Tensor:

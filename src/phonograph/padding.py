@@ -105,16 +105,17 @@ class Padded(Recorded[..., Any]):
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise gradients()
-        if history.refusal is not None:
-            raise history.refusal
+        refusal = history.still()
+        if refusal is not None:
+            raise refusal
         player = self._shelf.find(padded).player
         verdicts = self._verdicts.get(player, {}) if player is not None else {}
         verdict = verdicts.get(None, verdicts.get(call.key))
         if verdict is not None:
             self._shelf.touch(padded.key)
         elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._reach(call).tensors.values()):
-            history.refusal = gradients()
-            raise history.refusal
+            self._refuse(history, refusal := gradients(), None)
+            raise refusal
         if isinstance(verdict, Unpadded):
             raise verdict
         return player, verdict
@@ -133,6 +134,7 @@ class Padded(Recorded[..., Any]):
         """Whether such calls may be padded, of which this one had that result, live; None if that cannot be told yet."""
         try:
             found = self._shelf.find(padded)
+            found.broken = self._broken(found, history)
             if found.broken is not None:
                 self._count_change(found.broken, history, padded)
             player = found.player or self._made(padded, found, history)
@@ -141,7 +143,8 @@ class Padded(Recorded[..., Any]):
             if e.failed:
                 self._failed(e)
             if history.refusal is not None:
-                history.refusal = why = Unpadded(f"cannot be recorded with padding: {e.reason}", e.remedy, e.where)
+                why = Unpadded(f"cannot be recorded with padding: {e.reason}", e.remedy, e.where)
+                history.say(why)
                 return why
             return None
         verdicts = self._verdicts.setdefault(player, {})
@@ -160,9 +163,9 @@ class Padded(Recorded[..., Any]):
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)
         verdicts[None if never else call.key] = verdict
         if isinstance(verdict, Unpadded) and history.changed(self._counters.replayed) > _FAILURES:
-            history.refusal = verdict
+            history.refuse(verdict)
         elif len(verdicts) > _KNOWN:
-            history.refusal = Unpadded("is called in ever other ways", "pass contiguous tensors, and numbers as tensors")
+            history.refuse(Unpadded("is called in ever other ways", "pass contiguous tensors, and numbers as tensors"))
         return verdict
 
     def _said(self, pads: Pads) -> str:

@@ -22,6 +22,7 @@ from .identity import identity
 from .introspection import MISSING, contents
 
 __all__ = [
+    "Contents",
     "Holder",
     "array_of_numpys",
     "attributes",
@@ -53,13 +54,20 @@ class Part(NamedTuple):
     named: Callable[[str, int, Values], str]
 
 
+class Contents(NamedTuple):
+    """Of a place that is all that a list, a dictionary or a set holds: which one it is `now`, and how to let it be another."""
+
+    now: Callable[[], Any]
+    move: Callable[[Any], None]
+
+
 class Holder(NamedTuple):
     """One place outside the arguments that holds values.
 
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
-    of `owner` holds.
+    of `owner` holds, or the `contents` of a container.
     """
 
     path: str
@@ -70,6 +78,7 @@ class Holder(NamedTuple):
     dial: tuple[int, str] | None = None
     part: Part | None = None
     owner: Any = None
+    contents: Contents | None = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
@@ -122,7 +131,11 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         for key, value in _pairs(values, 0):
             kind.__setitem__(d, key, value)
 
-    return Holder(path, read, restore, watched, keyed)
+    def move(to: dict[Any, Any]) -> None:
+        nonlocal d
+        d = to
+
+    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move))
 
 
 _values: Callable[[Any], Any] = methodcaller("values")
@@ -287,7 +300,11 @@ def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
         kind.clear(values)
         kind.extend(values, saved)
 
-    return Holder(path, lambda: (*kind.__iter__(values),), restore)
+    def move(to: list[Any] | deque[Any]) -> None:
+        nonlocal values
+        values = to
+
+    return Holder(path, lambda: (*kind.__iter__(values),), restore, contents=Contents(lambda: values, move))
 
 
 def unordered(path: str, values: set[Any]) -> Holder:
@@ -295,7 +312,11 @@ def unordered(path: str, values: set[Any]) -> Holder:
         set.clear(values)
         set.update(values, saved)
 
-    return Holder(path, lambda: (*set.__iter__(values),), restore)
+    def move(to: set[Any]) -> None:
+        nonlocal values
+        values = to
+
+    return Holder(path, lambda: (*set.__iter__(values),), restore, contents=Contents(lambda: values, move))
 
 
 def buffer(path: str, thing: Any) -> Holder:

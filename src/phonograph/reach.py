@@ -288,6 +288,7 @@ class Reach(Objects):
         if kind in LEAVES:
             return
         if identity(thing) in self._seen:
+            self.shared.add(identity(thing))
             if issubclass(kind, (type, ModuleType)) and packages.is_anothers(thing):
                 self._of_others(path, thing)  # it has a second name
             self.lends_groups = self.lends_groups or identity(thing) in self._groups

@@ -20,8 +20,8 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -43,6 +43,7 @@ from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .operators import meaning
 from .options import Options, overloads, switched_off
+from .overheard import Overhearing
 from .packages import Packages
 from .player import GRAD, Player
 from .reach import Reach
@@ -51,6 +52,7 @@ from .recording import Entangled, Recording
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
+from .standing import Grounds, Standing
 from .tracing import Tracing
 from .trees import flatten, kinds, path_to
 from .verify import verified
@@ -67,6 +69,8 @@ R = TypeVar("R")
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
 _CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
 _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
+_STANDING = 4  # refusals of one signature that each stand while their grounds hold: in training, with another flag...
+_GROUNDS = 64  # refusals of one function that have grounds
 _AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
@@ -75,7 +79,8 @@ _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
-_UNREPEATED = 64  # signatures in a row that never come again
+_UNREPEATED = 64  # signatures that never come again...
+_NEARLY = 4  # ...among so many times as many calls
 
 _OURS = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
@@ -101,6 +106,23 @@ class Ours:
                            raised_at(error.__traceback__)[0], final=False) from None  # fmt: skip
 
 
+@contextmanager
+def _relying_on(reach: Reach) -> Iterator[None]:
+    """What is refused within the block, a call is that could get at this."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.reach = reach
+        raise
+
+
+def _grounds(refusal: Refusal) -> Grounds | None:
+    """What a refused call has relied on, if that can be told."""
+    with suppress(Refusal), Ours("looked at what a refusal relies on"):
+        return Grounds.of(refusal.reach, refusal.places)
+    return None
+
+
 def waited() -> bool:
     """Wait for the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
     until = time.monotonic() + _PATIENCE
@@ -113,11 +135,13 @@ def waited() -> bool:
 class History:
     """What is known of one signature besides its recordings."""
 
-    __slots__ = ("attached", "attempts", "changes", "device", "left", "notes", "patience", "ran_backward", "refusal", "replays",
-                 "split", "torn", "untold", "waits", "warm", "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "device", "failing", "held", "left", "notes", "over", "patience",
+                 "ran_backward", "refusal", "repeats", "replays", "split", "standing", "torn", "tried", "unsettled", "untold",
+                 "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
+        self.repeats = False  # it has come again
         self.ran_backward = False  # a live call has had a backward, from all of its results
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
@@ -129,16 +153,38 @@ class History:
         self.attempts = 0
         self.untold = 0  # calls that did not show whether they may be padded
         self.changes = 0
-        self.replays = 0  # of the function, when the last change was counted
+        self.replays = 0  # of the function, and live calls for which a refusal stood, when the last change was counted
         self.refusal: Refusal | None = None
+        self.standing: list[Standing] = []  # the last refusals, the newest first, each for as long as its grounds hold
+        self.unsettled: Grounds | None = None  # no live call was made since they were taken down
+        self.failing: Grounds | None = None  # those of a capture that failed; the live run has still to show whose fault it is
+        self.over: str | None = None  # what has changed since the last refusal, if it was not tried again since
+        self.tried = False  # whether it was
+        self.held = 0  # live calls for which a refusal stood
         self.patience = _AGAIN
         self.waits = 0  # live calls until the refusal is over, of one that need not be for ever
 
+    def refuse(self, refusal: Refusal, grounds: Grounds | None = None) -> None:
+        """It runs live, for as long as these grounds hold; for good where they are not known."""
+        self.refusal, self.unsettled, self.tried = refusal, grounds, False
+        self.standing = [Standing(refusal, grounds), *self.standing[: _STANDING - 1]] if grounds is not None else []
+
+    def say(self, refusal: Refusal) -> None:
+        """What is said instead of the last refusal."""
+        self.refusal = refusal
+        self.standing[:1] = [standing._replace(refusal=refusal) for standing in self.standing[:1]]
+
     def wait(self, refusal: Refusal) -> Refusal:
         """Something has changed too often: it runs live, for a while."""
-        self.refusal, self.waits = refusal, self.patience
+        self.refuse(refusal)
+        self.waits = self.patience
         self.patience *= 2
         return refusal
+
+    def begin_again(self, refusal: Refusal) -> None:
+        """It is to be captured in another way, and this refusal does not count."""
+        self.attempts, self.refusal, self.waits = 0, None, 0
+        self.standing = [standing for standing in self.standing if standing.refusal is not refusal]
 
     def still(self) -> Refusal | None:
         """Why this call runs live, if it does. Each call that asks counts as one that does."""
@@ -146,13 +192,30 @@ class History:
             self.waits -= 1
             if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
                 self.refusal, self.changes = None, _CHANGES - 1
-        return self.refusal
+        if not self.standing:
+            return self.refusal
+        change = None
+        for refusal, grounds in self.standing:  # the last one first
+            found = grounds.changed()
+            if found is None:
+                self.held += 1
+                self.over, self.tried = None, False
+                return refusal
+            change = change or found
+        self.refusal, self.over = None, None if self.tried else change
+        return None
+
+    def settle(self) -> None:
+        """A live call was made of what was refused."""
+        if self.unsettled is not None:
+            self.unsettled.settle()
+            self.unsettled = None
 
     def changed(self, replays: int) -> int:
-        """Count a change of what a recording relied on; how many have come in too quick succession."""
-        forgiven, rest = divmod(replays - self.replays, _FORGIVEN)
+        """Count a change of what a recording, or a refusal, relied on; how many have come in too quick succession."""
+        forgiven, rest = divmod(replays + self.held - self.replays, _FORGIVEN)
         self.changes = max(0, self.changes - forgiven) + 1
-        self.replays = replays - rest
+        self.replays = replays + self.held - rest
         return self.changes
 
 
@@ -194,19 +257,21 @@ class Recorded(Observed, Generic[P, R]):
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
-        self._unrepeated = 0  # signatures that were met since the last replay
-        self._replayed_then = 0
+        self._unrepeated = 0  # signatures that were met and did not come again...
+        self._counted_from = 0  # ...since the function had so many calls
         self._last_key: Any = None
         self._differs = ""  # how the last of those differs from the one before
         self._naming: Naming | None = None
         self._reset_wanted = False
         self._fast: FastPath | None = None
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
+        self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self._entangled = Entangled()
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._never = _never(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
+        self._overhearing: Overhearing | None = None  # until it is called
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{identity(self):x}"
@@ -304,9 +369,13 @@ class Recorded(Observed, Generic[P, R]):
                 refusal = history.still()
                 if refusal is not None:
                     raise refusal
+                found.broken = self._broken(found, history)
+                if history.warm and not history.repeats:
+                    self._note_again(history)
                 if history.warm < self.options.warmup:
                     history.warm += 1
-                    self._note_signature(call)
+                    if history.warm == 1:
+                        self._note_signature(call)
                     return True, self._warm_up(call, args, kwargs)
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
@@ -337,6 +406,10 @@ class Recorded(Observed, Generic[P, R]):
         refusal.let_go()
         return False, refusal
 
+    def _broken(self, found: Found, history: History) -> str | None:
+        """What has changed since such a call was recorded, or refused."""
+        return found.broken or (history.over if not found.blocked else None)
+
     def _described(self, args: Any, kwargs: Any) -> Call:
         """The call, taken apart.
 
@@ -346,6 +419,9 @@ class Recorded(Observed, Generic[P, R]):
         """
         if self._never is not None:
             raise self._never
+        if self._overhearing is not None:  # it is called
+            self._overhearing.stop()
+            self._overhearing = None
         if self._reset_wanted:
             self.reset()
         while self._doubts:
@@ -426,18 +502,30 @@ class Recorded(Observed, Generic[P, R]):
             self._drop(self._shelf.discard(call.key, Player.obstructed))
         crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
         apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.apart)
+        history.tried = True
         try:
             return self._record(call, found.blocked, apart=apart)
         except Refusal as refusal:
             refusal.history = history
+            last = refusal.final or history.attempts + 1 >= _ATTEMPTS
+            grounds = _grounds(refusal) if last and not refusal.this_call else None
             if refusal.this_call or refusal.failed:
-                history.changes -= found.broken is not None
+                history.failing = grounds
+                history.changes -= found.broken is not None and history.over is None
                 history.warm_again = True
                 raise
             history.attempts += 1
-            if refusal.final or history.attempts >= _ATTEMPTS:
-                history.refusal = refusal
+            if last:
+                self._refuse(history, refusal, grounds)
             raise
+
+    def _refuse(self, history: History, refusal: Refusal, grounds: Grounds | None) -> None:
+        """Let a signature run live for as long as these grounds hold. Those of the oldest refusals are given up, and it is
+        tried again some time."""
+        history.refuse(refusal, grounds)
+        self._grounded += [history] if grounds is not None else []
+        if len(self._grounded) > _GROUNDS and (oldest := self._grounded.pop(0)) is not history and oldest.standing:
+            oldest.wait(oldest.standing[0].refusal)
 
     def _count_change(self, name: str, history: History, call: Call) -> None:
         """What has this name is not what it was when a recording was made that relies on it."""
@@ -446,6 +534,8 @@ class Recorded(Observed, Generic[P, R]):
         change = self._changes.get(name, _Change(""))
         change.times += 1
         changes = history.changed(self._counters.replayed)
+        if changes > _CHANGES and history.over is not None and history.standing:
+            raise history.wait(history.standing[0].refusal)
         if changes > _CHANGES:
             # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
             self._drop(self._shelf.discard(call.key, lambda player: player.played <= 1))
@@ -468,14 +558,15 @@ class Recorded(Observed, Generic[P, R]):
         because something was not seen to run there."""
         if isinstance(refusal, Elsewhere) and history.device is None and not call.tensors:
             history.device = refusal.device
-            history.attempts, history.refusal = 0, None
+            history.begin_again(refusal)
             return True
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
-            history.attempts, history.refusal = 0, None
+            history.begin_again(refusal)
             return True
         if isinstance(refusal, Unmarked) and not self._marked:
-            self._marked, history.attempts, history.refusal = True, 0, None
+            self._marked = True
+            history.begin_again(refusal)
         return isinstance(refusal, Unseen) and history.refusal is None
 
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:
@@ -489,18 +580,26 @@ class Recorded(Observed, Generic[P, R]):
         history.torn = history.torn or bool(diverged.torn)
         history.notes = Notes(history.split, reach, self._marked, diverged.done)
         if history.changed(self._counters.replayed) > _CHANGES:
-            history.waits, history.refusal = 0, Refusal(diverged.reason, diverged.remedy, diverged.where)
+            history.waits = 0
+            refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
+            self._refuse(history, refusal, _grounds(refusal))
+            refusal.let_go()
 
     def _note_signature(self, call: Call) -> None:
-        """Say so if nearly every call has a signature of its own."""
-        replayed = self._counters.replayed
-        self._unrepeated = 1 + (self._unrepeated if replayed == self._replayed_then else 0)
-        self._replayed_then = replayed
+        """A signature comes for the first time. Say so if nearly every call has one of its own."""
+        self._unrepeated += 1
         last, self._last_key = self._last_key, call.key
         self._differs = _difference(last, call, self._named()) if last is not None else ""
+        if self._counters.calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
+            self._unrepeated, self._counted_from = 1, self._counters.calls
         if self._unrepeated > _UNREPEATED and self._differs:
             raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
-                          "tensors; pad tensors to a few shapes (shapes=)")  # fmt: skip
+                          "tensors; pad tensors to a few shapes (shapes=)", users_line())  # fmt: skip
+
+    def _note_again(self, history: History) -> None:
+        """A signature comes for the second time."""
+        history.repeats = True
+        self._unrepeated = max(0, self._unrepeated - 1)
 
     def _history(self, key: Any, known: History | None = None) -> History:
         history = self._histories.setdefault(key, known or History(self._split_at, self._marked))
@@ -594,7 +693,11 @@ class Recorded(Observed, Generic[P, R]):
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
         if not refusal.failed:
             self._count(refusal)
-            return self._live(refusal, args, kwargs)
+            try:
+                return self._live(refusal, args, kwargs)
+            finally:
+                if refusal.history is not None:
+                    refusal.history.settle()
         result = self._live(refusal, args, kwargs)
         self._failed(refusal)
         self._count(refusal)
@@ -605,14 +708,20 @@ class Recorded(Observed, Generic[P, R]):
         if refusal.history is not None:
             refusal.history.attempts += 1
             if refusal.history.attempts >= _ATTEMPTS:
-                refusal.history.refusal = replace(refusal, failed=False, history=None)
+                history: History = refusal.history
+                self._refuse(history, replace(refusal, failed=False, history=None), history.failing)
+                history.settle()
 
     def _count(self, refusal: Refusal) -> None:
+        self.say(refusal)
+        if self.options.fallback == "error":
+            raise Unrecordable(f"{self.name} cannot be recorded: {refusal.at(users_line())}")
+
+    def say(self, refusal: Refusal) -> None:
+        """Count what is said of this function, and say it the first time."""
         if self._counters.refuse(refusal.reason):
             refusal = self._reasons[refusal.reason] = refusal.at(users_line())
             self._say(refusal)
-        if self.options.fallback == "error":
-            raise Unrecordable(f"{self.name} cannot be recorded: {refusal.at(users_line())}")
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
@@ -622,6 +731,7 @@ class Recorded(Observed, Generic[P, R]):
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Note that calls of this module go through here."""
         self._owner = weakref.ref(module)
+        self._overhearing = Overhearing.of(self, module)
         return self
 
     def _of_another(self, call: Callable[..., Any], args: Any, kwargs: Any) -> R:
@@ -667,11 +777,14 @@ class Recorded(Observed, Generic[P, R]):
         return sorted(f"`{self._named()(path_to(call.shape, place))}` on {device}" for device, place in found.items())
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
-        if self._unplayed >= 4 * self.options.max_recordings:
-            raise Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
+        history = self._history(call.key)
+        if self._unplayed >= 4 * self.options.max_recordings and history.patience == _AGAIN:
+            # But one that comes again that often is worth a recording.
+            raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
-            device = self._device(call, reach)
+            with _relying_on(reach):
+                device = self._device(call, reach)
             device.tidy()
             device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
             in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
@@ -686,7 +799,7 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.apart = apart
                 recording.backward.once = device.once
                 recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
-                ran = self._history(call.key).ran_backward
+                ran = history.ran_backward
                 if ran and not recording.backward.gradients_stay(call.tensors):
                     recording.backward.shares, recording.backward.room = True, recording.room
                 warmup = 0 if ran or recording.backward.only_captured else min(self.options.warmup, 1)
@@ -726,7 +839,7 @@ class Recorded(Observed, Generic[P, R]):
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
             self._packages.before()
             try:
-                with Within():
+                with Within(), _relying_on(reach):
                     recording = record(self.name, self._function, call, reach, device, terms)
                 settled(tracing)
                 if recording.live_parts and self.options.verify:
@@ -775,9 +888,10 @@ class Recorded(Observed, Generic[P, R]):
             self._fast = None
             self._drop(self._shelf.clear())
             self._histories.clear()
+            self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
-            self._unrepeated = 0
+            self._unrepeated, self._counted_from = 0, self._counters.calls
             self._stopped = None
             self._packages = Packages()
             self._unplayed = 0
@@ -801,8 +915,9 @@ class Recorded(Observed, Generic[P, R]):
     def explain(self) -> str:
         s = self.stats()
         lines = [f"{self.name}: {s.calls} calls, {s.live} live, {s.replayed} replayed, {s.recorded} recordings made"]
-        if self._unrepeated > 2 and self._counters.replayed == self._replayed_then:
-            lines.append(f"{self._unrepeated} calls in a row had a signature of their own: {self._differs}")
+        if self._unrepeated > 2 and self._differs:
+            calls = self._counters.calls - self._counted_from
+            lines.append(f"{self._unrepeated} of the last {calls} calls had a signature of their own: {self._differs}")
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]

@@ -39,7 +39,7 @@ from .errors import Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
-from .listening import HEARS_ALL_THREADS, alone, watching_python
+from .listening import HEARS_ALL_THREADS, Listener, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, HISTORY, LIVE
@@ -517,6 +517,7 @@ def _capture(
     ran: list[Iterable[CodeType]] = []
     functions: list[tuple[CodeType, dict[str, Any]]] = []
     loggers: list[Question] = []
+    listeners: list[Listener] = []
     left: list[Left] = [Left()]
     known: list[Ran | None] = [None]
     watches: list[OperatorWatch] = []
@@ -555,6 +556,7 @@ def _capture(
             releasing,
             watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
+            listeners.append(listener)
             ran.append(listener.ran)
             listener.found = said
             called: Any = function
@@ -619,7 +621,10 @@ def _capture(
         named = any("grad" in code.co_names for code in chain(*ran))
         return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
-    except (Refusal, Overlooked, KeyboardInterrupt):
+    except Refusal as refusal:
+        refusal.places = [levels(listener.loggers.values()) for listener in listeners]
+        raise
+    except (Overlooked, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         if any(first in str(e) for first in device.first_uses):

@@ -11,8 +11,8 @@ kept in two groups:
   few at a time in rotation, which finds the changes that go around the witness.
 
 Identity is the fast test; where it fails, plain values are compared by type and value, because an equal number in a
-new object is no change. An equal list in place of another one is a change: its insides were watched, and it is another
-list that the function would look at now.
+new object is no change. Nor is an equal list, dictionary or set in place of another: it is its contents that are compared from
+then on. But where the other was found in several places, it is a change: the function may look at both now.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from .signature import modes
 from .torch_private import address, alias, bump, tensor_check, use_count
 from .where import written_out
 
-__all__ = ["Grads", "Reliances", "Snapshot", "changed", "not_heard", "relied", "same", "state_of"]
+__all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
+           "which"]  # fmt: skip
 
 _HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
 
@@ -360,7 +361,51 @@ def state_of(t: torch.Tensor) -> tuple[Any, ...]:
     return _states([t])[0]
 
 
-class Reliances:
+class Entries:
+    """Places, each with how to read it and what was found there: ``[holder, read, saved]``."""
+
+    def __init__(self, held: list[list[Any]], shared: Set[int]) -> None:
+        """`shared` are the identities of what was found in several places."""
+        self._held = held
+        # The containers whose contents are compared, by identity; None where another must not be put in the place of one.
+        found = [(entry[0].contents.now(), entry) for entry in held if entry[0].contents is not None]
+        self._contents = {identity(x): None if identity(x) in shared else entry for x, entry in found}
+
+    def unchanged(self, entry: list[Any]) -> bool:
+        """Whether what was found there is there still, or what may stand for it: with that it is compared from now on."""
+        _, read, saved = entry
+        now = read()
+        if len(now) == len(saved) and (
+            all(map(is_, now, saved)) or all(map(_equal, saved, now)) or self._moved_to(saved, now)
+        ):  # fmt: skip
+            entry[2] = now
+            return True
+        return False
+
+    def _moved_to(self, saved: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+        """Whether all that differs are containers in the place of equal ones. If so, it is the contents of these that are
+        compared from now on."""
+        new: list[tuple[Any, Any]] = []
+        try:
+            if not all(_may_stand_for(a, b, new) for a, b in zip(saved, now, strict=True)):
+                return False
+        except RecursionError:
+            return False
+        entries = [self._contents.get(identity(old)) for old, _ in new]
+        places = {identity(x) for _, x in new}
+        if len(places) < len(new) or not places.isdisjoint(self._contents):
+            return False  # one that stands in several places
+        if not all(entry is not None and self.unchanged(entry) for entry in entries):
+            return False
+        for (old, container), entry in zip(new, entries, strict=True):
+            assert entry is not None
+            entry[0].contents.move(container)
+            entry[2] = entry[1]()
+            self._contents[identity(container)] = self._contents.pop(identity(old))
+        return True
+
+
+class Reliances(Entries):
     """Everything that must still hold when a recording is played: what `snapshot` found before the capture, and the
     capture left alone."""
 
@@ -369,7 +414,7 @@ class Reliances:
         live = dials.followed
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        self._held: list[list[Any]] = [_relied(h, values) for h, values in read if h.dial not in live]
+        super().__init__([_relied(h, values) for h, values in read if h.dial not in live], reach.shared)
         self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
@@ -389,7 +434,7 @@ class Reliances:
 
     def _sort(self) -> None:
         """What is looked at before each replay, and what the witness hears of."""
-        watched = [entry[0].watched and identity(entry[0].owner) not in _unheard for entry in self._held]
+        watched = [is_heard_of(entry[0]) for entry in self._held]
         self._hot = [entry for entry, is_watched in zip(self._held, watched, strict=True) if not is_watched]
         self._watched = [entry for entry, is_watched in zip(self._held, watched, strict=True) if is_watched]
         self._read_hot = _together([entry[1] for entry in self._hot])
@@ -411,8 +456,8 @@ class Reliances:
             now, last = self._read_hot(), self._last_hot
             if len(now) != len(last) or not all(map(is_, now, last)):
                 for entry in self._hot:
-                    if not _unchanged(entry):
-                        return _which(entry)
+                    if not self.unchanged(entry):
+                        return which(entry)
                 self._last_hot = now
         if self._pointed and not self._alike(self._pointed):
             return self._moved(self._tensors) or self._names[identity(self._pointed[0])]
@@ -432,7 +477,7 @@ class Reliances:
                 return True
             now = self._read_hot()
             same_objects = len(now) == len(before) and all(map(is_, now, before))
-            if not (same_objects or all(map(_unchanged, self._hot))) or not self._alike(self._pointed):
+            if not (same_objects or all(map(self.unchanged, self._hot))) or not self._alike(self._pointed):
                 return True
             return witness.epoch != epoch and self._all_watched() is not None
 
@@ -447,8 +492,8 @@ class Reliances:
     def _all_watched(self) -> str | None:
         epoch = witness.epoch
         for entry in self._watched:
-            if not _unchanged(entry):
-                return _which(entry)
+            if not self.unchanged(entry):
+                return which(entry)
         moved = self._moved(self._tensors)
         if moved is None:
             self._epoch = epoch
@@ -457,7 +502,7 @@ class Reliances:
     def _rotate(self) -> str | None:
         """A few at a time. What is found once is found again: the next look is a full one."""
         entries, (are_such, some) = next(self._rounds), next(self._laps)
-        changed = next((_which(e) for e in entries if not _unchanged(e)), None)
+        changed = next((which(e) for e in entries if not self.unchanged(e)), None)
         if changed is None and not are_such(some):
             changed = self._moved(self._tensors) or self._names[identity(some[0])]
         if changed is not None:
@@ -483,6 +528,11 @@ def not_heard(things: Iterable[object]) -> None:
             reliances._sort()
 
 
+def is_heard_of(holder: Holder) -> bool:
+    """Whether the witness hears of changes in a place."""
+    return holder.watched and identity(holder.owner) not in _unheard
+
+
 def _parts(things: list[Any], size: int) -> list[list[Any]]:
     return [things[i : i + size] for i in range(0, len(things), size)]
 
@@ -506,17 +556,6 @@ def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], li
     return together
 
 
-def _unchanged(entry: list[Any]) -> bool:
-    _, read, saved = entry
-    now = read()
-    if len(now) == len(saved) and all(map(is_, now, saved)):
-        return True
-    if len(now) == len(saved) and all(map(_equal, saved, now)):
-        entry[2] = now  # equal values in new objects: compare with these from now on
-        return True
-    return False
-
-
 def _equal(a: Any, b: Any) -> bool:
     """Whether one value may stand for the other from now on: equal, and nothing that can change by itself."""
     if a is b:
@@ -526,6 +565,27 @@ def _equal(a: Any, b: Any) -> bool:
     return (type(a) is not tuple or (len(a) == len(b) and all(map(_equal, a, b)))) and same(a, b)
 
 
-def _which(entry: list[Any]) -> str:
+def _may_stand_for(old: Any, now: Any, containers: list[tuple[Any, Any]]) -> bool:
+    """Whether one value is equal to another, down to what its containers hold; adds the containers that are not the same to
+    `containers`, with those that stand there now, inner ones first."""
+    if old is now:
+        return True
+    kind = type(old)
+    if kind is not type(now):
+        return False
+    if kind in (list, tuple):
+        alike = len(old) == len(now) and all(_may_stand_for(a, b, containers) for a, b in zip(old, now, strict=True))
+    elif kind is dict:
+        alike = len(old) == len(now) and all(map(same, old, now))
+        alike = alike and all(_may_stand_for(a, b, containers) for a, b in zip(old.values(), now.values(), strict=True))
+    else:
+        alike = same(old, now)
+    if alike and kind in (list, dict, set):
+        containers.append((old, now))
+    return alike
+
+
+def which(entry: list[Any]) -> str:
+    """The name of what differs in a place."""
     holder, read, saved = entry
     return _name(holder, saved, read())

@@ -28,22 +28,22 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "are_fake", "autocast_is_on",
-           "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd", "bindings", "bump",
-           "call_through", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart",
+__all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "are_fake",
+           "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd", "bindings",
+           "bump", "call_through", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart",
            "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
-           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
-           "has_memory", "in_inference", "inner_names", "is_batched", "is_composite", "is_shape", "is_spread", "is_traced",
-           "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of", "lend_code",
-           "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools",
-           "missing", "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
-           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "route_to_pool", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew",
-           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
-           "storage_at", "take_cublas_workspace", "tensor_check", "transformed", "transforms_undone", "unbacked",
-           "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
-           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end",
+           "has_begun", "has_memory", "in_inference", "inner_names", "is_batched", "is_composite", "is_shape", "is_spread",
+           "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of",
+           "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
+           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
+           "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
+           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "say_themselves",
+           "segments", "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard",
+           "step_hooks", "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace", "tensor_check",
+           "transformed", "transforms_undone", "unbacked", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
+           "waits_by_itself", "waits_for_all", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 Handle = tuple[int, int]
 
@@ -817,6 +817,10 @@ def unbacked(mode: Any) -> AbstractContextManager[None]:
 
 
 # -- modules and optimizers
+
+
+CALLED_THROUGH = "_compiled_call_impl"
+"""The attribute of a module that says what its calls go through."""
 
 
 def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:

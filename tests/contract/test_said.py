@@ -1,0 +1,261 @@
+"""C19: what keeps a function from being played is said once, with the user's line and what to do: arguments that are others
+nearly each time, a module whose other methods are called, a function that is recorded anew each time."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live, ramp, reasons
+
+
+def said(function, *args):
+    """What is warned of while this runs, about phonograph."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", pg.RunsLive)
+        function(*args)
+    return [str(w.message) for w in found if issubclass(w.category, pg.RunsLive)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Signatures that do not come again
+
+
+def scaled(x, scale=1.0):
+    return x * scale
+
+
+def scaled_by_name(x, *, scale):
+    return x * scale
+
+
+class Scales:
+    @pg.record
+    def scaled(self, x, scale):
+        return x * scale
+
+
+@pytest.mark.parametrize("often", [2, 3, 10])
+@pytest.mark.parametrize("kind", ["positional", "by name", "method"])
+def test_c19_a_number_that_is_another_nearly_each_time_beside_a_call_that_comes_again(device, kind, often):
+    f = {"positional": pg.record(scaled), "by name": pg.record(scaled_by_name), "method": Scales().scaled}[kind]
+    x = ramp(device, 4)
+
+    def loop():
+        for n in range(200):
+            assert_same(f(x, scale=n / 400), x * (n / 400))
+            if n % often == 0:
+                assert_same(f(x, scale=1.0), x)
+
+    (message,) = said(loop)
+    assert "is called with argument scale of another value nearly each time" in message
+    assert f"at {__file__}:{loop.__code__.co_firstlineno + 2} (" in message
+    assert "as tensors" in message
+    assert "nearly each time" in reasons(f)
+
+
+def test_c19_a_size_that_is_another_nearly_each_time(device):
+    f = pg.record(lambda batch, scale: batch * scale)
+
+    def loop():
+        for n in range(1, 120):
+            f(ramp(device, n), 2.0)
+            if n % 4 == 0:
+                f(ramp(device, 4), 1.0)
+
+    (message,) = said(loop)
+    assert "argument batch of another shape or kind nearly each time" in message
+
+
+def test_c19_sizes_that_come_again_are_not_complained_of(device):
+    f = pg.record(lambda x: x * 2, max_recordings=128)
+
+    def loop():
+        for _ in range(3):
+            for n in range(1, 80):  # more than would be said, if these did not come again
+                f(ramp(device, n))
+                f(ramp(device, n))
+
+    assert said(loop) == []
+
+
+def test_c19_a_number_that_is_another_now_and_then_is_not_complained_of(device):
+    f = pg.record(scaled)
+    x = ramp(device, 4)
+
+    def loop():
+        for epoch in range(80):
+            f(x, float(epoch))
+            for _ in range(9):
+                f(x, 0.5)
+
+    assert said(loop) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Modules whose other methods are called
+
+
+class Agent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def act(self, x):
+        return self.head(self.body(x)).argmax(-1)
+
+    def value(self, x):
+        return self(x).sum()
+
+
+def parts_as_before(agent):
+    return all("_compiled_call_impl" not in vars(part) for part in agent.modules() if part is not agent)
+
+
+def test_c19_a_module_whose_other_method_is_called(device):
+    agent = Agent().to(device)
+    eager = copy.deepcopy(agent)
+    pg.record(agent)
+    x = ramp(device, 2, 4)
+
+    def loop():
+        for _ in range(100):
+            assert_same(agent.act(x), eager.act(x))
+
+    (message,) = said(loop)
+    assert "is never called, but Agent.act is" in message
+    assert f"at {__file__}:{loop.__code__.co_firstlineno + 2} (" in message
+    assert "@pg.record" in message
+    assert parts_as_before(agent)
+    assert "Agent.act" in reasons(agent)
+    assert said(loop) == []
+
+
+def test_c19_a_module_whose_forward_is_called_past_it(device):
+    agent = pg.record(Agent().to(device))
+    x = ramp(device, 2, 4)
+    (message,) = said(lambda: [agent.forward(x) for _ in range(100)])
+    assert "is never called, but Agent.forward is" in message
+    assert "call the module itself" in message
+
+
+def test_c19_a_module_that_is_called_by_its_other_methods(device):
+    agent = Agent().to(device)
+    eager = copy.deepcopy(agent)
+    pg.record(agent)
+    x = ramp(device, 2, 4)
+    assert said(lambda: [assert_same(agent.value(x), eager.value(x)) for _ in range(50)]) == []
+    assert parts_as_before(agent)
+    assert pg.stats(agent).replayed > 40
+
+
+@may_run_live
+def test_c19_who_listens_leaves_modules_as_they_are(device):
+    agent = Agent().to(device)
+    before = {name: list(vars(part)) for name, part in agent.named_modules()}
+    pg.record(agent)
+    for other in (copy.deepcopy(agent), pickle.loads(pickle.dumps(agent))):
+        assert parts_as_before(other)
+        assert_same(other.head(ramp(device, 1, 4)), agent.head(ramp(device, 1, 4)))
+    pg.record(agent.body)  # a part is recorded itself
+    x = ramp(device, 2, 4)
+    for _ in range(4):
+        agent.body(x)
+    assert pg.stats(agent.body).replayed == 3
+    agent(x)
+    assert "_compiled_call_impl" not in vars(agent.head)
+    assert list(vars(agent.head)) == before["head"]
+
+
+def test_c19_parts_that_are_called_by_others_are_not_complained_of(device):
+    agent = pg.record(Agent().to(device))
+    x = ramp(device, 2, 4)
+    assert said(lambda: [agent.body(x) for _ in range(300)]) == []
+    assert parts_as_before(agent)
+
+
+def test_c19_a_step_that_is_recorded_itself_and_calls_another_method(device):
+    agent = Agent().to(device)
+    eager = copy.deepcopy(agent)
+    pg.record(agent)
+    step, x = pg.record(lambda x: agent.act(x)), ramp(device, 2, 4)
+    assert said(lambda: [assert_same(step(x), eager.act(x)) for _ in range(40)]) == []
+    assert pg.stats(step).replayed == 39
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_c19_a_step_that_is_captured_at_once_and_calls_another_method(device, warmup):
+    agent = Agent().to(device)
+    eager = copy.deepcopy(agent)
+    pg.record(agent)
+    step, x = pg.record(lambda x: agent.act(x), warmup=warmup), ramp(device, 2, 4)
+    for _ in range(4):
+        assert_same(step(x), eager.act(x))
+    assert pg.stats(step).refusals == {}
+    assert pg.stats(step).replayed == 4 - warmup
+
+
+# ---------------------------------------------------------------------------------------------------
+# Recorded anew
+
+
+def test_c19_a_function_that_is_recorded_anew_each_time(device):
+    x = ramp(device, 4)
+
+    def loop():
+        for _ in range(10):
+            assert_same(pg.record(scaled)(x), x)
+
+    (message,) = said(loop)
+    assert "is recorded anew each time that this line runs" in message
+    assert f"at {__file__}:{loop.__code__.co_firstlineno + 2} (" in message
+    assert "make it once, outside of the loop" in message
+
+
+def test_c19_a_function_that_is_made_and_recorded_in_each_step(device):
+    x = ramp(device, 4)
+
+    def train(n):
+        @pg.record
+        def step(x):
+            return x * n
+
+        assert_same(step(x), x * n)
+
+    (message,) = said(lambda: [train(n) for n in range(10)])
+    assert "step runs live: is recorded anew each time" in message
+
+
+def test_c19_a_module_that_is_recorded_anew_each_time(device):
+    net, x = torch.nn.Linear(4, 2).to(device), ramp(device, 2, 4)
+
+    def loop():
+        for _ in range(10):
+            pg.record(net)(x)
+
+    (message,) = said(loop)
+    assert "is recorded anew each time" in message
+
+
+def test_c19_many_functions_of_one_line_that_are_kept_or_played(device):
+    x = ramp(device, 4)
+
+    def loop():
+        kept = [pg.record(lambda x, n=n: x * n) for n in range(6)]
+        for _ in range(2):
+            for n, f in enumerate(kept):
+                assert_same(f(x), x * n)
+        for n in range(6):
+            f = pg.record(lambda x, n=n: x * n)
+            for _ in range(4):
+                assert_same(f(x), x * n)
+
+    assert said(loop) == []
