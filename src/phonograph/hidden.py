@@ -17,11 +17,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 from types import CellType, CodeType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from .torch_private import not_compiled_by_itself
 
-__all__ = ["hide"]
+__all__ = ["hide", "passes_on"]
+
+F = TypeVar("F", bound=Any)
 
 _PACKAGE = __name__.partition(".")[0]
 _Cached = type(cache(repr))
@@ -30,7 +32,14 @@ _HOLDERS = {FunctionType, _Cached, dict, list, tuple, set, frozenset, MappingPro
 
 _WRITTEN = (os.path.dirname(__file__), "<string>")  # in files, and the methods of records, which are made by `dataclass`
 
+_passing: set[CodeType] = set()
 _hidden: set[str] = set()  # modules
+
+
+def passes_on(function: F) -> F:
+    """Let what this function calls be compiled, if it is called where functions are."""
+    _passing.add(function.__code__)
+    return function
 
 
 def hide() -> None:
@@ -38,7 +47,7 @@ def hide() -> None:
     found = {name: module for name, module in list(sys.modules.items()) if _ours(name) and name not in _hidden}
     _hidden.update(found)
     for code in _codes([vars(module) for module in found.values()]):
-        not_compiled_by_itself(code, nor_what_it_calls=True)
+        not_compiled_by_itself(code, nor_what_it_calls=code not in _passing)
 
 
 def _ours(module: Any) -> bool:

@@ -36,6 +36,7 @@ from .errors import Attached, Overlooked, Refusal, RunsLive, Unpadded, Unrecorda
 from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
+from .hidden import passes_on
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
@@ -50,10 +51,11 @@ from .recording import Entangled, Recording
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
+from .torch_private import compiling, run_where_traced
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
-from .where import users_level, users_line
+from .where import is_users, users_level, users_line
 from .within import Within, inside
 
 __all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
@@ -67,6 +69,9 @@ _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do some
 _AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
+_COMPILED = ("is part of what torch.compile compiles, which takes it for a plain function",
+             "compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend=\"phonograph\"); "
+             "on the CPU, do not compile what you record")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
@@ -217,6 +222,8 @@ class Recorded(Observed, Generic[P, R]):
             return MethodType(self, instance)  # with __slots__, or a class: it is an argument like any other
         mine = kept.get(self._place)
         if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
+            if torch.compiler.is_dynamo_compiling():
+                return MethodType(self, instance)  # where it is a plain function
             mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
             mine._made_for = self
             self._bound.add(mine)
@@ -252,10 +259,16 @@ class Recorded(Observed, Generic[P, R]):
         """What the same is for another function, or for a copy of this one."""
         return Recorded
 
+    def again(self, function: Callable[..., Any]) -> Recorded[Any, Any]:
+        """The same for another function."""
+        return self._kind(function, self.options)
+
     # -- the corridor
 
+    @passes_on
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or compiling() is not None:
+            self.taken_as_plain()
             return self._function(*args, **kwargs)
         other = None if self._owner is None else torch_private.other_calling(sys._getframe(1), self._owner())
         if (Within.running and inside()) or switched_off() or owned():
@@ -275,9 +288,12 @@ class Recorded(Observed, Generic[P, R]):
                 counters.replayed += 1
                 counters.bytes_copied += copied
                 return result  # type: ignore[no-any-return]
-            answered, value = self._answer(args, kwargs)
+            traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
+            answered, value = self._answer(args, kwargs) if not traced else (False, None)
         finally:
             lock.release()
+        if traced:
+            return self._function(*args, **kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
 
     def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -598,6 +614,24 @@ class Recorded(Observed, Generic[P, R]):
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback != "error":
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+
+    @run_where_traced
+    def taken_as_plain(self) -> None:
+        """This is called in code that `torch.compile` compiles, which runs as it would without us: so much is said, and no more,
+        whatever `fallback` is. (The compiler may be ours, or the code may be part of what is recorded: then nothing is lost.)"""
+        if inside() or switched_off():
+            return
+        refusal = self._reasons.get(_COMPILED[0])
+        if refusal is None:
+            backend = torch_private.compiling_backend()
+            if str(getattr(backend, "__module__", "")).startswith("phonograph.") or torch.compiler.is_exporting():
+                return
+            traced = [f"{file}:{line}" for file, line in torch_private.traced_stack() if is_users(file)]
+            refusal = Refusal(*_COMPILED, where=(traced or [users_line()])[-1])
+            self._reasons[refusal.reason] = refusal
+            logger.info("%s runs live: %s", self.name, refusal)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+        self._counters.refuse(refusal.reason)
 
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Note that calls of this module go through here."""
