@@ -27,8 +27,8 @@ F = TypeVar("F", bound=Any)
 
 _PACKAGE = __name__.partition(".")[0]
 _Cached = type(cache(repr))
-_HOLDERS = {FunctionType, _Cached, dict, list, tuple, set, frozenset, MappingProxyType, CellType, staticmethod, classmethod, property,
-            cached_property, partial}  # fmt: skip
+_HOLDERS = {FunctionType, _Cached, dict, list, tuple, set, frozenset, MappingProxyType, CellType, staticmethod, classmethod,
+            property, cached_property, partial}  # fmt: skip
 
 _WRITTEN = (os.path.dirname(__file__), "<string>")  # in files, and the methods of records, which are made by `dataclass`
 

@@ -35,7 +35,16 @@ from .identity import identity
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
-from .torch_private import alias, backward_id, keeps_graph, may_run_backward, waits_for_all, when_backward_ends, will_run
+from .torch_private import (
+    alias,
+    backward_id,
+    ended_by,
+    keeps_graph,
+    may_run_backward,
+    waits_for_all,
+    when_backward_ends,
+    will_run,
+)
 
 __all__ = ["TWICE", "Joint"]
 
@@ -437,6 +446,7 @@ class _Joined(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @ended_by
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
         if torch.is_grad_enabled():
@@ -454,6 +464,7 @@ class _Apart(torch.autograd.Function):
         return result[0]
 
     @staticmethod
+    @ended_by
     def backward(ctx: Any, grad: Any) -> Any:
         flight: _Flight = ctx.flight
         if grad is None or not ctx.others:

@@ -51,7 +51,7 @@ from .recording import Entangled, Recording
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
-from .torch_private import compiling, run_where_traced
+from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
 from .trees import flatten, kinds
 from .verify import verified
@@ -69,9 +69,11 @@ _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do some
 _AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
-_COMPILED = ("is part of what torch.compile compiles, which takes it for a plain function",
-             "compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend=\"phonograph\"); "
-             "on the CPU, do not compile what you record")  # fmt: skip
+_COMPILED = "is part of what torch.compile compiles, which takes it for a plain function"
+_COMPILE_FIRST = (
+    'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
+    "; on the CPU, do not compile what you record"
+)
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
@@ -223,7 +225,7 @@ class Recorded(Observed, Generic[P, R]):
         mine = kept.get(self._place)
         if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
             if torch.compiler.is_dynamo_compiling():
-                return MethodType(self, instance)  # where it is a plain function
+                return _method_where_traced(self, instance)
             mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
             mine._made_for = self
             self._bound.add(mine)
@@ -289,7 +291,8 @@ class Recorded(Observed, Generic[P, R]):
                 counters.bytes_copied += copied
                 return result  # type: ignore[no-any-return]
             traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
-            answered, value = self._answer(args, kwargs) if not traced else (False, None)
+            if not traced:
+                answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
         if traced:
@@ -551,6 +554,7 @@ class Recorded(Observed, Generic[P, R]):
         left = set(map(identity, nodes))
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
+        @ended_by
         def notice(node: int, grads: Sequence[torch.Tensor | None]) -> None:
             if torch_private.may_run_backward():  # else only some gradients are asked for
                 left.discard(node)
@@ -562,11 +566,15 @@ class Recorded(Observed, Generic[P, R]):
             if not torch_private.keeps_graph():
                 reads.clear()
 
+        @ended_by
+        def passes(grads: Sequence[torch.Tensor | None]) -> None:
+            device.backward_passes(_there(grads))
+
         for node in nodes:
             node.register_prehook(functools.partial(notice, identity(node)))
         for passed in {t.grad_fn for t in call.tensors if nodes}:
             if passed is not None:
-                passed.register_prehook(lambda grads: device.backward_passes(_there(grads)))
+                passed.register_prehook(passes)
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
@@ -617,17 +625,17 @@ class Recorded(Observed, Generic[P, R]):
 
     @run_where_traced
     def taken_as_plain(self) -> None:
-        """This is called in code that `torch.compile` compiles, which runs as it would without us: so much is said, and no more,
-        whatever `fallback` is. (The compiler may be ours, or the code may be part of what is recorded: then nothing is lost.)"""
+        """This is called in code that `torch.compile` compiles, which runs as it would without us. That is said, whatever
+        `fallback` is. (Its backend may be ours, or the code may be part of what is recorded: then nothing is lost.)"""
         if inside() or switched_off():
             return
-        refusal = self._reasons.get(_COMPILED[0])
+        refusal = self._reasons.get(_COMPILED)
         if refusal is None:
             backend = torch_private.compiling_backend()
             if str(getattr(backend, "__module__", "")).startswith("phonograph.") or torch.compiler.is_exporting():
                 return
             traced = [f"{file}:{line}" for file, line in torch_private.traced_stack() if is_users(file)]
-            refusal = Refusal(*_COMPILED, where=(traced or [users_line()])[-1])
+            refusal = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
             self._reasons[refusal.reason] = refusal
             logger.info("%s runs live: %s", self.name, refusal)
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
@@ -877,6 +885,11 @@ def _difference(key: Any, call: Call) -> str:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
                 return f"argument {i} of another {'shape or kind' if tensor else 'value'}"
     return "arguments of another structure"
+
+
+def _method_where_traced(recorded: Recorded[Any, Any], instance: Any) -> Any:
+    """What stands for an instance's recordings in compiled code: there it is a plain function."""
+    return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
 
 
 def _no_recordings() -> None:

@@ -31,18 +31,23 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = ["COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "autocast_is_on", "backward_id",
            "below_autograd", "bindings", "bump", "call_through", "clear_cublas_workspaces", "code_of", "compiled_by",
-           "compiling", "compiling_apart", "compiling_backend", "current_device", "default_device", "depends_on_data",
-           "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
-           "function_modes", "goes_through", "has_memory", "hear_of_compiled", "hear_of_traced", "in_inference", "is_batched",
-           "is_composite", "is_traced", "is_written_by_torch", "keeps_graph", "kept_settings", "lend_code", "lend_module",
-           "looked_at_first", "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing",
-           "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
-           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "route_to_pool", "run_where_traced", "saved_tensors_hooks", "segments", "selected_anew", "share_version",
-           "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself", "storage_at", "take_cublas_workspace",
-           "tensor_check", "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint",
-           "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "compiling", "compiling_apart",
+           "compiling_backend", "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "ended_by",
+           "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "has_memory",
+           "hear_of_compiled", "hear_of_traced",
+           "in_inference", "is_batched", "is_composite", "is_traced", "is_written_by_torch", "keeps_graph",
+           "kept_settings", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
+           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
+           "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
+           "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "run_where_traced",
+           "saved_tensors_hooks", "segments", "selected_anew",
+           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_itself",
+           "storage_at", "take_cublas_workspace", "tensor_check", "traced_stack",
+           "transformed", "transforms_undone", "unbacked",
+           "uncompiled",
+           "unseen_by_checkpoint", "use_count", "view_like", "waits_for_all", "when_backward_ends", "will_run",
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,7 +155,7 @@ def uncompiled(f: Any) -> Any:
     """The module or function that `torch.compile` was called on, if this is what that gave; otherwise None."""
     if isinstance(f, torch.nn.Module):
         return f._modules.get("_orig_mod") if type(f).__name__ == "OptimizedModule" else None
-    found = getattr(f, "__dict__", {}).get("_torchdynamo_orig_callable")
+    found: Any = getattr(f, "__dict__", {}).get("_torchdynamo_orig_callable")
     around = getattr(getattr(found, "__code__", None), "co_filename", "").endswith("external_utils.py")  # `wrap_inline`
     return found.__wrapped__ if around else found
 
@@ -164,11 +169,11 @@ def hear_of_traced(notice: Callable[[Any], None]) -> None:
     if _TRACES_MODULES in sys.modules:
         _hear_of_traced(sys.modules[_TRACES_MODULES], notice)
     else:
-        sys.meta_path.insert(0, _Loading(notice))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Loading(notice))
 
 
 def _hear_of_traced(module: Any, notice: Callable[[Any], None]) -> None:
-    kind = getattr(module, "UnspecializedNNModuleVariable", None)
+    kind: Any = getattr(module, "UnspecializedNNModuleVariable", None)
     if not hasattr(kind, "call_function"):
         return
     call = kind.call_function
@@ -190,8 +195,8 @@ class _Loading:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _TRACES_MODULES:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = find_spec(name)
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
         run = getattr(spec and spec.loader, "exec_module", None)
         if run is not None:
 
@@ -199,7 +204,7 @@ class _Loading:
                 run(module)
                 _hear_of_traced(module, self._notice)
 
-            spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 

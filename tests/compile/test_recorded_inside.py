@@ -116,14 +116,18 @@ def test_c19_a_recorded_part_of_compiled_code(device, make):
     found, _, part, counted, said = called(make, pg.record, device)
     assert_same(found, expected)
     assert counted == plain, "what says so is compiled itself"
-    assert len(said) == 1 and SAID in said[0] and __file__ in said[0] and "pg.record(torch.compile(model))" in said[0]
-    assert pg.stats(part).recorded == 0 and SAID in str(pg.stats(part).refusals) and said[0].split(": ", 1)[1] in pg.explain(part)
+    assert len(said) == 1
+    assert all(words in said[0] for words in (SAID, __file__, "pg.record(torch.compile(model))"))
+    assert pg.stats(part).recorded == 0
+    assert SAID in str(pg.stats(part).refusals)
+    assert said[0].split(": ", 1)[1] in pg.explain(part)
 
 
 @pytest.mark.parametrize("make", [sequential, own, a_function])
 def test_c19_what_was_compiled_is_asked(device, make):
     _, compiled, part, _, _ = called(make, pg.record, device)
-    assert pg.stats(compiled) == pg.stats(part) and SAID in pg.explain(compiled)
+    assert pg.stats(compiled) == pg.stats(part)
+    assert SAID in pg.explain(compiled)
     pg.reset(compiled)
     if isinstance(part, nn.Module):
         with pytest.raises(TypeError, match=r"torch.compile made of one that is not recorded: pg.record that"):
@@ -151,7 +155,7 @@ def test_c19_nothing_is_lost_with_our_backend(device):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         outer = pg.record(lambda x: inner(x) * 2)
-        for _ in range(3):
+        for _ in range(3 if device.type == "cuda" else 1):  # on the CPU it runs live, from its second call on
             outer(torch.ones(3, 4, device=device))
     assert not any(SAID in str(w.message) for w in said)
 
@@ -205,8 +209,10 @@ def test_c16_a_recorded_module_that_compiles_itself(device):
         x = torch.full((3, 4), 0.1 * n, device=device)
         assert_same(net(x), live(x))
     stats = pg.stats(net)
-    assert stats.calls == 5 and "mine: 5 calls" in pg.explain(net)
-    assert stats.replayed == (4 if device.type == "cuda" else 0) and counters["stats"]["unique_graphs"] == 1
+    assert stats.calls == 5
+    assert "mine: 5 calls" in pg.explain(net)
+    assert stats.replayed == (4 if device.type == "cuda" else 0)
+    assert counters["stats"]["unique_graphs"] == 1
     pg.reset(net)
     net(x)
     with pytest.raises(TypeError, match="not recorded"):
