@@ -188,9 +188,9 @@ def test_c06_a_capturable_optimizer(cuda):
 
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="a release without it")
 @pytest.mark.parametrize("update", ["backward", "autograd.grad"])
-def test_c06_the_backward_in_the_graph(device, update, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
-    assert_as_the_inner_backend(UPDATES[update], device, fullgraph=True)
+def test_c06_the_backward_in_the_graph(device, update):
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        assert_as_the_inner_backend(UPDATES[update], device, fullgraph=True)
 
 
 def test_c06_compiled_autograd(device):
