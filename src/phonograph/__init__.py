@@ -8,6 +8,7 @@ from __future__ import annotations
 from .api import explain, live, prepare, record, reset, stats
 from .callables import make_graphed_callables
 from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
+from .hidden import hide
 from .observe import Stats
 from .recorded import Recorded
 
@@ -29,3 +30,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+hide()

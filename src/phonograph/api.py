@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -16,6 +17,7 @@ from .options import Options
 from .overheard import leave
 from .padding import Padded
 from .recorded import Recorded, counted, live
+from .torch_private import ended_by
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -43,6 +45,7 @@ def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "sp
            shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
+@ended_by
 def record(fn: Any = None, /, **options: Any) -> Any:
     """Record a function or module and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
 
@@ -124,11 +127,13 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
         name = options.name or type(fn).__qualname__
+        _hear_of_compilers()
         torch_private.call_through(fn, make(call, replace(options, name=name)).of(fn))
         return fn
     return make(fn, options)
 
 
+@ended_by
 def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
     """Record all sizes of `shapes` before they are needed, the largest first. A bar on stderr shows how far it is, on a
     terminal and with rich installed.
@@ -152,20 +157,24 @@ def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
     recorded.prepare(args, kwargs)
 
 
+@ended_by
 def stats(f: Any) -> Stats:
     """What a recorded function or module did so far, as numbers."""
     return _recorded(f).stats()
 
 
+@ended_by
 def explain(f: Any) -> str:
     """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
     the operator, your source line and the remedy."""
     return _recorded(f).explain()
 
 
+@ended_by
 def reset(f: Any) -> None:
     """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
     recorded then."""
+    f = _what_is_recorded(f)
     recorded = _recorded(f)
     recorded.reset()
     if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
@@ -174,10 +183,47 @@ def reset(f: Any) -> None:
 
 
 def _recorded(f: Any) -> Observed:
+    f = _what_is_recorded(f)
     given = type(f).__name__
-    if isinstance(f, torch.nn.Module):
-        f, given = torch_private.goes_through(f), f"a {given} that is not recorded, or not any more since pg.reset"
-    f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
-    if not isinstance(f, Observed):
+    if torch_private.uncompiled(f) is not None:
+        given = ("what torch.compile made of one that is not recorded: pg.record that, or, if its backend is phonograph, ask "
+                 "for each of phonograph.compile.graphs()")  # fmt: skip
+    elif isinstance(f, torch.nn.Module):
+        given = f"a {given} that is not recorded, or not any more since pg.reset"
+    found = _observed(f)
+    if found is None:
         raise TypeError(f"expected a function or module that pg.record was called on, not {given}")
-    return f
+    return found
+
+
+def _what_is_recorded(f: Any) -> Any:
+    """The function or module itself, or what `torch.compile` was called on, if it is that which is recorded."""
+    plain = torch_private.uncompiled(f)
+    return plain if _observed(f) is None and _observed(plain) is not None else f
+
+
+def _observed(f: Any) -> Observed | None:
+    if isinstance(f, torch.nn.Module):
+        f = torch_private.goes_through(f)
+    f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
+    return f if isinstance(f, Observed) else None
+
+
+@cache
+def _hear_of_compilers() -> None:
+    """What `torch.compile` does with recorded modules, it does past them."""
+    torch_private.hear_of_traced(_traced)
+    torch_private.hear_of_compiled(_compiled)
+
+
+def _traced(call: Any) -> None:
+    if isinstance(call, Recorded):
+        call.taken_as_plain()
+
+
+def _compiled(module: torch.nn.Module, before: Any) -> None:
+    """`module.compile()` was called: it puts the compiled code in the place of what was recorded. That is recorded then, as if
+    the module had been compiled first."""
+    if isinstance(before, Recorded):
+        before.reset()
+        torch_private.call_through(module, before.again(torch_private.goes_through(module)).of(module))

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .backward import Backward
+from .hidden import passes_on
 from .options import Options
 from .recorded import Recorded
 from .signature import Call
@@ -130,6 +131,7 @@ class Hooked(Recorded[..., Any]):
         self._this_call = threading.local()
         super().__init__(function, options)
 
+    @passes_on
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         outer, self._this_call.runs = getattr(self._this_call, "runs", False), False
         try:

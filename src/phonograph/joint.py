@@ -40,6 +40,7 @@ from .signature import unseen
 from .torch_private import (
     alias,
     backward_id,
+    ended_by,
     is_batched,
     keeps_graph,
     may_run_backward,
@@ -616,6 +617,7 @@ class _Joined(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @ended_by
     def backward(ctx: Any, *grads: Any) -> Any:
         flight: _Flight = ctx.flight
         if flight.twice is not None or torch.is_grad_enabled():
@@ -633,6 +635,7 @@ class _Apart(torch.autograd.Function):
         return result[0]
 
     @staticmethod
+    @ended_by
     def backward(ctx: Any, grad: Any) -> Any:
         flight: _Flight = ctx.flight
         if grad is None or not ctx.others:

@@ -29,7 +29,7 @@ from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, use_count
+from .torch_private import address, alias, bump, ended_by, use_count
 from .trees import rebuilding
 
 __all__ = ["GRAD", "Player"]
@@ -50,6 +50,7 @@ class _Consumed(torch.autograd.Function):
         )
 
     @staticmethod
+    @ended_by
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             "Trying to backward through the graph a second time: this tensor's backward already ran inside the recorded "

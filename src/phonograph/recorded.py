@@ -36,6 +36,7 @@ from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded
 from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
+from .hidden import passes_on
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
@@ -53,10 +54,11 @@ from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
 from .standing import Grounds, Standing
+from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
 from .trees import flatten, kinds, path_to
 from .verify import verified
-from .where import users_level, users_line
+from .where import is_users, users_level, users_line
 from .within import Within, inside
 from .wording import MARKED, Naming, defined_at, failure
 from .wording import innermost as raised_at
@@ -74,6 +76,11 @@ _GROUNDS = 64  # refusals of one function that have grounds
 _AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
+_COMPILED = "is part of what torch.compile compiles, which takes it for a plain function"
+_COMPILE_FIRST = (
+    'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
+    "; on the CPU, do not compile what you record"
+)
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
@@ -290,6 +297,8 @@ class Recorded(Observed, Generic[P, R]):
             return MethodType(self, instance)  # with __slots__, or a class: it is an argument like any other
         mine = kept.get(self._place)
         if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
+            if torch.compiler.is_dynamo_compiling():
+                return _method_where_traced(self, instance)
             mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
             mine._made_for = self
             self._bound.add(mine)
@@ -325,10 +334,16 @@ class Recorded(Observed, Generic[P, R]):
         """What the same is for another function, or for a copy of this one."""
         return Recorded
 
+    def again(self, function: Callable[..., Any]) -> Recorded[Any, Any]:
+        """The same for another function."""
+        return self._kind(function, self.options)
+
     # -- the corridor
 
+    @passes_on
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or compiling() is not None:
+            self.taken_as_plain()
             return self._function(*args, **kwargs)
         other = None if self._owner is None else torch_private.other_calling(sys._getframe(1), self._owner())
         if (Within.running and inside()) or switched_off() or owned():
@@ -348,9 +363,13 @@ class Recorded(Observed, Generic[P, R]):
                 counters.replayed += 1
                 counters.bytes_copied += copied
                 return result  # type: ignore[no-any-return]
-            answered, value = self._answer(args, kwargs)
+            traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
+            if not traced:
+                answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
+        if traced:
+            return self._function(*args, **kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
 
     def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -654,6 +673,7 @@ class Recorded(Observed, Generic[P, R]):
         left = set(map(identity, nodes))
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
+        @ended_by
         def notice(node: int, grads: Sequence[torch.Tensor | None]) -> None:
             if torch_private.may_run_backward():  # else only some gradients are asked for
                 left.discard(node)
@@ -665,11 +685,15 @@ class Recorded(Observed, Generic[P, R]):
             if not torch_private.keeps_graph():
                 reads.clear()
 
+        @ended_by
+        def passes(grads: Sequence[torch.Tensor | None]) -> None:
+            device.backward_passes(_there(grads))
+
         for node in nodes:
             node.register_prehook(functools.partial(notice, identity(node)))
         for passed in {t.grad_fn for t in call.tensors if nodes}:
             if passed is not None:
-                passed.register_prehook(lambda grads: device.backward_passes(_there(grads)))
+                passed.register_prehook(passes)
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
@@ -727,6 +751,24 @@ class Recorded(Observed, Generic[P, R]):
         logger.info("%s runs live: %s", self.name, refusal)
         if self.options.fallback != "error":
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+
+    @run_where_traced
+    def taken_as_plain(self) -> None:
+        """This is called in code that `torch.compile` compiles, which runs as it would without us. That is said, whatever
+        `fallback` is. (Its backend may be ours, or the code may be part of what is recorded: then nothing is lost.)"""
+        if inside() or switched_off():
+            return
+        refusal = self._reasons.get(_COMPILED)
+        if refusal is None:
+            backend = torch_private.compiling_backend()
+            if str(getattr(backend, "__module__", "")).startswith("phonograph.") or torch.compiler.is_exporting():
+                return
+            traced = [f"{file}:{line}" for file, line in torch_private.traced_stack() if is_users(file)]
+            refusal = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
+            self._reasons[refusal.reason] = refusal
+            logger.info("%s runs live: %s", self.name, refusal)
+            warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+        self._counters.refuse(refusal.reason)
 
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Note that calls of this module go through here."""
@@ -988,6 +1030,11 @@ def _difference(key: Any, call: Call, naming: Naming) -> str:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
                 return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
+
+
+def _method_where_traced(recorded: Recorded[Any, Any], instance: Any) -> Any:
+    """What stands for an instance's recordings in compiled code: there it is a plain function."""
+    return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
 
 
 def _no_recordings() -> None:

@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial, wraps
+from importlib.util import find_spec
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.backends.mha
@@ -28,23 +29,27 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "are_fake",
-           "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd", "bindings",
-           "bump", "call_through", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling_apart",
-           "current_device", "default_device", "depends_on_data", "dispatch_modes", "donates", "fake_mode_of",
-           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end",
-           "has_begun", "has_memory", "in_inference", "inner_names", "is_batched", "is_composite", "is_shape", "is_spread",
+__all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since",
+           "are_fake", "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd",
+           "bindings", "bump", "call_through", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by",
+           "compiling", "compiling_apart", "compiling_backend", "current_device", "default_device", "depends_on_data",
+           "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
+           "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory", "hear_of_compiled",
+           "hear_of_traced", "in_inference", "inner_names", "is_batched", "is_composite", "is_shape", "is_spread",
            "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of",
            "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
            "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
            "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks",
            "original_views", "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc",
-           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "saved_tensors_hooks", "say_themselves",
-           "segments", "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard",
-           "step_hooks", "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace", "tensor_check",
-           "transformed", "transforms_undone", "unbacked", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
-           "waits_by_itself", "waits_for_all", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks",
+           "say_themselves", "segments", "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch",
+           "state_guard", "step_hooks", "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace",
+           "tensor_check", "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled",
+           "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
+           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Handle = tuple[int, int]
 
 _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
@@ -106,6 +111,113 @@ def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]
 
     run._torchdynamo_disable, run._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
     return run
+
+
+compiling: Callable[[], Any] = getattr(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+                                       "get_eval_frame_callback", lambda: None)  # fmt: skip
+"""What compiles each function that this thread calls now, as between two graphs of `torch.compile`'s; None if nothing does."""
+
+
+def run_where_traced(method: Callable[..., None]) -> Callable[..., None]:
+    """Have Dynamo run this method at once where it traces a call of it, which leaves nothing in what is compiled."""
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
+def ended_by(function: Callable[P, R]) -> Callable[P, R]:
+    """End a graph of Dynamo's where this is called, so that it really runs."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it is phonograph's, and asks what has really run"  # type: ignore[attr-defined]
+    return function
+
+
+def compiling_backend() -> Any:
+    """The backend for which Dynamo traces at the moment, or compiles what this thread calls."""
+    tracer = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
+    try:
+        found = tracer.current_tx().output.compiler_fn if tracer is not None else None
+    except AttributeError:  # it does not trace
+        found = compiling()
+    for wrapper in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn"):
+        while hasattr(found, wrapper):
+            found = getattr(found, wrapper)
+    return found
+
+
+def traced_stack() -> list[tuple[str, int]]:
+    """The files and lines that Dynamo traces at the moment, the innermost last."""
+    context = getattr(torch._guards, "TracingContext", None)
+    return [(frame.filename, frame.lineno) for frame in context.extract_stack()] if context is not None else []
+
+
+def uncompiled(f: Any) -> Any:
+    """The module or function that `torch.compile` was called on, if this is what that gave; otherwise None."""
+    if isinstance(f, torch.nn.Module):
+        return f._modules.get("_orig_mod") if type(f).__name__ == "OptimizedModule" else None
+    found: Any = getattr(f, "__dict__", {}).get("_torchdynamo_orig_callable")
+    around = getattr(getattr(found, "__code__", None), "co_filename", "").endswith("external_utils.py")  # `wrap_inline`
+    return found.__wrapped__ if around else found
+
+
+_TRACES_MODULES = "torch._dynamo.variables.nn_module"
+
+
+def hear_of_traced(notice: Callable[[Any], None]) -> None:
+    """Have this told of what stands for the calls of a module, each time Dynamo traces one: it passes by that, and looks into
+    the module's own forward at once. If Dynamo is not loaded yet, from then on."""
+    if _TRACES_MODULES in sys.modules:
+        _hear_of_traced(sys.modules[_TRACES_MODULES], notice)
+    else:
+        sys.meta_path.insert(0, _Loading(notice))
+
+
+def _hear_of_traced(module: Any, notice: Callable[[Any], None]) -> None:
+    kind: Any = getattr(module, "UnspecializedNNModuleVariable", None)
+    if not hasattr(kind, "call_function"):
+        return
+    call = kind.call_function
+
+    @wraps(call)
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        notice(getattr(getattr(self, "value", None), "_compiled_call_impl", None))
+        return call(self, *args, **kwargs)
+
+    kind.call_function = call_function
+
+
+class _Loading:
+    """Among what finds modules to be imported: waits for the one of Dynamo's that traces calls of modules."""
+
+    def __init__(self, notice: Callable[[Any], None]) -> None:
+        self._notice = notice
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _TRACES_MODULES:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        run = getattr(spec and spec.loader, "exec_module", None)
+        if run is not None:
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                _hear_of_traced(module, self._notice)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def hear_of_compiled(again: Callable[[torch.nn.Module, Any], None]) -> None:
+    """Have this called with a module whose `compile` was called, and what stood for its calls before."""
+    compile_ = torch.nn.Module.compile
+
+    @wraps(compile_)
+    def compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = goes_through(self)
+        compile_(self, *args, **kwargs)
+        again(self, before)
+
+    torch.nn.Module.compile = compile  # type: ignore[method-assign]
 
 
 def ran_compiled(ran: Iterable[CodeType]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ..hidden import hide
 from .backend import backend, graphs
 
 __all__ = ["backend", "graphs"]
+
+hide()
