@@ -10,13 +10,15 @@
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
+#   TORCH=2.11.0           another release of torch than constraints.txt's, in an environment of its own (.venv-2.11.0)
 #   WORKERS=4              processes that share the tests (2)
 #   ARGS="--json"          more arguments for the command (demo, test)
 #   PIP_ARGS="..."         more arguments for pip install (a mirror, --no-index, --find-links)
 
 PYTHON     ?= python3
 PYTHON_ENV ?= venv
-VENV       ?= .venv
+TORCH      ?=
+VENV       ?= .venv$(if $(TORCH),-$(TORCH))
 WORKERS    ?= 2
 ARGS       ?=
 PIP_ARGS   ?=
@@ -33,6 +35,9 @@ else
   # Each file of tests in one process: what one test leaves compiled or cached is there for the next, as in a user's program.
   OPTIONS = --numprocesses=$(WORKERS) --dist=loadfile
 endif
+
+# Another release of torch asks for other releases of what goes with it: it says so itself, exactly.
+PINS = $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 .PHONY: demo test lint wheel clean check-python
 .NOTPARALLEL:
@@ -53,7 +58,7 @@ wheel: $(call READY,dev)
 	$(RUN) -m build --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) .venv-* build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 check-python:
@@ -74,9 +79,12 @@ $(VENV)/.ready-pipelines: pipelines.txt | $(VENV)/.made
 	  echo "lightning-thunder and torchtitan could not be installed: their tests are skipped." >&2
 	@touch $@
 
-$(VENV)/.ready-%: pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/constraints.txt: constraints.txt Makefile | $(VENV)/.made
+	@sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^# What goes with that release/,/^$$/d' constraints.txt > $@
+
+$(VENV)/.ready-%: pyproject.toml $(PINS) | $(VENV)/.made
 	@echo "installing what '$*' needs, torch among it (once; it may take some minutes) ..."
-	@$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[$*]" || { \
+	@$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c $(PINS) -e ".[$*]" || { \
 	  echo "The packages could not be installed. Without a network, and with torch in $(PYTHON) already:" >&2; \
 	  echo "  make $(MAKECMDGOALS) PYTHON_ENV=system" >&2; exit 1; }
 	@touch $@

@@ -129,7 +129,7 @@ class MarkedBreak(Break):
         with torch.enable_grad():
             for t, historied in zip(copies, self._historied, strict=True):
                 if historied:
-                    _Historied.apply(torch.empty(0, requires_grad=True), t)  # type: ignore[no-untyped-call]
+                    _Historied.apply(torch.empty(0, requires_grad=True), t)
         args, kwargs = self._arguments(copies)
         earlier = [t for one in done for _, t in one.arguments]
         versions = [t._version for t in earlier]

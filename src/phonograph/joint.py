@@ -135,12 +135,12 @@ class Joint:
             if i not in borrowed
         ]
         with self._joining(traced.lasting, self.elsewhere):
-            joined = [*_Joined.apply(flight, given, *sources)]  # type: ignore[no-untyped-call]
+            joined = [*_Joined.apply(flight, given, *sources)]
             if self._apart:
                 flight.joined(joined[0].grad_fn)
             for i in self._apart:
                 others = [joined[k] for k in traced.upstream[i]]
-                joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)  # type: ignore[no-untyped-call]
+                joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)
                 if i in self.inner or i in self._aside:
                     flight.watch(i, joined[i])
         for i, t in zip(traced.attached, joined, strict=True):

@@ -373,5 +373,5 @@ def _closed(*_: Any) -> list[torch.Tensor]:
 
 def _with_history(t: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
-        out: torch.Tensor = _Consumed.apply(torch.empty(0, requires_grad=True, device=t.device), t)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Consumed.apply(torch.empty(0, requires_grad=True, device=t.device), t)
     return out

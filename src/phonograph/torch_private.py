@@ -1,6 +1,6 @@
 """Every private function of PyTorch that phonograph uses, and what for. Looked up by `hasattr`, in this file only.
 
-All of them exist in torch 2.11 and 2.13; `missing()` says what a newer release has taken away, and the device then refuses
+All of them exist in torch 2.11 to 2.15; `missing()` says what a newer release has taken away, and the device then refuses
 to record and names it.
 """
 

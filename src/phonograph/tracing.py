@@ -158,7 +158,7 @@ class Tracing:
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
         arrived: list[torch.Tensor | None] = []
-        t: torch.Tensor = _Source.apply(self._root, slot, arrived)  # type: ignore[no-untyped-call]
+        t: torch.Tensor = _Source.apply(self._root, slot, arrived)
         self._sources.append(Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
         self._stand_in[storage_id(slot)] = weakref.ref(t)
@@ -176,7 +176,7 @@ class Tracing:
             return p
         arrived: list[torch.Tensor | None] = []
         # Not of the parameter itself, or its AccumulateGrad node would be one of the graph, and stay as long as that.
-        t: torch.Tensor = _Source.apply(self._root, p.detach(), arrived)  # type: ignore[no-untyped-call]
+        t: torch.Tensor = _Source.apply(self._root, p.detach(), arrived)
         edge = get_gradient_edge(t)
         self._stands[edge.node] = p, Start(len(self._stands), edge, arrived)
         self._given.append(t)

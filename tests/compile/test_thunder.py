@@ -13,7 +13,8 @@ import phonograph as pg
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
-# lightning-thunder 0.2.6 lists methods of named tensors, which torch 2.13 does not have any more. Nothing here calls them.
+# lightning-thunder 0.2.6 lists methods of named tensors, which torch 2.13 does not have any more, and takes `Function.apply`
+# for a function of Python's, which it is not from torch 2.14 on. Nothing here calls them through thunder.
 _NAMED = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
 
@@ -30,6 +31,8 @@ with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
     for _name in _NAMED:
         if not hasattr(torch.Tensor, _name):
             patch.setattr(torch.Tensor, _name, _stand_in(_name), raising=False)
+    if not hasattr(torch.autograd.Function.apply, "__func__"):
+        patch.setattr(torch.autograd.Function, "apply", classmethod(_stand_in("apply")))
     thunder = pytest.importorskip("thunder")
     from phonograph.thunder import PhonographTransform
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.cli import console, doctor, gpt, main
+from phonograph.cli import console, doctor, gpt, main, tested
 from phonograph.cli.race import Outcome, race
 from tests.examples.test_examples import environment
 
@@ -106,6 +107,53 @@ def test_doctor_reads_the_allocator_settings(name: str) -> None:
     settings = {name: "expandable_segments:True, backend:cudaMallocAsync"}
     assert doctor.allocator_settings(settings) == {"expandable_segments": "True", "backend": "cudaMallocAsync"}
     assert doctor.allocator_settings({}) == {}
+
+
+def test_doctor_says_with_which_releases_of_torch_the_tests_were_run(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = run_json(capsys, "doctor")
+    (row,) = [row for row in report["findings"] if row["what"] == "torch"]
+    assert status == 0
+    assert report["torch_tested"] == list(tested.RELEASES)
+    assert row["value"] == torch.__version__
+    assert row["status"] == "ok"
+    assert all(release in row["meaning"] for release in tested.RELEASES)
+    assert all(release in run(capsys, "doctor")[1] for release in tested.RELEASES)  # the table
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        (f"{tested.RELEASES[0]}+cu130", "ok", "this is one of them"),
+        (tested.RELEASES[-1], "ok", "this is one of them"),
+        ("2.12.1", "ok", "this is none of them"),
+        (f"{tested.RELEASES[-1]}a0+git1234", "ok", "this is none of them"),
+        ("99.0.0.dev20990101+cpu", "ok", "this is newer"),
+        ("2.9.1", "problem", f"phonograph needs torch {tested.RELEASES[0]} or newer"),
+        ("unknown", "ok", "this is none of them"),
+    ],
+)
+def test_doctor_tells_whether_a_release_of_torch_is_one_that_was_tested(version: str, status: str, said: str) -> None:
+    found = doctor.torch_release(version)
+    assert (found.value, found.status) == (version, status)
+    assert said in found.meaning
+
+
+def test_what_was_tested_decides_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "RELEASES", ("98.0.0", "99.0.0"))
+    status, report = run_json(capsys, "doctor")
+    assert status == 0
+    assert report["works"]
+    assert [row["status"] for row in report["findings"] if row["what"] == "torch"] == ["problem"]
+
+
+def test_the_releases_that_were_tested_are_those_that_the_project_asks_for() -> None:
+    root = Path(__file__).parents[2]
+    floor = re.search(r'"torch>=([\d.]+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    pinned = re.search(r"^torch==(\S+)$", (root / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert floor
+    assert pinned
+    assert tested.RELEASES[0].startswith(f"{floor[1]}.")
+    assert pinned[1] in tested.RELEASES
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 import phonograph as pg
-from phonograph.cli import machine
+from phonograph.cli import machine, tested
 from phonograph.cli.console import table
 from phonograph.options import switched_off
 
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     works = all(finding.status == "ok" for finding in trials)
     if arguments.json:
         rows = [asdict(finding) for finding in (*findings, *trials)]
-        print(json.dumps({"works": works, "versions": machine.versions(), "findings": rows}))
+        known = {"works": works, "versions": machine.versions(), "torch_tested": tested.RELEASES}
+        print(json.dumps({**known, "findings": rows}))
     else:
         _print(findings + trials, works)
     return 0 if works else 1
@@ -97,7 +98,13 @@ def _software(environment: Mapping[str, str]) -> Iterator[Finding]:
     if switch is not None:
         off = switched_off()
         yield Finding("PHONOGRAPH", "problem" if off else "ok", switch, "nothing is recorded at all" if off else "")
-    yield Finding("torch", "ok", str(torch.__version__))
+    yield torch_release(str(torch.__version__))
+
+
+def torch_release(version: str) -> Finding:
+    """Whether phonograph can be used with this release of torch, and whether its tests were run with it."""
+    usable, meaning = tested.compared(version)
+    return Finding("torch", "ok" if usable else "problem", version, meaning)
 
 
 def _cuda() -> Iterator[Finding]:

@@ -146,7 +146,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         gone = torch_private.missing(cuda=True)
         if gone:
-            raise Refusal(f"this torch release lacks {', '.join(gone)}", "use a release that phonograph supports")
+            raise Refusal(f"this torch release lacks {', '.join(gone)}", "use one that `phonograph doctor` names")
         self.torch_device = torch_device
         self.index: int = torch_device.index
         self.pool = Pool(torch_device)
