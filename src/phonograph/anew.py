@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["made_anew"]
 
-_EARLIER = 2  # that went like this
+_EARLIER = 7  # in a row that went like this
+_WARM = 2  # calls at most that one of them had: it might be played in the next
 _PLACES = 256  # that are remembered
 
 _made: OrderedDict[Any, list[tuple[weakref.ref[Any], Counters]]] = OrderedDict()
@@ -35,7 +36,7 @@ def made_anew(function: Any, recorded: Recorded[Any, Any], counters: Counters) -
     _made.move_to_end(key)
     if len(_made) > _PLACES:
         _made.popitem(last=False)
-    gone = [ref() is None and c.live > 0 and not c.replayed for ref, c in earlier[:-1]]
+    gone = [ref() is None and 0 < c.calls == c.live <= _WARM and not c.refusals for ref, c in earlier[:-1]]
     if len(gone) < _EARLIER or not all(gone):
         return None
     earlier.clear()

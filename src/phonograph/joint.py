@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -242,6 +242,7 @@ class Joint:
         elif traced.repeatable and not flight.over and all(map(twice.is_results, coming)):
             found = self._grown(flight, twice, traced, here)
         found = [*found, *toward]
+        _read_here(found)
         return handed_out(flight, found, here.leaves.values()) if create else found
 
     @staticmethod
@@ -354,6 +355,7 @@ class Joint:
         flight.check(self._noted(asked))
         look.cut.update(seen)
         if create:
+            _read_here(flows)
             flows = handed_out(flight, flows, leaves)
         found = dict(zip(seen, flows, strict=True))
         return [found.get(k) for k in others]
@@ -607,6 +609,13 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
 
 
 _counted: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def _read_here(grads: Iterable[torch.Tensor | None]) -> None:
+    """The nodes of the capture have made these on its stream; what is free there again is written at once."""
+    for grad in grads:
+        if grad is not None and grad.is_cuda:
+            grad.record_stream(torch.cuda.current_stream(grad.device))
 
 
 class _Joined(torch.autograd.Function):

@@ -26,7 +26,7 @@ from .recording import Output
 from .reliance import Grads
 from .signature import Call, attributes
 from .spans import Spans
-from .torch_private import has_memory, kind_of, share_version
+from .torch_private import has_memory, is_shape, kind_of, share_version
 from .trees import containers, flatten, inside, labels
 from .views import View, root
 from .watch import storage_id
@@ -308,7 +308,7 @@ def _ordinary(leaf: Any) -> None:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
             raise Refusal(f"returns a tensor of class {class_of(leaf)}", "return a plain tensor: as_subclass(torch.Tensor)")
         if not has_memory(leaf):
-            raise Refusal(f"returns {kind_of(leaf)}", "return it dense: to_dense()")
+            raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 
 
 def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:

@@ -87,7 +87,7 @@ _SIGNATURES = 4096  # signatures that are remembered
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _UNREPEATED = 64  # signatures that never come again...
-_NEARLY = 4  # ...among so many times as many calls
+_NEARLY = 3  # ...among so many times as many calls
 
 _OURS = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
 _PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live

@@ -29,6 +29,7 @@ from .torch_private import (
     function_modes,
     has_memory,
     is_batched,
+    is_shape,
     is_traced,
     kept_settings,
     kind_of,
@@ -143,6 +144,15 @@ def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSi
     return e.of(f"as a key of `{naming(path)}`, or beside its items", "use numbers or strings as keys") if path else e
 
 
+def _instead_of(t: torch.Tensor) -> str:
+    """What to pass instead of a tensor without memory."""
+    if is_shape(t):
+        return "pass a tensor on the CPU or a GPU, or its shape"
+    if t.is_nested:
+        return "pass a padded tensor, and a mask or lengths"
+    return "pass a dense tensor, or the tensors of which it is made (indices, values)"
+
+
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
@@ -151,8 +161,7 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     if not has_memory(t):
         if is_batched(t):
             raise NoSignature("takes a tensor of a batched computation (vmap, is_grads_batched)", "record what contains that")
-        raise NoSignature(f"takes {kind_of(t)}", "pass a padded tensor, and a mask or lengths" if t.is_nested else
-                          "pass a dense tensor, or the tensors of which it is made (indices, values)")  # fmt: skip
+        raise NoSignature(f"takes {kind_of(t)}", _instead_of(t))
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):

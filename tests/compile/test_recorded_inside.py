@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import phonograph as pg
+from phonograph.compile.backend import backend
 from phonograph.testing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
@@ -145,7 +146,7 @@ def test_c19_nothing_is_lost_with_our_backend(device):
     """Nor in a recorded function: there the code is recorded all the same."""
     net, live = Whole(pg.record(Own())).to(device), Whole(Own()).to(device)
     live.load_state_dict(net.state_dict())
-    fast = torch.compile(net, backend="phonograph", options={"inner": "eager"})
+    fast = torch.compile(net, backend=backend, options={"inner": "eager"})
     with torch.no_grad():
         for n in range(4):
             x = torch.full((3, 4), 0.1 * n, device=device)

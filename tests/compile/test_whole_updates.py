@@ -172,7 +172,10 @@ def assert_as_the_inner_backend(make, device, **options):
     expected, frames = run(make, device, backend="aot_eager", **options)
     found, ours = run(make, device, backend=backend, options={"inner": "aot_eager"}, **options)
     assert_same(found, expected)
-    assert ours == frames, "Dynamo has compiled something of ours"
+    assert [graphs for *graphs, _ in ours] == [graphs for *graphs, _ in frames]
+    assert all(mine[-1] <= theirs[-1] for mine, theirs in zip(ours, frames, strict=True)), (
+        "Dynamo has compiled something of ours"
+    )
     assert ours[-1] == ours[-4]
     assert sum(pg.stats(g).replayed for g in graphs()) >= CALLS - 3
 

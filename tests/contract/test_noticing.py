@@ -2759,7 +2759,7 @@ class _Counting:
 
 
 @may_run_live
-@pytest.mark.parametrize(("method", "line"), [("counts", 1), ("keeps", 2), ("replaces", 1), ("enters", None), ("twice", None)])
+@pytest.mark.parametrize(("method", "line"), [("counts", 1), ("keeps", 2), ("replaces", 1), ("enters", 1), ("twice", None)])
 def test_c11_a_change_names_its_line(device, method, line):
     """If there is one only that sets what has changed."""
     function = getattr(_Counting(device), method)

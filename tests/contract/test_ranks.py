@@ -121,7 +121,7 @@ def test_c23_a_pipeline_says_what_communicates(backend):
     [
         ("uses_a_store", "uses a store that it shares with other ranks (add)"),
         ("waits_for_what_began_outside", "can reach a collective that is under way"),
-        ("sharded", "a DTensor of several ranks"),
+        ("sharded", "contains FSDPModule"),
         ("data_parallel", "contains DistributedDataParallel"),
     ],
 )

@@ -164,7 +164,7 @@ def pythons_maximum(device):
         call(ramp(device, 4))
 
 
-@way("`torch.tensor([x[0], 2.0])`", remedy="torch.stack")
+@way("`torch.tensor([x[0], 2.0])`", remedy="torch.stack", only="cpu")
 def a_tensor_of_tensors(device):
     def f(x):
         return torch.tensor([x[0], 2.0])  # here
@@ -253,7 +253,7 @@ def clipping_that_looks(device):
 @way("Categorical", remedy="validate_args=False")
 def a_distribution(device):
     def f(x):
-        return torch.distributions.Categorical(probs=x / x.sum()).entropy()  # here
+        return torch.distributions.Categorical(probs=x / x.sum(), validate_args=True).entropy()  # here
 
     for call in recorded(f):
         call(ramp(device, 4))
@@ -675,7 +675,7 @@ def an_argument_that_grows(device):
         call({"x": ramp(device, 4)})
 
 
-@way("meta", remedy="CPU or CUDA")
+@way("meta", remedy="on the CPU or a GPU")
 def a_meta_argument(device):
     for call in recorded(lambda x: x * 2):
         call(torch.empty(3, device="meta"))  # here
@@ -1070,7 +1070,7 @@ def returns_a_tensor_with_a_hook(device):
         call(ramp(device, 4).requires_grad_()).sum().backward()
 
 
-@way("meta", remedy="return it on")
+@way("meta", remedy="return its shape")
 def returns_a_tensor_elsewhere(device):
     def f(x):
         return x.to("meta")  # here

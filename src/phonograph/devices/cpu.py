@@ -142,8 +142,6 @@ class Tape(OperatorWatch):
             return func(*args, **kwargs)
         if _may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._nothing_to_clear_up(m.name)
-        if m.communicates and "functional" in m.name:
-            raise Refusal(f"{m.name} goes on in the background after it has returned", "use torch.distributed.all_reduce")
         self._save(operators.written_by(m, args, kwargs))
         noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}

@@ -132,7 +132,8 @@ class CudaWatch(OperatorWatch):
         if backend.name() != "nccl":
             raise refusal(m.name, f" by way of {backend.name()}")
         if not torch_private.has_begun(backend):  # the live call that follows begins it
-            raise Unseen(f"communicates with other ranks ({called(m.name)}) for the first time", "", final=False)
+            raise Unseen(f"communicates with other ranks ({called(m.name)}) for the first time", "call it once before",
+                         final=False)  # fmt: skip
         if not self.communicated and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and torch_private.segments_expand():
             raise refusal(m.name, " in memory of expandable segments, which NCCL takes for one allocation each in a graph",
                           "set NCCL_GRAPH_REGISTER=0 in the environment, before the process group is made")  # fmt: skip
