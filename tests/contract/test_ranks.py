@@ -48,12 +48,19 @@ def found(backend: str, *cases: str, **environment: str) -> list[dict]:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
-        return ranks.start(backend, Path(folder), cases or ranks.CASES, **environment)
+        return ranks.start(backend, Path(folder), cases or [c for c in ranks.CASES if has(backend, c)], **environment)
+
+
+def has(backend: str, case: str) -> bool:
+    """Whether the backend has what the program calls: gloo has no all_to_all of lists in torch 2.11 and 2.12."""
+    return (backend, case) != ("gloo", "all_to_all") or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ranks.CASES)
 def test_c23_each_rank_has_what_it_has_in_eager(case, backend):
+    if not has(backend, case):
+        pytest.skip(f"{backend} does not have it in this release of torch")
     for told in found(backend):
         assert told.get(case, told["log"])["wrong"] == []
 
@@ -66,6 +73,8 @@ def test_c23_all_processes_end(backend):
 
 @pytest.mark.parametrize("case", IN_GRAPHS | REFUSED)
 def test_c23_on_the_cpu_a_collective_is_refused_by_name_before_it_runs(case):
+    if not has("gloo", case):
+        pytest.skip("gloo does not have it in this release of torch")
     for told in found("gloo"):
         called = (IN_GRAPHS | REFUSED)[case]
         assert re.search(rf"communicates with other ranks \({called}\) at .*tests/ranks.py:", told[case]["reasons"])
