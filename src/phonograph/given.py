@@ -4,9 +4,10 @@ know, and would not see of copies."""
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -21,6 +22,7 @@ from .trees import containers, flatten
 __all__ = ["HISTORY", "Given", "differ", "plain"]
 
 HISTORY = "returns a tensor with a history"
+_A_MOMENT = 0.1  # seconds
 
 
 def plain(t: torch.Tensor) -> bool:
@@ -61,7 +63,11 @@ class Given:
     def kept(self, box: list[Any]) -> set[int]:
         """The places of tensors that somebody has now who had not."""
         returned = _returned(box)
-        return {place for i, place in enumerate(self.tensors) if self._more(i, returned[identity(self._list[i])])}
+
+        def kept() -> set[int]:
+            return {place for i, place in enumerate(self.tensors) if self._more(i, returned[identity(self._list[i])])}
+
+        return set() if _soon(lambda: not kept()) else kept()
 
     def _more(self, i: int, returned: int) -> bool:
         (objects, *others), (objects_now, *others_now) = self._owners[i], _owners(self._list, i)
@@ -88,12 +94,23 @@ class Given:
         new = [x for x in leaves if isinstance(x, torch.Tensor) and identity(x) not in theirs and has_memory(x)]
         made = [c for c in containers(box[0]) if identity(c) not in theirs]
         del leaves
-        alone = all(_owners(new, i) == _ALONE for i in range(len(new)))
+        alone = _soon(lambda: all(_owners(new, i) == _ALONE for i in range(len(new))))
         alone = alone and all(sys.getrefcount(made[i]) == _ALONE[0] for i in range(len(made)))
         alone = alone and all(t.untyped_storage().resizable() for t in new)  # else the memory is an array's, say
         found = [HISTORY] if any(t.requires_grad for t in new) else []
         found += ["returns a tensor with attributes of its own"] if any(map(attributes, new)) else []
         return found if alone else [*found, "returns something that it keeps, or that is somebody else's (return a clone)"]
+
+
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Whether this holds; where there are process groups, whose threads let go a moment later of what they have worked with,
+    whether it does soon."""
+    until = time.monotonic() + _A_MOMENT
+    while not holds():
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -614,7 +614,7 @@ _counted: Callable[[torch.Tensor], int] = attrgetter("_version")
 def _read_here(grads: Iterable[torch.Tensor | None]) -> None:
     """The nodes of the capture have made these on its stream; what is free there again is written at once."""
     for grad in grads:
-        if grad is not None and grad.is_cuda:
+        if grad is not None and grad.is_cuda and not is_batched(grad):
             grad.record_stream(torch.cuda.current_stream(grad.device))
 
 

@@ -578,3 +578,20 @@ def test_c09_a_learning_rate_that_is_a_numpy_number(device):
         both(torch.randn(2, 3, device=device))
     assert counts(both)[1] == 1, pg.explain(both.recorded)
     assert counts(both)[2] >= 8, pg.explain(both.recorded)
+
+
+@may_run_live
+def test_c09_sizes_that_are_listed_of_a_tensor_on_the_host(device):
+    """As torchvision and detection models keep them: a tensor on the CPU, whatever the device, which somebody changes in place."""
+    sizes = torch.tensor([2, 3])
+
+    def part(x):
+        rows, columns = sizes.tolist()
+        return x[:rows, :columns] * 2
+
+    f = pg.record(part, warmup=1)
+    for n in range(8):
+        sizes[0] = 2 if n < 4 else 3
+        x = ramp(device, 4, 4, start=n)
+        assert_same(f(x), part(x))
+    assert "tolist" in reasons(f)

@@ -12,10 +12,9 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from ..torch_private import below_autograd, has_memory, maker, storage_at
 from ..watch import OperatorWatch, storage_id
 from ..wording import Failure, at_work
 from .base import Captured, Made
+from .host_reads import NUMBERS, READS, host_reads_refused, reads_value
 from .out_variants import Variant, tried
 from .spelling import spelled
 
@@ -452,45 +452,6 @@ def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | Non
             once(out).copy_(once(result))
 
 
-# What reads a tensor's memory without an operator; on CUDA the same calls copy to the host. `tensor_split` does so if it is
-# given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexing with `[t, ...]`.
-_READS = ("numpy", "tolist", "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
-_NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
-
-
-@contextmanager
-def _host_reads_refused(watch: OperatorWatch) -> Iterator[None]:
-    """Put refusing functions in their place. (A `TorchFunctionMode` would be simpler, but some of torch's modules take
-    another way under one.)"""
-    mine = threading.get_ident()
-
-    def refusing(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(read)
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            harmless = name == "tensor_split" and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values()))
-            if harmless or threading.get_ident() != mine:
-                return read(*args, **kwargs)
-            refusal = operators.reads_value() if name in _NUMBERS else Refusal(
-                f"{at_work(f'Tensor.{name}')} reads a tensor's value on the host",
-                "return the tensor and read it outside the recorded function")  # fmt: skip
-            raise watch.located(refusal)
-
-        return refuse
-
-    places = [(torch.Tensor, name) for name in _READS + _NUMBERS] + [(torch, "tensor_split")]
-    own = [vars(place).get(name) for place, name in places]
-    for place, name in places:
-        setattr(place, name, refusing(name, getattr(place, name)))
-    try:
-        yield
-    finally:
-        for (place, name), before in zip(places, own, strict=True):
-            if before is None:
-                delattr(place, name)  # it was inherited
-            else:
-                setattr(place, name, before)
-
-
 def _filled(slot: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         once(slot).copy_(once(t.detach()))
@@ -545,7 +506,7 @@ class CpuDevice:
         tape.follow(dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, _host_reads_refused(tape), collected():
+            with tape, host_reads_refused(tape, READS + NUMBERS, reads_value), collected():
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

@@ -43,6 +43,7 @@ from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
+from .host_reads import LISTED, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -358,7 +359,7 @@ class CudaDevice:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch:
+                    with watch, host_reads_refused(watch, LISTED, of_the_host):
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")

@@ -1,0 +1,81 @@
+"""What reads a tensor's memory from Python without an operator, refused while a call is captured.
+
+A `TorchFunctionMode` would be simpler, but some of torch's modules take another way under one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from .. import operators
+from ..errors import Refusal
+from ..torch_private import has_memory
+from ..watch import OperatorWatch, storage_id
+from ..wording import at_work
+
+__all__ = ["LISTED", "NUMBERS", "READS", "host_reads_refused", "of_the_host", "reads_value"]
+
+# On CUDA these copy to the host, but for tensors that lie there; and of those `tolist` alone needs no operator. `tensor_split`
+# reads if it is given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexes like
+# `[t, ...]`.
+LISTED = ("tolist",)
+READS = ("numpy", *LISTED, "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
+NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
+
+Judge = Callable[[OperatorWatch, str, Any, Any], Refusal | None]
+
+
+def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
+    """Why a call of the CPU device cannot read any tensor."""
+    if name == "tensor_split" and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+        return None
+    if name in NUMBERS:
+        return operators.reads_value()
+    return Refusal(f"{at_work(f'Tensor.{name}')} reads a tensor's value on the host",
+                   "return the tensor and read it outside the recorded function")  # fmt: skip
+
+
+def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
+    """Why a call of a GPU's cannot read a tensor that lies on the host, outside of the call."""
+    t = args[0]
+    found = watch.known.get(storage_id(t)) if t.is_cpu and has_memory(t) else None
+    if not found:
+        return None
+    return Refusal(f"{at_work(f'Tensor.{name}')} reads {found}, a tensor on the CPU",
+                   "keep the numbers in a list or tuple: a replay could not see the tensor change")  # fmt: skip
+
+
+@contextmanager
+def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge) -> Iterator[None]:
+    """During the block, functions of these names ask before they read, on this thread."""
+    mine = threading.get_ident()
+
+    def asking(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(read)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            refusal = judge(watch, name, args, kwargs) if threading.get_ident() == mine else None
+            if refusal is None:
+                return read(*args, **kwargs)
+            raise watch.located(refusal)
+
+        return ask
+
+    places: list[tuple[Any, str]] = [(torch.Tensor, name) for name in names]
+    places += [(torch, name) for name in names if name == "tensor_split"]
+    own = [vars(place).get(name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, asking(name, getattr(place, name)))
+    try:
+        yield
+    finally:
+        for (place, name), before in zip(places, own, strict=True):
+            if before is None:
+                delattr(place, name)  # it was inherited
+            else:
+                setattr(place, name, before)
