@@ -137,7 +137,7 @@ def handed_out(flight: Any, found: list[torch.Tensor | None], leaves: Iterable[L
     private = [leaf.private for leaf in known]
     inputs = [*(leaf.users for leaf in known), *flight.sources]
     with torch.enable_grad():
-        made = _Given.apply(flight, [found[i] for i in attached], private, *inputs)  # type: ignore[no-untyped-call]
+        made = _Given.apply(flight, [found[i] for i in attached], private, *inputs)
     flight.twice.add(made[0].grad_fn)
     handed = list(found)
     for i, t in zip(attached, made, strict=True):

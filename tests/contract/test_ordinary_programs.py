@@ -582,7 +582,7 @@ def test_c09_a_learning_rate_that_is_a_numpy_number(device):
 
 @may_run_live
 def test_c09_sizes_that_are_listed_of_a_tensor_on_the_host(device):
-    """As torchvision and detection models keep them: a tensor on the CPU, whatever the device, which somebody changes in place."""
+    """As detection models keep them: a tensor on the CPU, whatever the device, which somebody changes in place."""
     sizes = torch.tensor([2, 3])
 
     def part(x):
@@ -594,4 +594,4 @@ def test_c09_sizes_that_are_listed_of_a_tensor_on_the_host(device):
         sizes[0] = 2 if n < 4 else 3
         x = ramp(device, 4, 4, start=n)
         assert_same(f(x), part(x))
-    assert "tolist" in reasons(f)
+    assert "tolist" in pg.explain(f)
