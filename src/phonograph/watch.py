@@ -269,7 +269,7 @@ class OperatorWatch(TorchDispatchMode):
         for t in results:
             if has_memory(t):
                 found.append(t)
-            elif not is_valueless(t):
+            elif not (is_valueless(t) or waits_by_itself([type(t)])):  # (what that will give is known)
                 raise Refusal(f"{at_work(m.name)} gives {kind_of(t)}", f"use dense tensors, or do it outside the recorded "
                               f"function, {MARKED}")  # fmt: skip
         return found
