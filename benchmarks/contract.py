@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as xml
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def counted(name: str, workers: int, *arguments: str) -> dict[str, Any]:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-m", "cuda", f"--junitxml={report}", *arguments]
         subprocess.run(command, cwd=ROOT, env=environment, check=False, stdout=subprocess.DEVNULL)
-        suite = next(xml.parse(report).getroot().iter("testsuite"))
+        suite = next(ET.parse(report).getroot().iter("testsuite"))
     failed = [f"{case.get('classname')}::{case.get('name')}" for case in suite if case.find("failure") is not None
               or case.find("error") is not None]  # fmt: skip
     number = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
