@@ -226,13 +226,22 @@ class Joint:
             self.differentiated([*grads, *(grad for _, grad in ends)])
             grads = tuple([g if g is None else leaf_of(g, leaves) for g in grads])
         self._still_there(flight, twice)
-        here, coming = twice.arrive(node, grads, leaves)
-        here.ends.extend(ends)
-        traced = copy.copy(self.traced)
+        with twice.given_up():
+            here, coming = twice.arrive(node, grads, leaves)
+            here.ends.extend(ends)
+            found = self._flow(flight, node, here, coming, asked)
+            _read_here(found)
+            return handed_out(flight, found, here.leaves.values()) if create else found
+
+    def _flow(
+        self, flight: _Flight, node: Any, here: Arrived, coming: Sequence[Any], asked: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """What flows from what has arrived, as far as it is not left to nodes that are `coming`."""
+        traced, twice = copy.copy(self.traced), flight.differentiates(node)
         edges = node.next_functions[-len(traced.starts) :]
         pattern = tuple(g is not None for g in here.grads)
         traced.wanted = self._chosen(flight, pattern, edges) or [True] * len(edges)
-        traced.differentiable = create
+        traced.differentiable = torch.is_grad_enabled()
         toward = self._toward(flight, traced, here, asked, coming)
         found: list[torch.Tensor | None] = [None] * len(edges)
         if not coming:
@@ -241,9 +250,7 @@ class Joint:
                 self._keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
         elif traced.repeatable and not flight.over and all(map(twice.is_results, coming)):
             found = self._grown(flight, twice, traced, here)
-        found = [*found, *toward]
-        _read_here(found)
-        return handed_out(flight, found, here.leaves.values()) if create else found
+        return [*found, *toward]
 
     @staticmethod
     def _toward(

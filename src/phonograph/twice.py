@@ -123,6 +123,16 @@ class Twice:
         known = [other for ref in (*self._given, self._results) if (other := ref()) is not None]
         return here, [other for other in known if identity(other) not in here.nodes and will_run(other)]
 
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """If something is raised within, nobody comes to the other nodes of this backward: what has come to it is let go, which
+        refers to the graph that holds this."""
+        try:
+            yield
+        except BaseException:
+            self._running.pop(backward_id(), None)
+            raise
+
     def is_results(self, node: Any) -> bool:
         """Whether this node is that of the results."""
         return node is self._results()
