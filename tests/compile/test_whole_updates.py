@@ -6,6 +6,9 @@ and to the last frame.
 """
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.func import functional_call, stack_module_state, vmap
 import phonograph as pg
 from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
+from tests.examples.test_examples import environment
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TensorFloat32", "ignore:The .grad attribute", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning",
@@ -36,7 +40,6 @@ def forgotten():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    torch._C._dynamo.compiled_autograd.clear_cache()
 
 
 def network(device, inputs=4, outputs=2, dropout=0.0):
@@ -201,9 +204,8 @@ def test_c06_the_backward_in_the_graph(device, update):
         assert_as_the_inner_backend(UPDATES[update], device, fullgraph=True)
 
 
-def test_c06_compiled_autograd(device):
-    """Its backward is traced as well; what autograd would call of a recording's, it calls in between."""
-    nets = [network(device)]
+def with_compiled_autograd(device):
+    nets = [network(torch.device(device))]
     nets.append(copy.deepcopy(nets[0]))
     recorded = pg.record(nets[0])
     for n in range(4):
@@ -215,3 +217,12 @@ def test_c06_compiled_autograd(device):
         nets[1](x).square().sum().backward()
         assert_same([p.grad for p in nets[0].parameters()], [p.grad for p in nets[1].parameters()])
     assert pg.stats(recorded).replayed == 3
+
+
+def test_c06_compiled_autograd(device):
+    """Its backward is traced as well; what autograd would call of a recording's, it calls in between. (In a process of its own:
+    compiled autograd keeps the nodes of its last backward.)"""
+    run_it = f"from {__name__} import with_compiled_autograd as run; run({str(device)!r})"
+    done = subprocess.run([sys.executable, "-c", run_it], cwd=Path(__file__).parents[2], env=environment(), capture_output=True,
+                          text=True, timeout=200, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
