@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 RELEASES = ("2.11.0", "2.13.0", "2.14.1")
-"""Of torch, the oldest first, with which the whole suite has passed. The first is the floor that pyproject.toml sets; the one
+"""Of torch, the oldest first, with which the tests have been run. The first is the floor that pyproject.toml sets; the one
 that constraints.txt pins is among them."""
 
 
