@@ -16,6 +16,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ __all__ = ["GRAD", "Player"]
 GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
+_uses = count()
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
 
 
@@ -70,7 +72,7 @@ class Player:
         self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
         self._feeds_all = len(self._fed) == len(slots)
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
-        self._written = [i for i, s in slots if s.written]
+        self._written = [(i, s.tensor, once(s.tensor) is s.tensor) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
@@ -101,6 +103,8 @@ class Player:
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and indices == [*range(len(recording.program.outs))]
         self.played = 0
+        self.used = 0
+        self.touch()
 
     def _plain_outputs(self) -> list[tuple[int, torch.Tensor]] | None:
         """Which of the copies each result is, and its template; -1 where it stays in the recording's memory. None where some
@@ -115,6 +119,10 @@ class Player:
                 return None
             plain.append((whole[identity(o.template)] if copied else -1, o.template))
         return plain
+
+    def touch(self) -> None:
+        """It is used now: the others are older."""
+        self.used = next(_uses)
 
     @property
     def pool(self) -> Any:
@@ -144,7 +152,7 @@ class Player:
         return True
 
     def ready(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it may be played for a call that the fast path recognised."""
+        """Whether it may be played for a call of a known kind."""
         return (
             not (self.recording.rivals and self.held())
             and self.broken() is None
@@ -233,6 +241,7 @@ class Player:
             raise
         self._leave(tensors)
         self._count()
+        self.touch()
         return self._hand_out(call, tensors, targets), copied
 
     def _count(self) -> None:
@@ -251,15 +260,18 @@ class Player:
             self.recording.reliances.grads.seal()
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
-        """The same for a call that the fast path recognised, and for which this is `ready`: the tensors are all its arguments,
-        and lie where they have to, and none is written."""
+        """The same for a call of a known kind, for which this is `ready`: the tensors are all its arguments,
+        and lie where they have to."""
         self._enter()
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
+            if self._written:
+                self._write_back(tensors)
             if self._bump or self._grads is not None:
                 self._after()
         self._count()
+        self.touch()
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:
@@ -289,15 +301,17 @@ class Player:
             Fill([slot for slot, _ in moved])([t for _, t in moved])
         return sum(once(slot).nbytes for slot, _ in moved)
 
-    def _write_back(self, tensors: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for i in self._written:
-                slot, theirs = self.recording.slots[i].tensor, tensors[i]
-                if theirs.data_ptr() != slot.data_ptr():
-                    with torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
-                        once(theirs).copy_(once(slot))
-                elif not theirs.is_inference():
+    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        for i, slot, dense in self._written:
+            theirs = tensors[i]
+            if address(theirs) == address(slot):
+                if not theirs.is_inference():
                     bump([theirs])
+            elif dense and not (theirs.requires_grad or slot.requires_grad or theirs.is_inference()):
+                theirs.copy_(slot)
+            else:
+                with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
+                    once(theirs).copy_(once(slot))
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
         plain = self._plain

@@ -33,13 +33,13 @@ from . import optimizers, ranks, torch_private
 from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
-from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
 from .hidden import passes_on
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
+from .known import KnownCalls
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .operators import meaning
@@ -270,7 +270,7 @@ class Recorded(Observed, Generic[P, R]):
         self._differs = ""  # how the last of those differs from the one before
         self._naming: Naming | None = None
         self._reset_wanted = False
-        self._fast: FastPath | None = None
+        self._known_calls = KnownCalls()
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self._entangled = Entangled()
@@ -355,8 +355,8 @@ class Recorded(Observed, Generic[P, R]):
             self._counters.live += 1
             return self._function(*args, **kwargs)
         try:
-            fast = self._fast
-            if fast is not None and (played := fast.play(args, kwargs)) is not None:
+            known = self._known_calls.find(args, kwargs)
+            if known is not None and (played := known[0].play(known[1])) is not None:
                 counters = self._counters
                 result, copied = played
                 counters.calls += 1
@@ -482,7 +482,6 @@ class Recorded(Observed, Generic[P, R]):
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
-        self._fast = None
         if player.half_attached(call):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
                           "record the parts, each with its own arguments")  # fmt: skip
@@ -492,8 +491,8 @@ class Recorded(Observed, Generic[P, R]):
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
-        players = self._shelf.touch(call.key)
-        self._fast = FastPath.of(call, players, self._entangled) if not self.options.verify else None
+        if not self.options.verify:
+            self._known_calls.learn(call, self._shelf.of(call.key), self._entangled)
         return result  # type: ignore[no-any-return]
 
     def _verified(self, player: Player, call: Call) -> R:
@@ -697,11 +696,12 @@ class Recorded(Observed, Generic[P, R]):
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
-        self._fast, self._stopped = None, refusal.at(users_line())
+        self._known_calls.clear()
+        self._stopped = refusal.at(users_line())
 
     def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
         """Likewise, should this say so at the next call."""
-        self._fast = None
+        self._known_calls.clear()
         self._doubts.append((broken, refusal))
 
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
@@ -853,6 +853,7 @@ class Recorded(Observed, Generic[P, R]):
         self._counters.recorded += 1
         totals().recorded += 1
         self._unplayed += 1
+        self._known_calls.forget(call.key)
         self._drop(self._shelf.add(call.key, player))
         logger.debug("%s", recording)
         return player
@@ -908,6 +909,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _drop(self, players: list[Player]) -> None:
         for player in players:
+            self._known_calls.forget(player.recording.key)
             player.close()
             if player.played > 1:
                 self._unplayed = 0
@@ -923,11 +925,12 @@ class Recorded(Observed, Generic[P, R]):
         asked for in a capture, which counts on all memory that it has seen."""
         if inside() or recording_here() or (not lock.acquire(False) and not waited()):
             for one in (self, *self._bound):
-                one._reset_wanted, one._fast = True, None
+                one._reset_wanted = True
+                one._known_calls.clear()
             return
         try:
             self._reset_wanted = False
-            self._fast = None
+            self._known_calls.clear()
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._grounded.clear()

@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "ALIGNMENT",
     "HOOKS",
     "Call",
+    "aliases",
     "attributes",
     "describe",
     "has_gradient_or_hooks",
@@ -125,7 +126,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
             else:
                 keys.append(plain_key(leaf))
         at = -1
-        key = (shape, tuple(keys), _aliases(tensors), modes())
+        key = (shape, tuple(keys), aliases(tensors), modes())
         hash(key)
     except NoSignature as e:
         raise _placed(e, shape, at, naming()) from None
@@ -197,7 +198,7 @@ def has_gradient_or_hooks(t: torch.Tensor) -> bool:
     return bool(getattr(t, "_post_accumulate_grad_hooks", None)) or (t.is_leaf and t.grad is not None)
 
 
-def _aliases(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
 
     A function that writes one of two overlapping arguments is another program than one with separate arguments. Memory, and
@@ -258,8 +259,23 @@ def modes() -> tuple[Any, ...]:
 
 def unchanged() -> Callable[[], bool]:
     """A function that says whether the settings are what they are now: perhaps no where they are, and never yes where they are
-    not. What `modes` asks one by one, this sees at one glance where it can."""
-    settings, cast, level, rare = modes()
+    not. What `modes` asks one by one, this sees at one glance where it can. For the same settings it is the same function."""
+    now = modes()
+    found = _unchanged.pop(now, None)
+    if found is None or not found():  # it looks at more than what `modes` gives
+        found = _unchanged_from(now)
+    _unchanged[now] = found
+    if len(_unchanged) > _MODES:
+        del _unchanged[next(iter(_unchanged))]
+    return found
+
+
+_MODES = 64  # of which the functions are kept, those that were asked for last
+_unchanged: dict[Any, Callable[[], bool]] = {}
+
+
+def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
+    settings, cast, level, rare = now
     if rare or len(settings) != len(_GETTERS):
         return bool
     same, guarded = state_guard()

@@ -15,7 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -421,6 +422,15 @@ def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     )
     check: Callable[..., bool] = guards.check
     return check
+
+
+@cache
+def ready_for_gradients() -> None:
+    """Import what `torch.autograd.grad` imports when it is given gradients for the first time: in a capture, all of that would
+    be code which ran in the call, and on which it may rely."""
+    for name in ("torch.nested._internal.nested_tensor", "torch.fx.experimental.symbolic_shapes"):
+        with suppress(ImportError):
+            import_module(name)
 
 
 # -- process groups
