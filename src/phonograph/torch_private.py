@@ -46,7 +46,7 @@ __all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address
            "state_guard", "step_hooks", "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace",
            "tensor_check", "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled",
            "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
-           "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
+           "wants_graphs", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -898,6 +898,14 @@ def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: An
     with patch:
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
     return compiled
+
+
+def wants_graphs(gm: torch.fx.GraphModule) -> tuple[bool, bool]:
+    """Whether forward and backward of a graph of Dynamo's may be CUDA graphs, as `torch._dynamo.override_cudagraphs` says
+    (torch 2.13). It is taken from the graph, of which Inductor would make its own."""
+    said = gm.meta.pop("cudagraph_annotation", None)
+    forward, backward = getattr(said, "fwd", None), getattr(said, "bwd", None)
+    return forward is not False, backward is not False
 
 
 def depends_on_data(value: Any) -> bool:
