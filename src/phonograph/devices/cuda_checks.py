@@ -1,8 +1,8 @@
 """Where a replay leaves the answers of checks (`checks`), and how it is found out that one was wrong.
 
-Nobody waits for them. There is a page of the host's memory, pinned, on which each check has a byte: 1 as long as all is well.
-The last kernels of a graph put the answers of all its checks together, and set the bytes of those to 0 that have failed, through
-the host's bus. Nothing but who has found a 0 sets it to 1 again: so it does not matter when that is looked for. Each call of any
+Nobody waits for them. There is a page of the host's memory, pinned, on which each check has a byte: 1 while all is well.
+The last kernels of a graph put the answers of its checks together, and set the bytes of those that have failed to 0, over the
+bus. Nothing but who has found a 0 sets it to 1 again: so it does not matter when that is looked for. Each call of any
 recorded function does so, by comparing a few bytes of the host's memory.
 """
 
