@@ -99,8 +99,9 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    if "takes_turns" in options:  # a schedule's own
-        raise TypeError("record() got an unexpected keyword argument 'takes_turns'")
+    for name in ("takes_turns", "live_backward"):  # a schedule's own, and the backend's
+        if name in options:
+            raise TypeError(f"record() got an unexpected keyword argument {name!r}")
     chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
         return lambda function: _once(function, wrap(function, chosen))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,8 +29,9 @@ from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, ended_by, use_count
+from .torch_private import address, alias, bump, ended_by, has_memory, use_count
 from .trees import rebuilding
+from .watch import storage_id
 
 __all__ = ["GRAD", "Player"]
 
@@ -91,6 +92,7 @@ class Player:
         if recording.left.puts:
             self._rebuild = putting(recording.left.puts, self._rebuild)
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
+        recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
         self._dials = recording.reliances.dials or None
         self._turned = False
         self._steps = recording.reliances.dials if recording.reliances.dials.counts else None
@@ -348,6 +350,12 @@ class Player:
         with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
             t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
             return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+
+
+def _handed_out(outputs: Iterable[Output]) -> Iterator[torch.Tensor]:
+    """The tensors that results are, or on whose memory they lie."""
+    for o in outputs:
+        yield from (x for x in (o.template, o.value) if isinstance(x, torch.Tensor))
 
 
 def _behind(o: Output, outputs: Sequence[Output]) -> int:

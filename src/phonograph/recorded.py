@@ -82,6 +82,8 @@ _COMPILE_FIRST = (
     'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
     "; on the CPU, do not compile what you record"
 )
+_ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
+                         "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
@@ -834,6 +836,8 @@ class Recorded(Observed, Generic[P, R]):
             device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
             in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
             recording = self._capture(call, reach, device, blocked, apart, in_flight)
+            if self.options.live_backward and recording.backward is not None and recording.backward.only_captured:
+                raise replace(_ONLY_CAPTURED)
             device.settle(recording)
             device.pool.add(recording)
             if recording.communicates:
@@ -863,6 +867,8 @@ class Recorded(Observed, Generic[P, R]):
     def _backwards_with(self, options: Options) -> Callable[[Any], Recorded[Any, Any]]:
         """What records a backward of ours, and does not hold us."""
         kind, known = self._backward_kind(), self._backwards
+        if options.live_backward:
+            return lambda backward: backward
 
         def recorded(function: Any) -> Recorded[Any, Any]:
             backward = kind(function, options)

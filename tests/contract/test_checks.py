@@ -1,5 +1,5 @@
-"""C13, C11: torch's own checks of values, which wait for the device only in order to raise (`torch.distributions` validates
-what it is given). A recording makes them too. On the CPU the exception is eager's, at that very call; on a GPU it comes with the
+"""C13, C11: torch's own checks of values, which wait for the device only in order to raise (`torch.distributions` looks at
+what it is given). A recording makes them too. On the CPU the exception is eager's, at that very call; on a GPU it comes with
 next call. Never is it left out; and afterwards the function goes on as before."""
 
 import math
