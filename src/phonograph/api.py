@@ -12,6 +12,7 @@ import torch
 
 from . import torch_private
 from .anew import made_anew
+from .checks import look
 from .observe import Observed, Stats
 from .options import Options
 from .overheard import leave
@@ -161,6 +162,7 @@ def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
 @ended_by
 def stats(f: Any) -> Stats:
     """What a recorded function or module did so far, as numbers."""
+    look()
     return _recorded(f).stats()
 
 
@@ -168,6 +170,7 @@ def stats(f: Any) -> Stats:
 def explain(f: Any) -> str:
     """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
     the operator, your source line and the remedy."""
+    look()
     return _recorded(f).explain()
 
 

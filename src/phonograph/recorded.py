@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
+from .checks import look, lookouts
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .forms import Notes, noted_here, noting
@@ -352,6 +353,8 @@ class Recorded(Observed, Generic[P, R]):
             return (other or self._function)(*args, **kwargs)
         if other is not None:
             return self._of_another(other, args, kwargs)
+        if lookouts:
+            look()
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
