@@ -156,6 +156,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._lent: list[torch.Generator] = []  # those of compiled code's own among them
         self._made.append(self)
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
@@ -355,7 +356,8 @@ class CudaDevice:
                              for t, b, s, c in zip(arguments, borrowed, shared, common, strict=True)]  # fmt: skip
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
-                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
+                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, self._lent, free, rewind,
+                                  stream)  # fmt: skip
                 watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
@@ -415,7 +417,8 @@ class CudaDevice:
                 self._generators.append(g)
         others = [g for device in self._made if device is not self for g in device._generators]
         self._generators[:] = [g for g in self._generators if not any(share_state(g, other) for other in others)]
-        return Known([*dict.fromkeys((default, *here, *self._generators))])
+        self._lent[:] = [g for g in self._lent if any(g is known for known in self._generators)]
+        return Known([*dict.fromkeys((default, *here, *self._generators))], self._lent)
 
     def _make_room(self, expected: int) -> None:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
@@ -432,7 +435,7 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            states = Known([generator, *self._generators])
+            states = Known([generator, *self._generators], self._lent)
             graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators, states)
             with self._capturing(graphs, states):
                 result = call()
