@@ -42,6 +42,7 @@ from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_checks import CudaChecks
+from .cuda_constants import filled_in
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 from .host_reads import LISTED, TRUTH, host_reads_refused, of_the_host
@@ -52,7 +53,7 @@ _STEP = 4  # numbers that a thread draws at once
 
 _FAILURES = (
     Failure("Cannot copy between CPU and CUDA tensors", "copies between the CPU and the GPU",
-            "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the CPU"),
+            "make constants by torch.full(..., device=), or once outside: torch.tensor([...], device=) copies from the CPU"),
     Failure("operation not permitted when stream is capturing", "waits for the GPU",
             f"do that outside the recorded function, {MARKED}"),
     Failure("due to a previous error during capture", "comes after something that failed while it was captured, and was caught",
@@ -367,7 +368,7 @@ class CudaDevice:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, (*LISTED, TRUTH), of_the_host):
+                    with watch, host_reads_refused(watch, (*LISTED, TRUTH), of_the_host), filled_in():
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
