@@ -35,7 +35,7 @@ from . import outputs
 from .backward import Backward
 from .bytecode import set_at
 from .dials import Dials, probing
-from .errors import Overlooked, Refusal
+from .errors import Again, Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
@@ -143,6 +143,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             terms = replace(terms, follow=e.fewer)
         except _ReadAgain:
             terms = replace(terms, retain=True)
+        except Again:
+            continue
 
 
 def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:

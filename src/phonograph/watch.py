@@ -38,7 +38,10 @@ from .randomness import FORKS, States
 from .reach import Reach
 from .torch_private import (
     are_fake,
+    carried_out,
     has_memory,
+    is_higher_order,
+    is_missing,
     is_spread,
     is_valueless,
     kind_of,
@@ -148,6 +151,8 @@ class OperatorWatch(TorchDispatchMode):
         self.refusal: Refusal | None = None
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -163,6 +168,8 @@ class OperatorWatch(TorchDispatchMode):
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
+        if is_higher_order(func):
+            return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
             return self._of_classes(func, classes, args, kwargs)
         blamed: Any = None
@@ -206,6 +213,30 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+
+    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that is given functions, or other operators: what it calls comes here next."""
+        listening = unheard()
+        kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
+        try:
+            if listening is not None:
+                sys.setprofile(listening)  # the functions may be the user's
+            with self:
+                return carried_out(func, args, kwargs)
+        except NotImplementedError as e:
+            if not is_missing(e):
+                raise
+            raise self.located(Refusal(f"{at_work(f'torch.ops.higher_order.{func.name()}')} has no code of its own for "
+                                       f"{self.device.type}", "compile what calls it (torch.compile)")) from None  # fmt: skip
+        finally:
+            if listening is not None:
+                sys.setprofile(listening)
+
+    def lent(self, generator: torch.Generator) -> torch.Generator:
+        """A higher-order operator draws from this one's state. Returns from whose it does so here and now."""
+        if all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
+            self.meet(generator)
+        return generator
 
     def follow(self, dials: Dials) -> None:
         """What stands for hyper-parameters and step counts in this call."""
