@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 from . import optimizers, ranks, torch_private
 from .backward import Backward
 from .checks import look, lookouts
+from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .forms import Notes, noted_here, noting
@@ -50,7 +51,7 @@ from .packages import Packages
 from .player import GRAD, Player
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
-from .recording import Entangled, Recording
+from .recording import MEMORY, Entangled, Recording
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes
@@ -85,6 +86,7 @@ _COMPILE_FIRST = (
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
+_UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
@@ -264,6 +266,7 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
+        self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
@@ -385,6 +388,10 @@ class Recorded(Observed, Generic[P, R]):
                 call = self._described(args, kwargs)
                 with Ours("looked for a recording"):
                     found = self._shelf.find(call)
+                    clearing = False
+                    if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
+                        clearing = cleared(obstructed)
+                        found = self._shelf.find(call)
                 if found.player is not None:
                     if found.player.grads_held():
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
@@ -393,6 +400,8 @@ class Recorded(Observed, Generic[P, R]):
                 refusal = history.still()
                 if refusal is not None:
                     raise refusal
+                if clearing and any(map(obstructing, self._shelf.of(call.key))):  # not yet: what is there now, others hold
+                    return True, self._warm_up(call, args, kwargs)
                 found.broken = self._broken(found, history)
                 if history.warm and not history.repeats:
                     self._note_again(history)
@@ -403,6 +412,7 @@ class Recorded(Observed, Generic[P, R]):
                     return True, self._warm_up(call, args, kwargs)
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
+                gone = gone or found.broken == MEMORY  # to which nothing of the user's has happened
                 if found.broken is not None and not gone and self.options.warmup and not history.warm_again:
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
@@ -511,7 +521,7 @@ class Recorded(Observed, Generic[P, R]):
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
 
     def _made(self, call: Call, found: Found, history: History, gone: bool = False) -> Player:
-        """A new recording of this call, because none fits: perhaps because all gradients are `gone`."""
+        """A new recording of this call, because none fits: perhaps because all gradients are `gone`, or the memory of one."""
         if found.broken is not None and (gone or not self.options.warmup):
             self._count_change(found.broken, history, call)
         if history.attached and found.blocked >= self.options.max_recordings:
@@ -522,7 +532,9 @@ class Recorded(Observed, Generic[P, R]):
         spoiled = self._shelf.discard(call.key, lambda player: player.recording.spoiled)
         self._drop(spoiled)
         if history.attached:  # the new one will not be, and two have room for the activations of one
-            self._drop(self._shelf.discard(call.key, Player.obstructed))
+            displaced = self._shelf.discard(call.key, Player.obstructed)
+            self._displaced += len(displaced)
+            self._drop(displaced)
         crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
         apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.apart)
         history.tried = True
@@ -945,7 +957,7 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
-            self._unrepeated, self._counted_from = 0, self._counters.calls
+            self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._stopped = None
             self._packages = Packages()
             self._unplayed = 0
@@ -972,6 +984,9 @@ class Recorded(Observed, Generic[P, R]):
         if self._unrepeated > 2 and self._differs:
             calls = self._counters.calls - self._counted_from
             lines.append(f"{self._unrepeated} of the last {calls} calls had a signature of their own: {self._differs}")
+        if self._displaced > _UNSETTLED:
+            lines.append(f"recorded anew {self._displaced}x: what is held of other results, or of gradients, lay where its "
+                         "recordings work; drop it, or keep a clone, before the next call")  # fmt: skip
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]
