@@ -39,7 +39,7 @@ from .tracing import Tracing
 from .trees import flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import users_line
-from .wording import at_work
+from .wording import COMPILED, at_work
 
 __all__ = ["Cuts", "Diverged", "Segments", "Unmarked", "Unseen"]
 
@@ -359,8 +359,7 @@ class Cuts:
 def _instead(operator: OpOverload | Marked) -> str:
     if isinstance(operator, Marked):
         return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
-    compiled = 'use torch.compile(..., backend="phonograph")'
-    return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), compiled]))
+    return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), COMPILED]))
 
 
 def _modes() -> tuple[Any, ...]:

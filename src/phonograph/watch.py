@@ -54,7 +54,7 @@ from .torch_private import (
 from .trees import flatten
 from .unwinding import comes_to_something
 from .where import BACKWARD, called_by, runs_through, users_line
-from .wording import MARKED, at_work
+from .wording import COMPILED, MARKED, at_work
 
 if TYPE_CHECKING:
     from .breaks import Break
@@ -441,7 +441,9 @@ class OperatorWatch(TorchDispatchMode):
         return [self.listed(row) for row in t.unbind()] if t.dim() else self.numeral(t)
 
     def _reads_number(self) -> NoReturn:
-        raise self.located(operators.reads_value())
+        refusal = operators.reads_value()
+        refusal.remedy += f"; or {COMPILED}"
+        raise self.located(refusal)
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""

@@ -18,12 +18,13 @@ import torch
 from .trees import Field
 from .where import is_ours, is_users, users_frame
 
-__all__ = ["MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "naming", "operator",
+__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "naming", "operator",
            "returned_at"]  # fmt: skip
 
 _LONG = 60  # characters of an excerpt
 
 MARKED = "or in a function that is marked @pg.live"
+COMPILED = 'use torch.compile(..., backend="phonograph")'
 
 # -- operators
 
