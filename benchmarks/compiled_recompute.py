@@ -2,10 +2,10 @@
 
     python benchmarks/compiled_recompute.py
 
-bf16, 2 x 256 tokens, AdamW(fused=True). The whole step is recorded with the compiled model inside, the compiled model as a pair,
-or compiled with the backend. All compile the same code: without donated buffers, which a pair needs. First each way runs eight
-steps from the same seeds, with deterministic algorithms; losses and weights are compared with the same compiled code live, by
-their bits. Then times are measured, without. How many calls were replayed is told as well: one that runs live is equal, too.
+bf16, 2 x 256 tokens, AdamW(fused=True). The whole step is recorded with the compiled model inside, the compiled model as a
+pair, or compiled with the backend. All compile the same code: without donated buffers, which a pair needs. First each way runs
+eight steps from the same seeds, with deterministic algorithms; losses and weights are compared with the same compiled code
+live, by their bits. Then times are measured, without. How many calls were replayed is told: one that runs live is equal, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 import harness

@@ -36,8 +36,8 @@ __all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address
            "compiling", "compiling_apart", "compiling_backend", "current_device", "default_device", "depends_on_data",
            "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
            "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory", "hear_engine",
-           "hear_of_compiled", "hear_of_traced", "in_inference", "inner_names", "is_batched", "is_composite",
-           "is_higher_order", "is_missing", "is_shape", "is_spread", "is_traced", "is_valueless", "is_work",
+           "hear_of_compiled", "hear_of_traced", "in_inference", "inner_names", "insists_on_no_mode", "is_batched",
+           "is_composite", "is_higher_order", "is_missing", "is_shape", "is_spread", "is_traced", "is_valueless", "is_work",
            "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first",
            "made_as", "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks",
            "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds",
@@ -613,7 +613,12 @@ def is_higher_order(func: object) -> bool:
     return isinstance(func, torch._ops.HigherOrderOperator)
 
 
-def carried_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def insists_on_no_mode(func: Any) -> bool:
+    """Whether its own code does not run under a dispatch mode: that calls one function or another, and no operators itself."""
+    return func.name() in ("cond", "while_loop")
+
+
+def carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What such an operator gives by its own code for the device, below dispatch modes, which see what it calls."""
     keys = torch._ops._compute_keyset(args, kwargs, func.non_fallthrough_keys)
     for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):

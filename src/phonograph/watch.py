@@ -41,6 +41,7 @@ from .torch_private import (
     are_fake,
     carried_out,
     has_memory,
+    insists_on_no_mode,
     is_higher_order,
     is_missing,
     is_spread,
@@ -224,6 +225,8 @@ class OperatorWatch(TorchDispatchMode):
         try:
             if listening is not None:
                 sys.setprofile(listening)  # the functions may be the user's
+            if insists_on_no_mode(func):
+                return carried_out(func, [self._seeing(x) if callable(x) else x for x in args], kwargs)
             with self:
                 return carried_out(func, args, kwargs)
         except NotImplementedError as e:
@@ -234,6 +237,13 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+
+    def _seeing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return seen
 
     def lent(self, generator: torch.Generator) -> torch.Generator:
         """A higher-order operator draws from this one's state. Returns from whose it does so here and now."""

@@ -18,8 +18,8 @@ import torch
 from .trees import Field
 from .where import is_ours, is_users, users_frame
 
-__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "naming", "operator",
-           "returned_at"]  # fmt: skip
+__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "naming",
+           "operator", "returned_at"]  # fmt: skip
 
 _LONG = 60  # characters of an excerpt
 
