@@ -648,22 +648,24 @@ class Recorded(Observed, Generic[P, R]):
     def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
         self._counters.live += 1
         optimizers.stepped(self._function)
+        history = self._history(call.key)
         try:
             with Ours("looked at what the function can reach"):
-                reach = self._reach(call)
-                device = self._device(call, reach)
+                reach = None if self._runs_alike_anyway(call, history) else self._reach(call)
+                device = device_for(torch.device("cpu")) if reach is None else self._device(call, reach)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
             with Within(waits=True):
                 return self._function(*args, **kwargs)
-        history = self._history(call.key)
-        self._marked = self._marked or reach.marked
+        place: Any = nullcontext()
+        if reach is not None:
+            self._marked = self._marked or reach.marked
+            # Other threads know nothing of a stream of ours, nor does code that names the caller's: that stays on the caller's.
+            elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
+            lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
+            place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
-        # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
-        elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
-        lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
-        place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         before = device.allocated
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
@@ -673,6 +675,11 @@ class Recorded(Observed, Generic[P, R]):
             self._history(key, history)
         self._follow(call, result, device, history)
         return result
+
+    def _runs_alike_anyway(self, call: Call, history: History) -> bool:
+        """Whether a live call does the same whatever the function can reach: the CPU is all there is, and nothing is marked."""
+        marked = Marked.any_made or self._marked or history.split
+        return not (marked or torch.cuda.is_initialized()) and all(t.device.type == "cpu" for t in call.tensors)
 
     def _follow(self, call: Call, result: Any, device: Any, history: History) -> None:
         """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to

@@ -203,8 +203,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
-        snapshot = snapshot if relied is None else Snapshot(relied)
         relied = relied or reach
+        snapshot = snapshot if relied is reach else Snapshot(relied)
         snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])

@@ -285,7 +285,7 @@ class OperatorWatch(TorchDispatchMode):
         else:
             out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
-            self._born(t)
+            self._begins(t.untyped_storage())
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
@@ -318,9 +318,10 @@ class OperatorWatch(TorchDispatchMode):
     def _born(self, t: torch.Tensor, name: str = "") -> None:
         """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
         the call ends, and its identity is then given to another storage."""
-        if not has_memory(t):
-            return
-        storage = t.untyped_storage()
+        if has_memory(t):
+            self._begins(t.untyped_storage(), name)
+
+    def _begins(self, storage: torch.UntypedStorage, name: str = "") -> None:
         key = storage._cdata
         if key not in self.known:
             self.known[key] = name
@@ -557,7 +558,12 @@ def _forgetting(watch: weakref.ref[OperatorWatch]) -> Callable[[_Birth], None]:
 
     def gone(birth: _Birth) -> None:
         if (mine := watch()) is not None:
-            mine.died(birth.key)
+            listening = unheard()
+            try:
+                mine.died(birth.key)
+            finally:
+                if listening is not None:
+                    sys.setprofile(listening)
 
     return gone
 
