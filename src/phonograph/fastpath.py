@@ -179,4 +179,5 @@ def _looks_at_arguments(player: Player, call: Call) -> bool:
     """Whether it matters to a recording which tensors the arguments are, and not only where they are and what they hold; or
     whether it may be that the call has to be begun again, or has to be refused."""
     recording = player.recording
-    return bool(recording.live_parts) or any(s.written for s in recording.slots) or player.half_attached(call)
+    given = bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
+    return given or bool(recording.live_parts) or any(s.written for s in recording.slots) or player.half_attached(call)
