@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from .overheard import leave
 from .padding import Padded
 from .recorded import Recorded, counted, live
 from .torch_private import ended_by
+from .where import has_called
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -100,6 +102,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     """
     if "takes_turns" in options:  # a schedule's own
         raise TypeError("record() got an unexpected keyword argument 'takes_turns'")
+    has_called(sys._getframe(1))
     chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
         return lambda function: _once(function, wrap(function, chosen))
