@@ -41,9 +41,11 @@ from ..watch import OperatorWatch, storage_id
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
+from .cuda_checks import CudaChecks
+from .cuda_constants import filled_in
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
-from .host_reads import LISTED, host_reads_refused, of_the_host
+from .host_reads import LISTED, TRUTH, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -51,7 +53,7 @@ _STEP = 4  # numbers that a thread draws at once
 
 _FAILURES = (
     Failure("Cannot copy between CPU and CUDA tensors", "copies between the CPU and the GPU",
-            "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the CPU"),
+            "make constants by torch.full(..., device=), or once outside: torch.tensor([...], device=) copies from the CPU"),
     Failure("operation not permitted when stream is capturing", "waits for the GPU",
             f"do that outside the recorded function, {MARKED}"),
     Failure("due to a previous error during capture", "comes after something that failed while it was captured, and was caught",
@@ -155,6 +157,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._lent: list[torch.Generator] = []  # those of compiled code's own among them
         self._made.append(self)
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
@@ -168,6 +171,7 @@ class CudaDevice:
         self._reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
+        self._checks = CudaChecks(torch_device)
 
     # -- live calls
 
@@ -341,6 +345,9 @@ class CudaDevice:
         states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
+        if self._checks.full:
+            self._checks = CudaChecks(self.torch_device)
+        self._checks.make_room()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
             made_room = self._make_room(expected)
@@ -353,20 +360,23 @@ class CudaDevice:
                              for t, b, s, c in zip(arguments, borrowed, shared, common, strict=True)]  # fmt: skip
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
-                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
+                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, self._lent, free, rewind,
+                                  stream)  # fmt: skip
                 watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
+                watch.answers = graphs.answers = self._checks.answers()
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, LISTED, of_the_host):
+                    with watch, host_reads_refused(watch, (*LISTED, TRUTH), of_the_host), filled_in():
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
                     graphs.join()
+                    graphs.look_at_answers()
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
@@ -411,7 +421,8 @@ class CudaDevice:
                 self._generators.append(g)
         others = [g for device in self._made if device is not self for g in device._generators]
         self._generators[:] = [g for g in self._generators if not any(share_state(g, other) for other in others)]
-        return Known([*dict.fromkeys((default, *here, *self._generators))])
+        self._lent[:] = [g for g in self._lent if any(g is known for known in self._generators)]
+        return Known([*dict.fromkeys((default, *here, *self._generators))], self._lent)
 
     def _make_room(self, expected: int) -> bool:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
@@ -429,7 +440,7 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            states = Known([generator, *self._generators])
+            states = Known([generator, *self._generators], self._lent)
             graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators, states)
             with self._capturing(graphs, states):
                 result = call()
