@@ -58,7 +58,7 @@ def _entry(path: str) -> str | None:
 
 
 def _directories() -> Iterator[str]:
-    return (os.path.join(os.path.abspath(entry), "") for entry in [*sys.path] if isinstance(entry, str))
+    return (os.path.join(os.path.abspath(entry), "") for entry in [*sys.path])
 
 
 def _places() -> Iterator[str]:
