@@ -706,6 +706,8 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
+        if not nodes <= {t.grad_fn for t in call.tensors} and self.options.outputs != "borrow":
+            history.attached = True  # so that the capture need not find it out
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
         @ended_by

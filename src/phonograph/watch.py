@@ -415,7 +415,7 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: something would have to be done after the exception.
         """
         check = Check.asked(frame, self.outermost)
-        if check is None or t.numel() != 1 or not has_memory(t):
+        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
             return None
         if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
             if not t.is_cpu or self.known.get(storage_id(t), ""):
@@ -423,6 +423,10 @@ class OperatorWatch(TorchDispatchMode):
             with without_modes():
                 return bool(t.item())
         return self.checks(check, t)
+
+    def takes(self, check: Check) -> bool:
+        """Whether each replay can make this check as a live call does."""
+        return check.exact
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""
