@@ -54,3 +54,20 @@ def test_every_program_is_listed_and_has_a_rival(monkeypatch: pytest.MonkeyPatch
         assert callable(wrap)
         assert isinstance(options, dict)
         assert program.STEPS >= program.ROUND // 2
+
+
+def test_table_of_the_readme_is_made_from_the_committed_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("real_table")
+    names = list(importlib.import_module("real").PROGRAMS)
+    whole = {"rival": "CudaGraphModule", "equal": {"phonograph": True}}
+    rows: list[dict] = [{"program": name, "speed": {"phonograph": 2.0}, **whole} for name in names]
+    rows[0] |= {"speed": {"phonograph": 3.0, "CudaGraphModule": 2.5}, "played": 0.9}
+    rows[1]["equal"] = {"phonograph": False}
+    made = script.table({"rows": rows})
+    assert "| 3.00 | 2.50 cgm |" in made
+    assert "| differs | fails cgm |" in made
+    assert made.count("(2.00)") == len(names) - 2  # mostly live
+    readme = script.README.read_text()
+    if script.RESULT.exists() and script.BEGIN in readme:
+        assert script.put(readme, script.table(json.loads(script.RESULT.read_text()))) == readme
