@@ -435,7 +435,9 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
 def _forwards(code: CodeType, i: dis.Instruction, following: Instructions) -> bool:
     """Whether this is `getattr(x, name)` in a ``__getattr__(self, name)``, the argument as it was given: whoever reads such an
     attribute names it."""
-    if i.argval != "getattr" or code.co_name != "__getattr__" or code.co_argcount != 2 or code.co_varnames[1] in _assigned(code):
+    if i.argval != "getattr" or code.co_name != "__getattr__" or code.co_argcount != 2:
+        return False
+    if code.co_varnames[1] in _assigned(code):
         return False
     given = _arguments(following) or []
     last = given[1] if len(given) >= 2 else []

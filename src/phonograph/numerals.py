@@ -57,8 +57,8 @@ def tensors_of(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
 
 
 def without(result: Any, given: Set[int]) -> tuple[Any, list[torch.Tensor]]:
-    """The same with their tensors in the place of numerals, and these tensors. `given`: the identities of containers that are not
-    the call's own.
+    """The same with their tensors in the place of numerals, and these tensors. `given` are containers that are not the call's
+    own, by identity.
 
     Raises:
         Refusal: one of those is there as well as a numeral, or a container is there twice.
