@@ -119,16 +119,18 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere])."""
+def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, edited: bool = False) -> Callable[[list[Any]], Any]:
+    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]); where
+    arguments are `edited`, into (that, what else there is)."""
     where = [(put.of, put.name) for put in puts]
 
     def rebuilt(leaves: list[Any]) -> Any:
-        result, tensors = rebuild(leaves)
+        result = rebuild(leaves)
+        (result, tensors), rest = result if edited else (result, None)
         for (of, name), tensor in zip(where, tensors, strict=True):
             own = own_dict(of)
             assert own is not None
             own[name] = tensor
-        return result
+        return (result, rest) if edited else result
 
     return rebuilt

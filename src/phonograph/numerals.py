@@ -7,7 +7,7 @@ with it, compares it or shows it is refused. What comes out at the end is read w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -56,21 +56,22 @@ def tensors_of(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     return {i: x.tensor for i, x in enumerate(leaves) if type(x) is Numeral}
 
 
-def without(result: Any) -> tuple[Any, tuple[int, ...]]:
-    """The same with their tensors in the place of numerals, and which leaves these are.
+def without(result: Any, given: Set[int]) -> tuple[Any, list[torch.Tensor]]:
+    """The same with their tensors in the place of numerals, and these tensors. `given` are containers that are not the call's
+    own, by identity.
 
     Raises:
-        Refusal: a container with such is there twice.
+        Refusal: one of those is there as well as a numeral, or a container is there twice.
     """
     leaves: list[Any] = []
     shape = flatten(result, leaves)
     found = tensors_of(leaves)
     if not found:
-        return result, ()
+        return result, []
     once = [*map(identity, containers(result))]
-    if len({*once}) < len(once):
+    if len({*once}) < len(once) or not given.isdisjoint(once):
         raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
-    return unflatten(shape, iter([found.get(i, x) for i, x in enumerate(leaves)])), tuple(found)
+    return unflatten(shape, iter([found.get(i, x) for i, x in enumerate(leaves)])), [*found.values()]
 
 
 def readable(t: torch.Tensor, device: torch.device) -> bool:

@@ -44,6 +44,7 @@ from .keys import NoSignature
 from .known import KnownCalls
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
+from .opened import layout_of
 from .operators import meaning
 from .options import Options, overloads, switched_off
 from .overheard import Overhearing
@@ -52,13 +53,15 @@ from .player import GRAD, Player
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import MEMORY, Entangled, Recording
+from .regulars import Regulars
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
-from .signature import Call, describe, modes
+from .signature import Call, describe, modes, stands_in
 from .standing import Grounds, Standing
 from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
-from .trees import flatten, kinds, path_to
+from .trees import flatten, kinds, labels, path_to
+from .trees import inside as within_label
 from .verify import verified
 from .where import is_users, users_level, users_line
 from .within import Within, inside
@@ -268,6 +271,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed = 0
         self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
+        self._regulars = Regulars()
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
@@ -388,6 +392,9 @@ class Recorded(Observed, Generic[P, R]):
                 call = self._described(args, kwargs)
                 with Ours("looked for a recording"):
                     found = self._shelf.find(call)
+                    if found.broken is not None and self._regulars.moved(call.leaves):
+                        call = describe(args, kwargs, self._named, self._regulars)
+                        found = self._shelf.find(call)
                     clearing = False
                     if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
                         clearing = cleared(obstructed)
@@ -466,7 +473,12 @@ class Recorded(Observed, Generic[P, R]):
             raise self._stopped
         self._eligible()
         with Ours("described the call"):
-            call = describe(args, kwargs, self._named)
+            call = describe(args, kwargs, self._named, self._regulars)
+        if self._regulars.gone:  # what was recorded for them keeps them, and they are no small things
+            self._drop(self._shelf.discard_all(lambda key: stands_in(key, self._regulars.gone)))
+            self._regulars.gone.clear()
+        if self._regulars.bind(filter(self._entangled.reaches, call.containers)):
+            return self._described(args, kwargs)
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
         if call.lent and self._marked:
@@ -648,22 +660,24 @@ class Recorded(Observed, Generic[P, R]):
     def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
         self._counters.live += 1
         optimizers.stepped(self._function)
+        history = self._history(call.key)
         try:
             with Ours("looked at what the function can reach"):
-                reach = self._reach(call)
-                device = self._device(call, reach)
+                reach = None if self._runs_alike_anyway(call, history) else self._reach(call)
+                device = device_for(torch.device("cpu")) if reach is None else self._device(call, reach)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
             with Within(waits=True):
                 return self._function(*args, **kwargs)
-        history = self._history(call.key)
-        self._marked = self._marked or reach.marked
+        place: Any = nullcontext()
+        if reach is not None:
+            self._marked = self._marked or reach.marked
+            # Other threads know nothing of a stream of ours, nor does code that names the caller's: that stays on the caller's.
+            elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
+            lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
+            place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
-        # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
-        elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
-        lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
-        place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         before = device.allocated
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
@@ -673,6 +687,11 @@ class Recorded(Observed, Generic[P, R]):
             self._history(key, history)
         self._follow(call, result, device, history)
         return result
+
+    def _runs_alike_anyway(self, call: Call, history: History) -> bool:
+        """Whether a live call does the same whatever the function can reach: the CPU is all there is, and nothing is marked."""
+        marked = Marked.any_made or self._marked or history.split
+        return not (marked or torch.cuda.is_initialized()) and all(t.device.type == "cpu" for t in call.tensors)
 
     def _follow(self, call: Call, result: Any, device: Any, history: History) -> None:
         """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to
@@ -687,6 +706,8 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
+        if nodes and self.options.outputs != "borrow" and not any(t.requires_grad for t in call.tensors):
+            history.attached = True  # so that the capture need not find it out
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
         @ended_by
@@ -805,6 +826,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _reach(self, call: Call) -> Reach:
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
+        objects += [("a key of an argument", x) for label in labels(call.shape) for x in within_label(label.value)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
         found = [x for ref in self._met if (x := ref()) is not None]
@@ -812,6 +834,7 @@ class Recorded(Observed, Generic[P, R]):
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
+        self._regulars.bind(filter(_among(reach.met), call.containers))
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -842,6 +865,8 @@ class Recorded(Observed, Generic[P, R]):
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
+            if self._regulars.stands_any(call.containers):
+                raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
             with _relying_on(reach):
                 device = self._device(call, reach)
             device.tidy()
@@ -911,6 +936,8 @@ class Recorded(Observed, Generic[P, R]):
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
                 if recording.communicates and self.options.verify:
                     raise Refusal("communicates with other ranks, which verify would do twice", "record it without verify")
+                if recording.edits and self.options.verify:
+                    raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:
                     raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
                 return recording
@@ -961,6 +988,7 @@ class Recorded(Observed, Generic[P, R]):
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._stopped = None
             self._packages = Packages()
+            self._regulars = Regulars()
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()
@@ -1025,6 +1053,12 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def _has_code(x: object) -> bool:
     """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
     return issubclass(type(x), (FunctionType, type))
+
+
+def _among(things: Sequence[Any]) -> Callable[[Any], bool]:
+    """What says whether something is one of these objects."""
+    known = {identity(x) for x in things}
+    return lambda thing: layout_of(type(thing)) is not None and identity(thing) in known
 
 
 def _there(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

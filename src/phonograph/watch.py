@@ -298,7 +298,7 @@ class OperatorWatch(TorchDispatchMode):
         else:
             out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
-            self._born(t)
+            self._begins(t.untyped_storage())
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
@@ -331,9 +331,10 @@ class OperatorWatch(TorchDispatchMode):
     def _born(self, t: torch.Tensor, name: str = "") -> None:
         """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
         the call ends, and its identity is then given to another storage."""
-        if not has_memory(t):
-            return
-        storage = t.untyped_storage()
+        if has_memory(t):
+            self._begins(t.untyped_storage(), name)
+
+    def _begins(self, storage: torch.UntypedStorage, name: str = "") -> None:
         key = storage._cdata
         if key not in self.known:
             self.known[key] = name
@@ -427,7 +428,7 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: something would have to be done after the exception.
         """
         check = Check.asked(frame, self.outermost)
-        if check is None or t.numel() != 1 or not has_memory(t):
+        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
             return None
         if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
             if not t.is_cpu or self.known.get(storage_id(t), ""):
@@ -435,6 +436,10 @@ class OperatorWatch(TorchDispatchMode):
             with without_modes():
                 return bool(t.item())
         return self.checks(check, t)
+
+    def takes(self, check: Check) -> bool:
+        """Whether each replay can make this check as a live call does."""
+        return check.exact
 
     def numeral(self, t: torch.Tensor) -> Numeral | None:
         """What stands for the number in this tensor, if the call may hand it on without knowing it."""
@@ -589,7 +594,12 @@ def _forgetting(watch: weakref.ref[OperatorWatch]) -> Callable[[_Birth], None]:
 
     def gone(birth: _Birth) -> None:
         if (mine := watch()) is not None:
-            mine.died(birth.key)
+            listening = unheard()
+            try:
+                mine.died(birth.key)
+            finally:
+                if listening is not None:
+                    sys.setprofile(listening)
 
     return gone
 

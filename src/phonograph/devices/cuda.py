@@ -274,8 +274,11 @@ class CudaDevice:
         """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in
         that had to leave it, and the gradients that they gave. Nobody else would use it. (torch can only give back what is
         cached for other streams as well.)"""
-        if self._strayed and cuda_memory.is_cached(self.index, self._stream.cuda_stream):
-            torch.cuda.empty_cache()
+        if self._strayed:
+            used = cuda_memory.outside(self.index, self._stream.cuda_stream)
+            if not all(used):
+                torch.cuda.empty_cache()
+            self._strayed = any(used)  # what is in use there may be cached later
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -347,8 +350,8 @@ class CudaDevice:
         self._checks.make_room()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
-            self._make_room(expected)
-            before = cuda_memory.blocks(handle)
+            made_room = self._make_room(expected)
+            before = cuda_memory.blocks(handle) if held is None or made_room else held.there
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with self._allocations() as allocated:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
@@ -380,7 +383,7 @@ class CudaDevice:
                 self._end_workspace()
             if watch.refusal is not None:
                 raise watch.refusal
-            footprint = self._footprint(handle, allocated)
+            footprint = self._footprint(handle, allocated, before)
             footprint |= Spans(memory_of(s) for s, c in zip(slots, common, strict=True) if c)
         self._no_strangers(watch, footprint)
         made = {}
@@ -421,13 +424,14 @@ class CudaDevice:
         self._lent[:] = [g for g in self._lent if any(g is known for known in self._generators)]
         return Known([*dict.fromkeys((default, *here, *self._generators))], self._lent)
 
-    def _make_room(self, expected: int) -> None:
+    def _make_room(self, expected: int) -> bool:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
-        which nothing fits."""
+        which nothing fits. Returns whether that was necessary."""
         missing = expected - cuda_memory.free_bytes(self._anchor.handle) if expected > cuda_memory.SEGMENT else 0
         if missing > cuda_memory.SEGMENT:
             with suppress(torch.OutOfMemoryError), torch_private.route_to_pool(self.index, self._anchor.handle):
                 torch_private.raw_free(torch_private.raw_alloc(missing, self._stream.cuda_stream))
+        return missing > cuda_memory.SEGMENT
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in
@@ -531,10 +535,14 @@ class CudaDevice:
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
 
-    def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]]) -> Spans:
+    def _footprint(
+        self, handle: tuple[int, int], allocated: list[tuple[int, int]], before: list[cuda_memory.Block]
+    ) -> Spans:  # fmt: skip
         """The bytes of the pool that a launch may write, but for the workspace that all share: whatever was allocated in it
-        since the capture began."""
-        inside = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
+        since the capture began. It has more than it had `before` only if something was allocated elsewhere."""
+        inside = Spans((b.address, b.nbytes) for b in before)
+        if not all(inside.covers(a, n) for a, n in allocated):
+            inside |= Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
         found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
         return found if self._anchor.workspace is None else found - Spans([self._anchor.workspace])
 
