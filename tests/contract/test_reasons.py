@@ -298,7 +298,7 @@ def lbfgs(device):
         call(closure)  # here
 
 
-@way("x.sum().item()", "float", remedy="outside")
+@way("x.sum().item()", "value", remedy="outside")
 def a_number_between_segments(device):
     def f(x):
         return x * x.sum().item()  # here
