@@ -925,6 +925,7 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
+                          numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
             self._packages.before()
             try:

@@ -49,7 +49,6 @@ from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
 
-_SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
@@ -208,6 +207,10 @@ class CudaWatch(OperatorWatch):
                     self.writes(t)
         return False
 
+    def takes(self, check: Check) -> bool:
+        """Its exception comes late, when what follows the check is done: an update that it was to prevent, say."""
+        return check.validates
+
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         assert self.answers is not None
         self._look_at_stream()
@@ -215,12 +218,6 @@ class CudaWatch(OperatorWatch):
         return super().checks(check, answer)
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
-        if m.name == "aten::_linalg_check_errors" and args[0].is_cuda:
-            with torch_private.without_modes():
-                failed = (args[0] != 0).any()
-            text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
-            self.checks(Check(False, _SINGULAR, text, users_line()), failed)
-            return None
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
         if m.random and self._rewind is not None:
@@ -289,6 +286,9 @@ class CudaWatch(OperatorWatch):
         together, and here and now it is drawn from the default one."""
         if not is_of(generator, self.device):
             return super().lent(generator)
+        if self.has_backward:
+            raise self.located(Refusal("draws random numbers from generators of compiled code's own, from which its backward, "
+                                       "that recomputes a part, has to draw them again", "record the whole step"))  # fmt: skip
         if all(not _same(generator, g) for g in self._lent):
             self._lent.append(generator)
         if all(not _same(generator, g) for g in self._registered):
