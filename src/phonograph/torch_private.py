@@ -610,7 +610,7 @@ below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 
 def is_higher_order(func: object) -> bool:
     """Whether this is an operator of `torch.ops.higher_order`, which is given functions or other operators."""
-    return isinstance(func, torch._ops.HigherOrderOperator)
+    return type(func) is not torch._ops.OpOverload and isinstance(func, torch._ops.HigherOrderOperator)  # (that asks `abc`)
 
 
 def insists_on_no_mode(func: Any) -> bool:
