@@ -44,7 +44,7 @@ from .where import written_out
 __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
            "which"]  # fmt: skip
 
-_HOLDERS, _TENSORS = 2, 16  # so many that are watched are looked at each replay, in rotation
+_HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at each replay, in rotation
 
 
 def same(a: Any, b: Any) -> bool:
@@ -471,11 +471,12 @@ class Reliances(Entries):
         self._remembered = like(kept_there), kept_there
         self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(identity, hot))
-        others = [t for t in tensors if identity(t) not in looked_at]
-        self._others = bool(others)
+        others = [t for t in tensors if identity(t) not in looked_at and identity(t) not in self.remembered]
+        self._others = bool(others or kept_there)
         self._sort()
         _all.add(self)
-        self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(like([]), [])])
+        self._laps = _taking_turns(others, _TENSORS)
+        self._laps_behind = _taking_turns(kept_there, _REMEMBERED)
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
@@ -579,10 +580,11 @@ class Reliances(Entries):
 
     def _rotate(self) -> str | None:
         """A few at a time. What is found once is found again: the next look is a full one."""
-        entries, (are_such, some) = next(self._rounds), next(self._laps)
+        entries = next(self._rounds)
         changed = next((which(e) for e in entries if not self.unchanged(e)), None)
-        if changed is None and not are_such(some):
-            changed = self._moved(self._tensors) or self._names[identity(some[0])]
+        for are_such, some in (next(self._laps), next(self._laps_behind)):
+            if changed is None and some and not are_such(some):
+                changed = self._moved(self._tensors) or self._names[identity(some[0])]
         if changed is not None:
             self._epoch = -1
         return changed
@@ -609,6 +611,11 @@ def not_heard(things: Iterable[object]) -> None:
 def is_heard_of(holder: Holder) -> bool:
     """Whether the witness hears of changes in a place."""
     return holder.watched and identity(holder.owner) not in _unheard
+
+
+def _taking_turns(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Callable[[list[Any]], bool], list[torch.Tensor]]]:
+    """So many of these tensors at a time, and what says whether they are what they were."""
+    return cycle([(like(part), part) for part in _parts(tensors, size)] or [(bool, [])])
 
 
 def _parts(things: list[Any], size: int) -> list[list[Any]]:
