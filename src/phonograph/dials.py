@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from .doors import forestall
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
@@ -224,6 +225,7 @@ class Dials:
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self._numbers: dict[float, float] = {}
+        self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
 
     def __bool__(self) -> bool:
@@ -347,6 +349,9 @@ class Dials:
 
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
+        if self._worked_out is self.values and not self._stale:
+            return self._numbers
+        self._worked_out = self.values
         if self._stale:
             self._numbers.update({probe: self.formulas[probe](self.values) for probe in self.used})
             self._stale = False
@@ -433,6 +438,8 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can."""
     compiled = reach.compiles_a_step
+    for o in reach.optimizers if compiled else ():  # it finds states by ways of its own
+        forestall(o)
     seen = compiled or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
     keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
     dials = Dials(() if seen else reach.optimizers, keys, StepCounts(() if compiled else reach.optimizers))

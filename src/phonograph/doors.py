@@ -1,30 +1,46 @@
 """Who tells us that somebody may have come to what only one attribute leads to, so that a replay need not look at all of it.
 
-Gradients stand in `.grad` of parameters: many objects, and in a steady loop nobody else has any of them. Whoever wants to
-change one has to take it out of its attribute first, or put another there. So the attribute is a property that leaves a note,
-and so does the engine of autograd, which installs gradients in C++: the door's `epoch` is another number from then on. A
-recording looks at all that is behind a door when the epoch has moved: at what is there, and at whether somebody has kept some
-of it, who could change it later without coming again. As long as somebody has, it looks each time.
+Gradients stand in `.grad` of parameters, what optimizers remember in their `state`: many objects, and in a steady loop nobody
+else has any of them. Whoever wants to change one has to take it out of its attribute first, or put another there. So these
+attributes are properties that leave a note, and so does the engine of autograd, which installs gradients in C++: the door's
+`epoch` is another number from then on. A recording looks at all that is behind a door when the epoch has moved: at what is
+there, and at whether somebody has kept some of it, who could change it later without coming again. As long as somebody has, it
+looks each time.
 
-What has no such attribute (a plain tensor given to an optimizer, a class that has a `grad` of its own) is looked at each time
-as well.
+What has no such attribute (a plain tensor given to an optimizer, a class that has a `grad` or a `state` of its own) is looked
+at each time as well.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from types import CodeType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .identity import identity
-from .torch_private import hear_engine, use_count
+from .torch_private import has_memory, hear_engine, not_compiled_by_itself, use_count
+from .where import is_ours
 
-__all__ = ["Door", "gradient", "gradients", "has_gradient_door", "nobody_has", "open_gradients"]
+__all__ = [
+    "Door",
+    "Room",
+    "forestall",
+    "gradient",
+    "gradients",
+    "has_gradient_door",
+    "nobody_has",
+    "open_gradients",
+    "room_of",
+    "states",
+]
 
 _numbers = count(1)  # none comes twice: two threads that count at one time still leave another one than was there
 
@@ -83,6 +99,8 @@ def open_gradients() -> None:
         drop(p)
         gradients.opened()
 
+    for function in (get, given, dropped):
+        not_compiled_by_itself(function.__code__)
     _attribute = property(get, given, dropped, _inherited.__doc__)
     torch.nn.Parameter.grad = _attribute  # type: ignore[assignment]
     swap = torch.utils.swap_tensors
@@ -127,3 +145,160 @@ def _unheld() -> list[list[int]]:
         leaf = torch.nn.Parameter(torch.zeros(1))
         leaf.grad = torch.zeros(1)
     return _references([*map(gradient, [leaf])])
+
+
+states = Door()
+_state: property | None = None
+
+
+class Room:
+    """The state of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.taken = not self._untouched()
+        """Whether somebody may have a tensor of it: one who came for it, or had it before it was known."""
+        self.counts: Any = None
+        """The `StepCounts` that may be ahead of what is written there; before somebody comes it is told to `write`."""
+
+    @property
+    def _inside(self) -> Any:
+        optimizer = self._optimizer()
+        return None if optimizer is None else optimizer.__dict__.get(_STATE)
+
+    def now(self) -> int:
+        """Which dictionary it is: `__setstate__` puts another there, past the door."""
+        return identity(self._inside)
+
+    def alone(self) -> bool:
+        """Whether nobody else has it, or a dictionary in it."""
+        inside, (outer, inner) = self._inside, _free_dictionaries()
+        return sys.getrefcount(inside) <= outer and all(n <= inner for n in map(sys.getrefcount, dict.values(inside)))
+
+    def _untouched(self) -> bool:
+        """Whether nobody has a tensor of it. (Later on, recordings have all of them.)"""
+        found = _tensors_in(self._inside)
+        return all(map(_no_more, _references(found), _untaken())) and not any(map(weakref.getweakrefcount, found))
+
+    def entered(self, by: CodeType | None) -> None:
+        """Somebody comes."""
+        if by is None or not (identity(by) in _steps or is_ours(by.co_filename)):
+            self.taken = True
+        self.write()
+        states.opened()
+
+    def write(self) -> None:
+        """What is there becomes what it has to be."""
+        counts, self.counts = self.counts, None
+        if counts is not None:
+            counts.write()
+
+    def read(self) -> list[tuple[Any, tuple[int, ...]]]:
+        """Of each parameter, what is there, by identity."""
+        return [(p, self.of(p)) for p in dict.keys(self._inside)]
+
+    def of(self, p: Any) -> tuple[int, ...]:
+        """What is there of one parameter, by identity."""
+        found = dict.get(self._inside, p)
+        return tuple(map(identity, dict.values(found))) if isinstance(found, dict) else (identity(found),)
+
+
+_STATE = "state"
+
+
+_rooms = WeakIdKeyDictionary()
+_steps: dict[int, CodeType] = {}  # the code of torch's optimizers that works with their states, and keeps nothing
+
+
+@functools.cache
+def _free_dictionaries() -> tuple[int, int]:
+    """How many references there are, as `Room.alone` counts them, if nobody has any."""
+    own: dict[str, Any] = {_STATE: {0: dict.fromkeys("a")}}
+    inside = own[_STATE]
+    return sys.getrefcount(inside), max(map(sys.getrefcount, dict.values(inside)))
+
+
+def _tensors_in(state: dict[Any, Any]) -> list[torch.Tensor]:
+    inner = [x for x in dict.values(state) if isinstance(x, dict)]
+    return [x for one in inner for x in dict.values(one) if type(x) is torch.Tensor and has_memory(x)]
+
+
+@functools.cache
+def _untaken() -> list[list[int]]:
+    """How many references there are to a tensor of a state, and its memory, if nobody has one."""
+    return _references(_tensors_in({0: {"x": torch.zeros(1)}}))
+
+
+def room_of(optimizer: torch.optim.Optimizer) -> Room | None:
+    """The room of an optimizer whose door is heard; None where its state lies elsewhere."""
+    _open_states()
+    found = optimizer.__dict__.get(_STATE)
+    if _found(type(optimizer), _STATE) is not _state or not isinstance(found, dict):
+        return None
+    del found
+    room: Room | None = _rooms.get(optimizer)
+    if room is None:
+        room = _rooms[optimizer] = Room(optimizer)
+        states.watch([optimizer])
+    room.write()
+    return room
+
+
+def forestall(optimizer: torch.optim.Optimizer) -> None:
+    """Somebody may come to its state unheard: from now on all is as if he had."""
+    room = room_of(optimizer)
+    if room is not None:
+        room.entered(None)
+
+
+def _open_states() -> None:
+    """From now on it is heard who reads or sets the state of an optimizer. (What `torch.compile` traces must not depend on who
+    listens.)"""
+    global _state
+    if _state is not None:
+        return
+    owners, is_traced = states.owners, torch.compiler.is_dynamo_compiling
+
+    def get(optimizer: Any) -> Any:
+        try:
+            found = optimizer.__dict__["state"]
+        except KeyError:
+            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute 'state'") from None
+        if not is_traced() and identity(optimizer) in owners:
+            entered(optimizer, sys._getframe(1).f_code)
+        return found
+
+    def put(optimizer: Any, state: Any) -> None:
+        optimizer.__dict__["state"] = state
+        if not is_traced() and identity(optimizer) in owners:
+            entered(optimizer)
+
+    def drop(optimizer: Any) -> None:
+        entered(optimizer)
+        del optimizer.__dict__["state"]
+
+    def entered(optimizer: Any, by: CodeType | None = None) -> None:
+        room: Room | None = _rooms.get(optimizer)
+        if room is not None:
+            room.entered(by)
+
+    for kind in {x for x in vars(torch.optim).values() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)}:
+        for name in _KEEPING_NOTHING & vars(kind).keys():
+            code = inspect.unwrap(vars(kind)[name]).__code__
+            _steps[identity(code)] = code
+    for function in (get, put, drop, entered):
+        not_compiled_by_itself(function.__code__)
+    _state = property(get, put, drop)
+    optimizers: Any = torch.optim.Optimizer
+    optimizers.state = _state
+    restored = optimizers.__setstate__
+
+    @functools.wraps(restored)
+    def restore(self: Any, state: dict[str, Any]) -> None:
+        restored(self, state)
+        entered(self)
+
+    optimizers.__setstate__ = restore
+
+
+_KEEPING_NOTHING = {"step", "_init_group"}

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import places
 from .borrowed import Borrowed
+from .doors import Room, room_of
 from .identity import identity
 from .introspection import MISSING, is_users_class, is_users_function, slots_of
 from .left import Left
@@ -76,6 +77,7 @@ class Objects:
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.remembered: dict[int, Room] = {}  # tensors in optimizers' states that lie behind a door, by identity
         self.generators: list[torch.Generator] = []
         self.streams: list[torch.Stream] = []
         self.host_rngs: list[Any] = []
@@ -343,21 +345,34 @@ class Objects:
         self.optimizers.append(optimizer)
         self._objects.append(optimizer)
         own, groups = optimizer.__dict__, optimizer.param_groups
-        self._dicts(path, [d for d in own.values() if type(d) in (dict, OrderedDict)])
-        self._hold(places.dictionary(path, own))
+        room = room_of(optimizer)
+        self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and not (room and k == "state")])
+        self._hold(places.dictionary(path, own) if room is None else places.without(path, own, "state"))
         self._items(path, own)
         self._is_group(groups)
         if isinstance(groups, list):
             self._hold(places.ordered(f"{path}.param_groups", groups))
-        self._seen.add(identity(optimizer.state))
-        self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
-        self._dict(f"{path}.state", optimizer.state, watched=True)
+        outer = optimizer.state if room is None else own["state"]
+        self._seen.add(identity(outer))
+        if room is None:
+            self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
+            self._dict(f"{path}.state", outer, watched=True)
+        else:
+            self._hold(places.nested(f"{path}.state", own, "state", room))
+            self._items(f"{path}.state", outer)
         self._class_of(type(optimizer))
         for i, group in enumerate(groups):
             self._group(f"{path}.param_groups[{i}]", group)
-        # One dictionary a parameter. Nobody hears when a momentum is replaced by hand, so all are looked at each time.
-        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-        self._dicts(f"{path}.state", states)
+        # One dictionary a parameter. Where nobody hears when a momentum is replaced by hand, all are looked at each time.
+        states = [state for state in outer.values() if isinstance(state, dict)]
+        if room is None:
+            self._dicts(f"{path}.state", states)
+            return
+        self.met += states
+        self._seen.update(map(identity, states))
+        for state in filter(None, states):
+            self.remembered |= {identity(x): room for x in state.values() if type(x) is torch.Tensor}
+            self._items(f"{path}.state", state)
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
         """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from operator import methodcaller
 from types import CellType
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ __all__ = [
     "kept",
     "key_label",
     "keyed",
+    "nested",
     "ordered",
     "own_dict",
     "slots",
@@ -41,6 +42,7 @@ __all__ = [
     "space",
     "unordered",
     "with_inner",
+    "without",
 ]  # fmt: skip
 
 Values = tuple[Any, ...]
@@ -67,7 +69,8 @@ class Holder(NamedTuple):
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
-    of `owner` holds, or the `contents` of a container.
+    of `owner` holds, or the `contents` of a container. It lies `behind` a door (`doors.Room`), and need not be read while that
+    is shut.
     """
 
     path: str
@@ -79,6 +82,7 @@ class Holder(NamedTuple):
     part: Part | None = None
     owner: Any = None
     contents: Contents | None = None
+    behind: Any = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
@@ -191,6 +195,64 @@ def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:
         d[name] = inner
 
     return Holder(path, read, restore, named=keyed)
+
+
+def without(path: str, d: dict[str, Any], name: str) -> Holder:
+    """A dictionary but for what is under `name`, which has a place of its own. Read as (how many keys, the keys, the values of
+    those that are there now)."""
+    others, before = [key for key in d if key != name], [*d]
+    get = d.get
+
+    def read() -> Values:
+        return (len(d), *d, *map(get, others, repeat(MISSING)))
+
+    def restore(values: Values) -> None:
+        now = dict(zip(others, values[1 + values[0] :], strict=True)) | {name: d.get(name)}
+        d.clear()
+        d.update({key: now[key] for key in before})
+
+    def named(path: str, i: int, values: Values) -> str:
+        i -= 1 + values[0]
+        return f"{path}.{others[i]}" if i >= 0 else path
+
+    return Holder(path, read, restore, named=named)
+
+
+def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
+    """A dictionary of dictionaries (or of other values), which lies under `name` in another. A recording relies on what they
+    hold, and has none of them. Read as (it, how many items, the inner ones, the keys, what each inner one holds)."""
+
+    def read() -> Values:
+        inner = (*dict.values(d[name]),)
+        return (d[name], len(inner), *inner, *held())
+
+    def held() -> Values:
+        return (*dict.keys(d[name]), *chain.from_iterable(map(_flat, dict.values(d[name]))))
+
+    def held_of(values: Values) -> Values:
+        return values[2 + values[1] :]
+
+    def restore(values: Values) -> None:
+        outer, n = values[:2]
+        inner, keys, flat = values[2 : 2 + n], values[2 + n : 2 + 2 * n], values[2 + 2 * n :]
+        for one in inner:
+            if isinstance(one, dict):
+                dict.clear(one)
+                dict.update(one, _pairs(flat, 0))
+            flat = flat[1 + 2 * flat[0] if isinstance(one, dict) else 1 :]
+        dict.clear(outer)
+        dict.update(outer, zip(keys, inner, strict=True))
+        d[name] = outer
+
+    def named(path: str, i: int, values: Values) -> str:
+        return path
+
+    return Holder(path, read, restore, named=named, part=Part(held, held_of, named), behind=behind)
+
+
+def _flat(value: Any) -> Values:
+    """How many items a dictionary has, its keys, its values; or what there is instead of one."""
+    return (len(value), *dict.keys(value), *dict.values(value)) if isinstance(value, dict) else (value,)
 
 
 def _taken_apart(d: dict[Any, Any]) -> Values:

@@ -2,11 +2,12 @@
 
 A recording has the addresses of weights and the values of attributes baked in. Each is a *reliance*: if it no longer
 holds, the recording must not be played. Checking all of them in full costs milliseconds for a large model, so they are
-kept in two groups:
+kept in three groups:
 
-* *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters and states of optimizers, `.grad`
-  attributes, the addresses and metadata of tensors; of parameters too where there are few. Compared before every replay, by
-  identity and at C speed.
+* *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters of optimizers, the addresses and
+  metadata of tensors; of parameters too where there are few. Compared before every replay, by identity and at C speed.
+* *behind a door*: gradients, and what optimizers remember. Compared in full when somebody may have come to them (`doors`), and
+  otherwise one at a time in rotation.
 * *watched*: the insides of modules, and many parameters. Compared in full when the witness's epoch has moved, and otherwise a
   few at a time in rotation, which finds the changes that go around the witness.
 
@@ -29,7 +30,7 @@ import torch
 
 from . import witness
 from .dials import Dials
-from .doors import gradient, gradients, has_gradient_door, nobody_has, open_gradients
+from .doors import gradient, gradients, has_gradient_door, nobody_has, open_gradients, states
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .objects import FEW
@@ -43,7 +44,7 @@ from .where import written_out
 __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
            "which"]  # fmt: skip
 
-_HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
+_HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at each replay, in rotation
 
 
 def same(a: Any, b: Any) -> bool:
@@ -462,15 +463,20 @@ class Reliances(Entries):
         self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
-        hot = tensors if len(tensors) <= FEW else [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
+        self.remembered = {i: room for i, room in reach.remembered.items() if i not in reach.shared}
+        hot = [t for t in tensors if identity(t) not in self.remembered]
+        hot = hot if len(hot) <= FEW else [t for t in hot if not isinstance(t, torch.nn.Parameter)]
         self._pointed, self._alike = hot, like(hot)
+        kept_there = [t for t in tensors if identity(t) in self.remembered]
+        self._remembered = like(kept_there), kept_there
         self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(identity, hot))
-        others = [t for t in tensors if identity(t) not in looked_at]
-        self._others = bool(others)
+        others = [t for t in tensors if identity(t) not in looked_at and identity(t) not in self.remembered]
+        self._others = bool(others or kept_there)
         self._sort()
         _all.add(self)
-        self._laps = cycle([(like(part), part) for part in _parts(others, _TENSORS)] or [(like([]), [])])
+        self._laps = _taking_turns(others, _TENSORS)
+        self._laps_behind = _taking_turns(kept_there, _REMEMBERED)
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
@@ -478,16 +484,19 @@ class Reliances(Entries):
 
     def _sort(self) -> None:
         """What is looked at before each replay, and what the witness hears of."""
-        watched = [is_heard_of(entry[0]) for entry in self._held]
-        self._hot = [entry for entry, is_watched in zip(self._held, watched, strict=True) if not is_watched]
-        self._watched = [entry for entry, is_watched in zip(self._held, watched, strict=True) if is_watched]
+        self._behind = [entry for entry in self._held if entry[0].behind is not None]
+        self._shut: tuple[int, list[int]] | None = None  # the epoch, and what was where, when nobody had any of it
+        self._turn: Iterator[tuple[Any, Any, tuple[int, ...]]] = iter(())
+        held = [(entry, is_heard_of(entry[0])) for entry in self._held if entry[0].behind is None]
+        self._hot = [entry for entry, is_watched in held if not is_watched]
+        self._watched = [entry for entry, is_watched in held if is_watched]
         self._read_hot = _together([entry[1] for entry in self._hot])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
         self._rotates = bool(self._watched or self._others)
         self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
 
     def __len__(self) -> int:
-        return len(self._hot) + len(self._watched) + len(self._tensors)
+        return len(self._hot) + len(self._watched) + len(self._behind) + len(self._tensors)
 
     @property
     def grads(self) -> Grads:
@@ -503,6 +512,8 @@ class Reliances(Entries):
                     if not self.unchanged(entry):
                         return which(entry)
                 self._last_hot = now
+        if self._behind and not self._is_shut() and (broken := self._look_behind()) is not None:
+            return broken
         if self._pointed and not self._alike(self._pointed):
             return self._moved(self._tensors) or self._names[identity(self._pointed[0])]
         if self._hooked and any(_hooks(t) != hooks for t, hooks in self._hooked):
@@ -510,6 +521,28 @@ class Reliances(Entries):
         if witness.epoch != self._epoch:
             return self._all_watched()
         return self._rotate() if self._rotates else None
+
+    def _is_shut(self) -> bool:
+        """Whether nobody can have come to what lies behind a door since it was last looked at. (One parameter's part a call is
+        looked at all the same, in turn.)"""
+        if self._shut != (states.epoch, [entry[0].behind.now() for entry in self._behind]):
+            return False
+        room, p, found = next(self._turn, (None, None, ()))
+        return room is None or room.of(p) == found
+
+    def _look_behind(self) -> str | None:
+        rooms = [entry[0].behind for entry in self._behind]
+        now = (states.epoch, [room.now() for room in rooms])
+        for entry in self._behind:
+            if not self.unchanged(entry):
+                return which(entry)
+        are_such, tensors = self._remembered
+        if tensors and not are_such(tensors):
+            return self._moved(self._tensors) or self._names[identity(tensors[0])]
+        shut = all(room.alone() for room in rooms)
+        self._shut = now if shut else None
+        self._turn = cycle([(room, *found) for room in rooms for found in room.read()] if shut else ())
+        return None
 
     def disturbing(self) -> Callable[[], bool]:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
@@ -522,6 +555,8 @@ class Reliances(Entries):
             now = self._read_hot()
             same_objects = len(now) == len(before) and all(map(is_, now, before))
             if not (same_objects or all(map(self.unchanged, self._hot))) or not self._alike(self._pointed):
+                return True
+            if self._behind and not self._is_shut() and self._look_behind() is not None:
                 return True
             return witness.epoch != epoch and self._all_watched() is not None
 
@@ -545,10 +580,11 @@ class Reliances(Entries):
 
     def _rotate(self) -> str | None:
         """A few at a time. What is found once is found again: the next look is a full one."""
-        entries, (are_such, some) = next(self._rounds), next(self._laps)
+        entries = next(self._rounds)
         changed = next((which(e) for e in entries if not self.unchanged(e)), None)
-        if changed is None and not are_such(some):
-            changed = self._moved(self._tensors) or self._names[identity(some[0])]
+        for are_such, some in (next(self._laps), next(self._laps_behind)):
+            if changed is None and some and not are_such(some):
+                changed = self._moved(self._tensors) or self._names[identity(some[0])]
         if changed is not None:
             self._epoch = -1
         return changed
@@ -575,6 +611,11 @@ def not_heard(things: Iterable[object]) -> None:
 def is_heard_of(holder: Holder) -> bool:
     """Whether the witness hears of changes in a place."""
     return holder.watched and identity(holder.owner) not in _unheard
+
+
+def _taking_turns(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Callable[[list[Any]], bool], list[torch.Tensor]]]:
+    """So many of these tensors at a time, and what says whether they are what they were."""
+    return cycle([(like(part), part) for part in _parts(tensors, size)] or [(bool, [])])
 
 
 def _parts(things: list[Any], size: int) -> list[list[Any]]:

@@ -709,6 +709,7 @@ def hear_engine(busy: list[None], done: Callable[[], None]) -> bool:
                 done()
                 busy.pop()
 
+    not_compiled_by_itself(Engine.run_backward.__code__)
     variable._execution_engine = Engine()
     return True
 

@@ -7,6 +7,7 @@ and the optimizer's state are the twin's, bit for bit, and what somebody has kep
 import copy
 import threading
 import warnings
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -204,6 +205,106 @@ def module_goes_to_double_and_back(run):
     run.model.double().float()
 
 
+def momentum(run, i=0):
+    """What the optimizer remembers of a parameter: its name, and the dictionary it is in."""
+    state = run.optimizer.state[run.parameters[i]]
+    return next(name for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()), state
+
+
+@change
+def momentum_is_another(run):
+    name, state = momentum(run)
+    state[name] = torch.ones_like(state[name])
+
+
+@change
+def momentum_is_zeroed_in_place(run):
+    name, state = momentum(run)
+    state[name].zero_()
+
+
+@change
+def momentum_has_other_memory(run):
+    name, state = momentum(run)
+    state[name].data = torch.full_like(state[name], 2.0)
+
+
+@change
+def momentum_of_one_parameter_is_deleted(run):
+    del run.optimizer.state[run.parameters[1]]
+
+
+@change
+def momentum_of_one_parameter_is_cleared(run):
+    run.optimizer.state[run.parameters[1]].clear()
+
+
+@change
+def all_momenta_are_cleared(run):
+    run.optimizer.state.clear()
+
+
+@change
+def state_is_a_new_dictionary(run):
+    run.optimizer.state = defaultdict(dict)
+
+
+@change
+def state_is_a_new_dictionary_past_the_attribute(run):
+    vars(run.optimizer)["state"] = defaultdict(dict)
+
+
+@change
+def state_is_a_copy(run):
+    run.optimizer.state = defaultdict(dict, {p: dict(s) for p, s in run.optimizer.state.items()})
+
+
+@change
+def state_is_loaded(run):
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    for state in saved["state"].values():
+        for x in state.values():
+            if isinstance(x, torch.Tensor) and x.dim():
+                x.fill_(0.5)
+    run.optimizer.load_state_dict(saved)
+
+
+@change
+def state_is_loaded_and_kept(run):
+    run.kept.append(copy.deepcopy(run.optimizer.state_dict()["state"]))
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+@change
+def a_group_is_added(run):
+    if len(run.optimizer.param_groups) == 1:
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones_like(run.parameters[0]))], "lr": 0.5})
+
+
+@change
+def learning_rate_is_another(run):
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@change
+def step_counts_begin_again(run):
+    for state in run.optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+
+
+@change
+def another_optimizer_steps(run):
+    torch.optim.SGD(run.parameters, lr=0.1).step()
+
+
+@change
+def the_state_is_only_looked_at(run):
+    run.kept.append(
+        float(sum(x.sum() for s in run.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)))
+    )
+
+
 @may_run_live
 @pytest.mark.parametrize("accumulates", [False, True], ids=["zeroes", "accumulates"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -247,6 +348,78 @@ def test_c06_a_kept_gradient_that_a_step_adds_to_may_get_other_memory_later(devi
     twins.do(elsewhere)
     twins(3)
     twins.compare()
+
+
+@pytest.mark.parametrize("kept", ["state of a parameter", "state", "saved"])
+def test_c08_a_state_that_was_taken_out_long_ago_may_be_changed_later(device, kept):
+    """Nobody comes to the optimizer any more when it is."""
+    twins = Twins(device, ADAM)
+    twins.settle()
+    taken = {}
+
+    def take(run):
+        if kept == "state of a parameter":
+            taken[run] = [run.optimizer.state[run.parameters[0]]]
+        elif kept == "state":
+            taken[run] = run.optimizer.state
+        else:  # which is made of the very dictionaries
+            taken[run] = run.optimizer.state_dict()["state"]
+
+    def change(run):
+        state = next(iter(taken[run].values())) if isinstance(taken[run], dict) else taken[run][0]
+        state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+    twins.do(take)
+    twins(5)
+    for _ in range(2):
+        twins.do(change)
+        twins(4)
+        twins.compare()
+
+
+def test_c08_a_tensor_of_the_state_that_somebody_has_is_written_in_place(device):
+    twins = Twins(device, ADAM)
+    twins.settle()
+    taken = {run: run.optimizer.state[run.parameters[0]] for run in (twins.ours, twins.live)}
+    tensors = {run: (state["exp_avg"], state["step"]) for run, state in taken.items()}
+    taken.clear()
+    twins(5)
+    twins.do(lambda run: [t.fill_(3) for t in tensors[run]])
+    twins(3)
+    twins.compare()
+
+
+def test_c08_other_memory_of_a_momentum_that_was_taken_out_long_ago_is_noticed_within_some_calls(device):
+    """The tensor in its place is the same, and nobody comes for it any more."""
+    twins = Twins(device, SGD)
+    twins.settle()
+    before = pg.stats(twins.ours.step).recorded
+    name, state = momentum(twins.ours)
+    taken = state[name]
+    del state
+    twins(3)
+    taken.data = taken.data.clone()
+    for _ in range(8):
+        twins.ours.step(torch.ones(2, 4, device=device))
+    assert pg.stats(twins.ours.step).recorded > before
+
+
+def test_c08_an_optimizer_that_keeps_its_state_elsewhere_is_looked_at(device):
+    class Elsewhere(torch.optim.SGD):
+        @property
+        def state(self):
+            return self.__dict__["elsewhere"]
+
+        @state.setter
+        def state(self, state):
+            self.__dict__["elsewhere"] = state
+
+    twins = Twins(device, partial(Elsewhere, lr=0.1, momentum=0.9))
+    twins.settle()
+    for done in (momentum_is_another, momentum_of_one_parameter_is_deleted, state_is_a_new_dictionary):
+        twins.do(done)
+        twins(4)
+        twins.compare()
 
 
 @may_run_live
@@ -300,7 +473,7 @@ class Looks:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        for name in ("gradient", "use_count"):
+        for name in ("gradient", "use_count", "address"):
             monkeypatch.setattr(reliance, name, self._counting(getattr(reliance, name)))
 
     def _counting(self, function):
@@ -310,21 +483,38 @@ class Looks:
 
         return counting
 
-    def of(self, call):
+    def over(self, recorded):
+        for player in recorded._shelf:
+            reliances = player.recording.reliances
+            for name in ("_read_hot", "_alike"):
+                setattr(reliances, name, self._sizing(getattr(reliances, name)))
+
+    def of(self, recorded, x):
         self.count = 0
-        call()
+        recorded(x)
         return self.count
 
+    def _sizing(self, function):
+        def sizing(*args):
+            found = function(*args)
+            self.count += len(args[0] if args else found)
+            return found
 
-def test_c08_how_much_a_replay_looks_at_does_not_grow_with_parameters(device, monkeypatch):
+        return sizing
+
+
+@pytest.mark.parametrize("optimizer", [SGD, OPTIMIZERS["fused"]], ids=["sgd", "fused"])
+def test_c08_how_much_a_replay_looks_at_does_not_grow_with_parameters(device, monkeypatch, optimizer):
     found = {}
-    for layers in (1, 10, 40):
+    for layers in (40, 80, 200):  # above so many parameters that are all looked at (`FEW`)
         with monkeypatch.context() as patched:
             looks = Looks(patched)
-            twins = Twins(device, SGD, layers=layers)
+            twins = Twins(device, optimizer, layers=layers)
             twins.settle()
             x = torch.ones(2, 4, device=device)
             for _ in range(3):
                 twins.ours.step(x)
-            found[layers] = looks.of(lambda: twins.ours.step(x))
+            looks.over(twins.ours.step)
+            listed = 2 * layers  # of the parameters' list in `param_groups` each item is compared, in C
+            found[layers] = max(looks.of(twins.ours.step, x) for _ in range(8)) - listed
     assert len({*found.values()}) == 1, found
