@@ -75,7 +75,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
             call overwrites it, after which reading it raises `StaleOutput`.
         verify: every `verify`-th replay of a recording is compared with a live run on a copy of the state; 0 never. A
             backward that runs outside of the call is not.
-        max_recordings: recordings kept; the least recently played goes first.
+        max_recordings: recordings kept; the least recently played goes first, if it was not played since another signature came
+            first, or for eight of that one's calls: where more take turns, those that have one keep it.
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
             recently played goes first, and the newest stays in any case. None: no bound.
         name: what the function is called in reports.

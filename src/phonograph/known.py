@@ -5,6 +5,9 @@ and the same modes, also in tuples, lists and dictionaries.
 and again: for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough to know the
 signature. A known call is made once and kept with its signature. Which one comes next is guessed from what came after the last
 one the time before: so kinds that take turns (two shapes, train and eval) are recognised as fast as one.
+
+A signature that runs live for good has a known call as well. It leads to the function itself, and as long as there is nothing
+but such, most calls get only the glance in C++: one that is taken for another by that runs live a few times more than it must.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .errors import Refusal
+from .history import History
 from .identity import identity
 from .keys import BY_IDENTITY, SCALARS
 from .player import Player
@@ -26,24 +31,30 @@ from .signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchange
 from .torch_private import address, tensor_check, transformed
 from .trees import Node
 
-__all__ = ["KnownCall", "KnownCalls"]
+__all__ = ["KnownCall", "KnownCalls", "Undescribed"]
+
+_REFUSED = 32  # known calls, from which on one that runs live takes the place of another such
+
+_PAUSE = 15  # calls at most that are not looked at closely, where all run live
+_ROW = 4  # calls in a row that cannot be described, after which not each is tried
 
 _Given = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 _Tensors = tuple[torch.Tensor, ...]
 
 
 class KnownCall:
-    """Recognises calls of one signature, and finds the recording to play.
+    """Recognises calls of one signature, and finds the recording to play, or knows that it runs live.
 
     `players` is the shelf's own list and `state` the function's own record of the memory that its recordings write, so that
     both stay current.
     """
 
-    __slots__ = ("_aliases", "_alignments", "_check", "_count", "_given", "_leaves", "_state", "_unchanged", "next", "players")
+    __slots__ = ("_aliases", "_alignments", "_among", "_check", "_count", "_given", "_grad", "_leaves", "_pause", "_state",
+                 "_unchanged", "_unlooked", "history", "next", "players")  # fmt: skip
 
     def __init__(
         self, call: Call, check: Callable[..., bool], given: _Given | None, still: Callable[[], bool], players: list[Player],
-        state: Entangled,
+        state: Entangled, history: History | None, among: KnownCalls,
     ) -> None:  # fmt: skip
         tensors = call.tensors
         self._check = check
@@ -61,9 +72,16 @@ class KnownCall:
         self._state = state
         self.players = players
         self.next = self  # the one that came after this one last time
+        self.history = history
+        """Of a signature that runs live: what says for how long."""
+        self._among = among
+        self._grad = torch.is_grad_enabled()
+        self._unlooked = self._pause = 0
 
     @staticmethod
-    def of(call: Call, players: list[Player], state: Entangled) -> KnownCall | None:
+    def of(
+        call: Call, players: list[Player], state: Entangled, history: History | None, among: KnownCalls
+    ) -> KnownCall | None:  # fmt: skip
         """For this call's signature, or None where it takes more to recognise one, or to play it: where it may be that the call
         has to be begun again, or has to be refused."""
         if call.lent or call.again or any(type(t) is not torch.Tensor for t in call.tensors):
@@ -76,7 +94,9 @@ class KnownCall:
             return None
         still = unchanged()
         check = tensor_check(call.tensors) if call.tensors else _not_transformed
-        return KnownCall(call, check, given, still, players, state) if check is not None and still() else None
+        if check is None or not still():
+            return None
+        return KnownCall(call, check, given, still, players, state, history, among)
 
     def knows(self, players: list[Player]) -> bool:
         """Whether it would be made again as it is: for these players, in the modes as they are now."""
@@ -98,7 +118,20 @@ class KnownCall:
         elif kwargs:
             return None
         n = self._count
-        if len(args) != n or not self._check(*args) or not self._still():
+        if len(args) != n or not self._check(*args):
+            return None
+        if self._unlooked and self._among.all_live and torch.is_grad_enabled() is self._grad:
+            self._unlooked -= 1
+            return args
+        self._unlooked = 0
+        fitting = self._fitting(args, n)
+        self._pause = min(2 * self._pause + 1, _PAUSE) if fitting is not None else 0
+        if self.history is not None:
+            self._unlooked = self._pause
+        return fitting
+
+    def _fitting(self, args: _Tensors, n: int) -> _Tensors | None:
+        if not self._still():
             return None
         # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
         if self._leaves is None:
@@ -132,6 +165,11 @@ class KnownCalls:
         self._by_key: dict[Any, KnownCall] = {}
         self._all: tuple[KnownCall, ...] = ()
         self._last: KnownCall | None = None
+        self.all_live = False
+
+    def _set(self, all_of_them: tuple[KnownCall, ...]) -> None:
+        self._all = all_of_them
+        self.all_live = all(known.history is not None for known in all_of_them)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -154,16 +192,18 @@ class KnownCalls:
         self._last = known
         return known, tensors
 
-    def learn(self, call: Call, players: list[Player], state: Entangled) -> None:
-        """A call of this signature was played: the next one is known, if that can be."""
+    def learn(self, call: Call, players: list[Player], state: Entangled, history: History | None = None) -> None:
+        """A call of this signature was played, or is refused: the next one is known, if that can be."""
         known = self._by_key.get(call.key)
         if known is not None and known.knows(players):
             return
         self.forget(call.key)
-        known = KnownCall.of(call, players, state)
+        known = KnownCall.of(call, players, state, history, self)
         if known is not None:
+            if history is not None and len(self._all) >= _REFUSED:
+                self._forget_one_refused()
             self._by_key[call.key] = known
-            self._all = (known, *self._all)
+            self._set((known, *self._all))
             self._last = self._last or known
 
     def forget(self, key: Any) -> None:
@@ -171,11 +211,15 @@ class KnownCalls:
         gone = self._by_key.pop(key, None)
         if gone is None:
             return
-        self._all = tuple([known for known in self._all if known is not gone])
+        self._set(tuple([known for known in self._all if known is not gone]))
         self._last = next(iter(self._all), None) if self._last is gone else self._last
         for known in self._all:
             known.next = known if known.next is gone else known.next
         gone.next = gone
+
+    def _forget_one_refused(self) -> None:
+        """The one that has been known for longest."""
+        self.forget(next((key for key, known in self._by_key.items() if known.history is not None), None))
 
     def clear(self) -> None:
         for known in self._all:
@@ -187,6 +231,37 @@ def _needs_arguments(player: Player) -> bool:
     """Whether a result is a container among the arguments, or something is put into one."""
     recording = player.recording
     return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
+
+
+class Undescribed:
+    """Calls that have no signature, because of an argument. Where there were several in a row, not each of the next ones with
+    arguments of the same classes is tried again."""
+
+    def __init__(self) -> None:
+        self._kinds: Any = None
+        self._refusal: Refusal | None = None
+        self._row = self._pause = self._unlooked = 0
+
+    def still(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
+        """Why such a call runs live; None if that has to be found out."""
+        if not self._unlooked or _kinds_of(args, kwargs) != self._kinds:
+            return None
+        self._unlooked -= 1
+        return self._refusal
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> None:
+        """A call could not be described."""
+        kinds = _kinds_of(args, kwargs)
+        if self._refusal is None or kinds != self._kinds or refusal.reason != self._refusal.reason:
+            self._kinds, self._row, self._pause = kinds, 0, 0
+        self._refusal = refusal
+        self._row += 1
+        if self._row >= _ROW:
+            self._pause = self._unlooked = min(2 * self._pause + 1, _PAUSE)
+
+
+def _kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return [*map(type, args)], [*kwargs], [*map(type, kwargs.values())]
 
 
 def _not_transformed() -> bool:

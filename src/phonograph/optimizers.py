@@ -17,7 +17,7 @@ import torch
 from .errors import Refusal
 from .torch_private import has_memory, steps_itself
 
-__all__ = ["fit_to_step", "never", "states_to_come", "stepped"]
+__all__ = ["fit_to_step", "is_step", "never", "states_to_come", "stepped"]
 
 _CORRECTING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")])
 
@@ -29,11 +29,11 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.opt
 def stepped(function: Any) -> None:
     """If the function that now runs is an optimizer's own step, say so as schedulers expect: they have `optimizer.step` note
     that it was called, and one that was recorded before they were made goes around that."""
-    if _is_step(function):
+    if is_step(function):
         function.__self__.__dict__["_opt_called"] = True
 
 
-def _is_step(function: Any) -> bool:
+def is_step(function: Any) -> bool:
     """Whether the function is an optimizer's own step."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step"
@@ -52,7 +52,7 @@ def states_to_come(function: Any, reached: Sequence[torch.optim.Optimizer]) -> i
 
 def never(function: Any) -> Refusal | None:
     """Why a function that is an optimizer's own step can never be recorded."""
-    if _is_step(function) and isinstance(function.__self__, torch.optim.LBFGS):
+    if is_step(function) and isinstance(function.__self__, torch.optim.LBFGS):
         return Refusal("decides on the host how often it calls its closure", "record the model that the closure calls")
     return None
 

@@ -56,6 +56,8 @@ class _Declared(NamedTuple):
 class Padded(Recorded[..., Any]):
     """A recorded function whose arguments are padded to a few sizes where that changes nothing."""
 
+    _watches_sizes = False  # what cannot be padded after all leaves a recording that nobody plays
+
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self._declared = _declared(function, options)
         self._verdicts: weakref.WeakKeyDictionary[Player, dict[Any, Moulds | Unpadded]] = weakref.WeakKeyDictionary()

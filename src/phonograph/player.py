@@ -35,12 +35,12 @@ from .torch_private import address, alias, bump, ended_by, has_memory, use_count
 from .trees import rebuilding
 from .watch import storage_id
 
-__all__ = ["GRAD", "Player"]
+__all__ = ["GRAD", "Player", "uses"]
 
 GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
-_uses = count()
+uses = count()
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
 
 
@@ -134,7 +134,7 @@ class Player:
 
     def touch(self) -> None:
         """It is used now: the others are older."""
-        self.used = next(_uses)
+        self.used = next(uses)
 
     @property
     def pool(self) -> Any:

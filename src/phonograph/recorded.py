@@ -37,11 +37,13 @@ from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
+from .growth import Growth
 from .hidden import passes_on
+from .history import CHANGES, PATIENCE, History
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
-from .known import KnownCalls
+from .known import KnownCalls, Undescribed
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .opened import layout_of
@@ -49,7 +51,7 @@ from .operators import meaning
 from .options import Options, overloads, switched_off
 from .overheard import Overhearing
 from .packages import Packages
-from .player import GRAD, Player
+from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import MEMORY, Entangled, Recording
@@ -57,7 +59,7 @@ from .regulars import Regulars
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes, stands_in
-from .standing import Grounds, Standing
+from .standing import Grounds
 from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
 from .trees import flatten, kinds, labels, path_to
@@ -74,11 +76,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ATTEMPTS = 3  # captures that may fail for a passing reason before a signature stays live
-_CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
-_FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
-_STANDING = 4  # refusals of one signature that each stand while their grounds hold: in training, with another flag...
 _GROUNDS = 64  # refusals of one function that have grounds
-_AGAIN = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
 _COMPILED = "is part of what torch.compile compiles, which takes it for a plain function"
@@ -94,6 +92,8 @@ _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
+_NONE: list[Player] = []  # recordings of a signature that runs live
+
 _UNREPEATED = 64  # signatures that never come again...
 _NEARLY = 3  # ...among so many times as many calls
 
@@ -147,93 +147,6 @@ def waited() -> bool:
     return True
 
 
-class History:
-    """What is known of one signature besides its recordings."""
-
-    __slots__ = ("attached", "attempts", "changes", "device", "failing", "held", "left", "notes", "over", "patience",
-                 "ran_backward", "refusal", "repeats", "replays", "split", "standing", "torn", "tried", "unsettled", "untold",
-                 "waits", "warm", "warm_again")  # fmt: skip
-
-    def __init__(self, split: frozenset[Any], marked: bool) -> None:
-        self.warm = 0
-        self.repeats = False  # it has come again
-        self.ran_backward = False  # a live call has had a backward, from all of its results
-        self.warm_again = False  # a live call was made since something that the recordings rely on changed
-        self.attached = False  # results are attached to the graph of autograd, and have a backward outside
-        self.split = split  # operators that run live between segments
-        self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
-        self.torn = False  # a marked function has done what a replay could not go on after
-        self.device: torch.device | None = None  # where calls without any tensor work, as far as a capture has shown it
-        self.left = 0  # bytes that the last live call has left on the device: its results, and what its backward will read
-        self.attempts = 0
-        self.untold = 0  # calls that did not show whether they may be padded
-        self.changes = 0
-        self.replays = 0  # of the function, and live calls for which a refusal stood, when the last change was counted
-        self.refusal: Refusal | None = None
-        self.standing: list[Standing] = []  # the last refusals, the newest first, each for as long as its grounds hold
-        self.unsettled: Grounds | None = None  # no live call was made since they were taken down
-        self.failing: Grounds | None = None  # those of a capture that failed; the live run has still to show whose fault it is
-        self.over: str | None = None  # what has changed since the last refusal, if it was not tried again since
-        self.tried = False  # whether it was
-        self.held = 0  # live calls for which a refusal stood
-        self.patience = _AGAIN
-        self.waits = 0  # live calls until the refusal is over, of one that need not be for ever
-
-    def refuse(self, refusal: Refusal, grounds: Grounds | None = None) -> None:
-        """It runs live, for as long as these grounds hold; for good where they are not known."""
-        self.refusal, self.unsettled, self.tried = refusal, grounds, False
-        self.standing = [Standing(refusal, grounds), *self.standing[: _STANDING - 1]] if grounds is not None else []
-
-    def say(self, refusal: Refusal) -> None:
-        """What is said instead of the last refusal."""
-        self.refusal = refusal
-        self.standing[:1] = [standing._replace(refusal=refusal) for standing in self.standing[:1]]
-
-    def wait(self, refusal: Refusal) -> Refusal:
-        """Something has changed too often: it runs live, for a while."""
-        self.refuse(refusal)
-        self.waits = self.patience
-        self.patience *= 2
-        return refusal
-
-    def begin_again(self, refusal: Refusal) -> None:
-        """It is to be captured in another way, and this refusal does not count."""
-        self.attempts, self.refusal, self.waits = 0, None, 0
-        self.standing = [standing for standing in self.standing if standing.refusal is not refusal]
-
-    def still(self) -> Refusal | None:
-        """Why this call runs live, if it does. Each call that asks counts as one that does."""
-        if self.waits:
-            self.waits -= 1
-            if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
-                self.refusal, self.changes = None, _CHANGES - 1
-        if not self.standing:
-            return self.refusal
-        change = None
-        for refusal, grounds in self.standing:  # the last one first
-            found = grounds.changed()
-            if found is None:
-                self.held += 1
-                self.over, self.tried = None, False
-                return refusal
-            change = change or found
-        self.refusal, self.over = None, None if self.tried else change
-        return None
-
-    def settle(self) -> None:
-        """A live call was made of what was refused."""
-        if self.unsettled is not None:
-            self.unsettled.settle()
-            self.unsettled = None
-
-    def changed(self, replays: int) -> int:
-        """Count a change of what a recording, or a refusal, relied on; how many have come in too quick succession."""
-        forgiven, rest = divmod(replays + self.held - self.replays, _FORGIVEN)
-        self.changes = max(0, self.changes - forgiven) + 1
-        self.replays = replays + self.held - rest
-        return self.changes
-
-
 class _Change:
     """Something that recordings rely on: how often it was found to be another, and where it is read (``file:line``)."""
 
@@ -252,6 +165,9 @@ class Recorded(Observed, Generic[P, R]):
 
     Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
     """
+
+    _watches_sizes = True
+    """Whether sizes that grow are noticed, and recordings that are played keep their places."""
 
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
@@ -278,15 +194,18 @@ class Recorded(Observed, Generic[P, R]):
         self._counted_from = 0  # ...since the function had so many calls
         self._last_key: Any = None
         self._differs = ""  # how the last of those differs from the one before
+        self._growth = Growth()
         self._naming: Naming | None = None
         self._reset_wanted = False
-        self._known_calls = KnownCalls()
+        self._known_calls, self._undescribed = KnownCalls(), Undescribed()
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self._entangled = Entangled()
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
         self._never = _never(function)
+        self._for_good: Refusal | None = None  # why it runs live whatever the arguments, once that was said
+        self._steps = optimizers.is_step(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._overhearing: Overhearing | None = None  # until it is called
         self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -362,27 +281,48 @@ class Recorded(Observed, Generic[P, R]):
             return self._of_another(other, args, kwargs)
         if lookouts:
             look()
+        if self._for_good is not None and (self._never is not None or torch.is_grad_enabled()):
+            self._count_free(self._for_good)
+            return self._function(*args, **kwargs)
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
             return self._function(*args, **kwargs)
         try:
             known = self._known_calls.find(args, kwargs)
-            if known is not None and (played := known[0].play(known[1])) is not None:
-                counters = self._counters
-                result, copied = played
-                counters.calls += 1
-                counters.replayed += 1
-                counters.bytes_copied += copied
-                return result  # type: ignore[no-any-return]
-            traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
-            if not traced:
-                answered, value = self._answer(args, kwargs)
+            if known is not None:
+                kind, tensors = known
+                free = None if kind.history is None else kind.history.still()
+                if kind.history is None and (played := kind.play(tensors)) is not None:
+                    counters = self._counters
+                    result, copied = played
+                    counters.calls += 1
+                    counters.replayed += 1
+                    counters.bytes_copied += copied
+                    return result  # type: ignore[no-any-return]
+            else:
+                free = self._undescribed.still(args, kwargs)
+            if free is None:
+                traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
+                if not traced:
+                    answered, value = self._answer(args, kwargs)
         finally:
             lock.release()
+        if free is not None:
+            self._count_free(free)
+            return self._function(*args, **kwargs)
         if traced:
             return self._function(*args, **kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
+
+    def _count_free(self, refusal: Refusal) -> None:
+        """Count a call that runs live, of what has been said to do so."""
+        counters, reason = self._counters, refusal.reason
+        counters.calls += 1
+        counters.live += 1
+        counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
+        if self._steps:
+            optimizers.stepped(self._function)
 
     def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """(True, the result), or (False, why the call has to run live)."""
@@ -406,12 +346,18 @@ class Recorded(Observed, Generic[P, R]):
                 history = self._history(call.key)
                 refusal = history.still()
                 if refusal is not None:
+                    if history.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
+                        self._known_calls.learn(call, _NONE, self._entangled, history)
                     raise refusal
                 if clearing and any(map(obstructing, self._shelf.of(call.key))):  # not yet: what is there now, others hold
                     return True, self._warm_up(call, args, kwargs)
                 found.broken = self._broken(found, history)
                 if history.warm and not history.repeats:
                     self._note_again(history)
+                if history.met is None:
+                    history.met = next(uses)
+                    if self._watches_sizes:
+                        self._growing(call, history)
                 if history.warm < self.options.warmup:
                     history.warm += 1
                     if history.warm == 1:
@@ -459,6 +405,7 @@ class Recorded(Observed, Generic[P, R]):
             Refusal: it has to run live, whether there are recordings or not.
         """
         if self._never is not None:
+            self._for_good = self._never if self.options.fallback != "error" else None
             raise self._never
         if self._overhearing is not None:  # it is called
             self._overhearing.stop()
@@ -470,10 +417,16 @@ class Recorded(Observed, Generic[P, R]):
             if broken():
                 self._stop(refusal)
         if self._stopped is not None and torch.is_grad_enabled():
+            self._for_good = self._stopped if self.options.fallback != "error" else None
             raise self._stopped
         self._eligible()
-        with Ours("described the call"):
-            call = describe(args, kwargs, self._named, self._regulars)
+        try:
+            with Ours("described the call"):
+                call = describe(args, kwargs, self._named, self._regulars)
+        except NoSignature as e:
+            if self.options.fallback != "error":
+                self._undescribed.note(args, kwargs, Refusal(str(e), e.remedy))
+            raise
         if self._regulars.gone:  # what was recorded for them keeps them, and they are no small things
             self._drop(self._shelf.discard_all(lambda key: stands_in(key, self._regulars.gone)))
             self._regulars.gone.clear()
@@ -536,6 +489,8 @@ class Recorded(Observed, Generic[P, R]):
         """A new recording of this call, because none fits: perhaps because all gradients are `gone`, or the memory of one."""
         if found.broken is not None and (gone or not self.options.warmup):
             self._count_change(found.broken, history, call)
+        if self._watches_sizes and not self._shelf.of(call.key) and not self._shelf.has_room(history.since):
+            raise self._crowded(history)
         if history.attached and found.blocked >= self.options.max_recordings:
             raise Refusal("more calls than max_recordings wait for their backward, or for a result that it reads and you keep",
                           "raise it, keep a clone of such results, or record the whole sequence")  # fmt: skip
@@ -581,13 +536,13 @@ class Recorded(Observed, Generic[P, R]):
         change = self._changes.get(name, _Change(""))
         change.times += 1
         changes = history.changed(self._counters.replayed)
-        if changes > _CHANGES and history.over is not None and history.standing:
+        if changes > CHANGES and history.over is not None and history.standing:
             raise history.wait(history.standing[0].refusal)
-        if changes > _CHANGES:
+        if changes > CHANGES:
             # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
             self._drop(self._shelf.discard(call.key, lambda player: player.played <= 1))
             what = f"{name} changes from call to call"
-            if 2 * change.times < _CHANGES:  # that alone would be no reason
+            if 2 * change.times < CHANGES:  # that alone would be no reason
                 what = f"values that it relies on have changed {changes} times in quick succession, {name} the last"
             raise history.wait(Refusal(what, _STEADY if name == GRAD else _VARIES, change.where))
 
@@ -626,7 +581,7 @@ class Recorded(Observed, Generic[P, R]):
             reach = self._reach(call)
         history.torn = history.torn or bool(diverged.torn)
         history.notes = Notes(history.split, reach, self._marked, diverged.done)
-        if history.changed(self._counters.replayed) > _CHANGES:
+        if history.changed(self._counters.replayed) > CHANGES:
             history.waits = 0
             refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
             self._refuse(history, refusal, _grounds(refusal))
@@ -642,6 +597,13 @@ class Recorded(Observed, Generic[P, R]):
         if self._unrepeated > _UNREPEATED and self._differs:
             raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
                           "tensors; pad tensors to a few shapes (shapes=)", users_line())  # fmt: skip
+
+    def _growing(self, call: Call, history: History) -> None:
+        """A signature comes for the first time: perhaps it is one of which each call has another, one longer than the last."""
+        refusal = self._growth.of(call, self._counters.calls, self._named())
+        if refusal is not None:
+            history.warm += 1
+            raise refusal
 
     def _note_again(self, history: History) -> None:
         """A signature comes for the second time."""
@@ -740,6 +702,7 @@ class Recorded(Observed, Generic[P, R]):
     def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
         """Likewise, should this say so at the next call."""
         self._known_calls.clear()
+        self._for_good = None
         self._doubts.append((broken, refusal))
 
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
@@ -860,7 +823,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         history = self._history(call.key)
-        if self._unplayed >= 4 * self.options.max_recordings and history.patience == _AGAIN:
+        if self._unplayed >= 4 * self.options.max_recordings and history.patience == PATIENCE:
             # But one that comes again that often is worth a recording.
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
@@ -901,6 +864,19 @@ class Recorded(Observed, Generic[P, R]):
         self._drop(self._shelf.add(call.key, player))
         logger.debug("%s", recording)
         return player
+
+    def _crowded(self, history: History) -> Refusal:
+        """No recording is made of a signature, as all that are there have been played since it was last refused for that."""
+        if not history.repeats:
+            refusal = Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings")
+        else:
+            most, met = self.options.max_recordings, len(self._histories)
+            refusal = Refusal(f"has more signatures in rotation than max_recordings={most}",
+                              f"max_recordings={max(most + 1, met)}, or pad to a few shapes (shapes=)")  # fmt: skip
+        history.refuse(refusal)
+        history.crowded, history.waits = next(uses), history.room
+        history.room *= 2
+        return refusal
 
     def _backwards_with(self, options: Options) -> Callable[[Any], Recorded[Any, Any]]:
         """What records a backward of ours, and does not hold us."""
@@ -974,19 +950,20 @@ class Recorded(Observed, Generic[P, R]):
         asked for in a capture, which counts on all memory that it has seen."""
         if inside() or recording_here() or (not lock.acquire(False) and not waited()):
             for one in (self, *self._bound):
-                one._reset_wanted = True
+                one._reset_wanted, one._for_good = True, None
                 one._known_calls.clear()
             return
         try:
             self._reset_wanted = False
-            self._known_calls.clear()
+            self._known_calls, self._undescribed = KnownCalls(), Undescribed()
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
-            self._stopped = None
+            self._growth = Growth()
+            self._stopped = self._for_good = None
             self._packages = Packages()
             self._regulars = Regulars()
             self._unplayed = 0

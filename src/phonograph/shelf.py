@@ -1,4 +1,5 @@
-"""One function's recordings: found by signature, bounded, the least recently played goes first.
+"""One function's recordings: found by signature, bounded. The least recently played goes first, and only if it is not played
+any more while another signature comes again and again.
 
 A signature may have several recordings. They differ in what they rely on (train and eval, two sets of weights), in the
 memory that they overwrite (two that take turns serve a loop which keeps its last output), or in handing out copies.
@@ -71,6 +72,13 @@ class Shelf:
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
         return gone
+
+    def has_room(self, since: int | None) -> bool:
+        """Whether another signature has a place: a free one, or that of a recording which was not played since then (a number
+        as in `Player.used`). Where more of them take turns than have a place, the oldest is the one that is needed next."""
+        if len(self) < self.limit:
+            return True
+        return since is not None and min(map(self._last_use, self._by_key)) < since
 
     def _last_use(self, key: Any) -> int:
         return max(player.used for player in self._by_key[key])

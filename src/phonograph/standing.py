@@ -21,7 +21,8 @@ from .reliance import Entries, is_heard_of, relied, state_of, which
 
 __all__ = ["Grounds", "Standing"]
 
-_EVERY = 4  # calls after which there is a look at least
+_EVERY = 4  # calls after which there is a look, where there is little to look at...
+_SELDOM = 12  # ...and after which there is one at least, where nothing was found several times
 _A_CALL = 3  # places that are compared in a call, on average (or eight values of one)...
 _HEARD_A_CALL = 12  # ...and values, where a change was heard of
 _MOST = 50_000  # values; what has more is not compared
@@ -80,6 +81,7 @@ class Grounds(Entries):
             self._heard_change = self._first(self._watched) or self._other_tensor()
         if heard or asked >= self._next:
             self._next = asked + self._lap
+            self._lap = min(2 * self._lap, max(self._lap, _SELDOM))
             self._hot_change = self._first(self._hot)
         self._change = self._hot_change or self._heard_change
         return self._change

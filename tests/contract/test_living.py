@@ -1019,6 +1019,7 @@ def test_c18_ever_new_shapes_end_in_eager(device):
     assert pg.stats(both.recorded).recorded == recordings
 
 
+@may_run_live
 def test_c18_shapes_seen_once_are_never_recorded(device):
     both = plain(lambda x: x * 2)
     for size in range(1, 40):

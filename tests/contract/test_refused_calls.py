@@ -1,0 +1,248 @@
+"""C21: once a signature runs live for good, its calls are plain calls: one frame more, nothing taken apart, no mode, nothing
+looked at but now and then. They are counted all the same, and a refusal ends as before."""
+
+import gc
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+import phonograph as pg
+from phonograph import recorded, standing
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live, ramp
+
+pytestmark = may_run_live
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What was done about calls."""
+    found: list[str] = []
+
+    def noting(where, name):
+        before = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *args, **kwargs: found.append(name) or before(*args, **kwargs))
+
+    for name in ("describe", "Reach", "noting", "modes"):
+        noting(recorded, name)
+    noting(recorded.Within, "__enter__")
+    noting(standing.Grounds, "_first")
+    noting(warnings, "warn")
+    return found
+
+
+def depth():
+    frame, n = sys._getframe(1), 0
+    while frame is not None:
+        frame, n = frame.f_back, n + 1
+    return n
+
+
+class Inside:
+    """Notes what a function sees of those who call it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self):
+        self.seen.append((depth(), _len_torch_dispatch_stack(), torch.is_grad_enabled(), gc.isenabled()))
+
+
+def _reads_the_host(device, inside):
+    def f(x):
+        inside()
+        return x * x.sum().item()
+
+    return f, lambda g: g(ramp(device, 3))
+
+
+def _names_and_containers(device, inside):
+    def f(batch, *, scale):
+        inside()
+        return batch["x"] * scale * batch["x"].sum().item()
+
+    return f, lambda g: g({"x": ramp(device, 3), "sizes": [1, 2]}, scale=2.5)
+
+
+def _two_kinds(device, inside):
+    f, _ = _reads_the_host(device, inside)
+
+    def call(g):
+        with torch.no_grad():
+            first = g(ramp(device, 2))
+        return first, g(ramp(device, 3))
+
+    return f, call
+
+
+def _an_object(device, inside):
+    def f(x, thing):
+        inside()
+        return x * thing.scale
+
+    class Thing:
+        scale = 2
+
+    thing = Thing()
+    return f, lambda g: g(ramp(device, 3), thing)
+
+
+def _an_optimizer(device, inside):
+    weight = torch.nn.Parameter(ramp(device, 3))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def step(x):
+        inside()
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.step()
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        state = optimizer.state[weight]["step"]
+        return loss.item(), group, state.device.type, state.item(), weight.detach().clone()
+
+    return step, lambda g: g(ramp(device, 3))
+
+
+def _a_generator_function(device, inside):
+    def f(x):
+        inside()
+        yield x * 2
+
+    return f, lambda g: next(g(ramp(device, 3)))
+
+
+CASES = [_reads_the_host, _names_and_containers, _two_kinds, _an_object, _an_optimizer, _a_generator_function]
+_LOOKED_AT = {_an_object: 1 / 8}  # there is nothing that could be told of an object but by describing it
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_c21_a_refused_call_is_a_plain_call(device, case, done):
+    plain, live = Inside(), Inside()
+    f, call = case(device, plain)
+    theirs, call_theirs = case(device, live)
+    g = pg.record(theirs)
+    for _ in range(24):
+        assert_same(call_theirs(g), call(f))
+    done.clear()
+    plain.seen.clear()
+    live.seen.clear()
+    stats = pg.stats(g)
+    for _ in range(24):
+        assert_same(call_theirs(g), call(f))
+    calls = len(live.seen)
+    frames = 0 if case is _a_generator_function else 1  # which runs after the call
+    others = [now for now, (n, *rest) in zip(live.seen, plain.seen, strict=True) if now != (n + frames, *rest)]
+    assert len(others) <= _LOOKED_AT.get(case, 0) * calls, others
+    looked = [name for name in done if name == "_first"]
+    assert len(looked) <= 6 * calls / 12, "it looks more often than every twelfth call"
+    assert len(done) - len(looked) <= _LOOKED_AT.get(case, 0) * 2 * calls, done
+    now = pg.stats(g)
+    assert (now.calls, now.live) == (stats.calls + calls, stats.live + calls)
+    assert sum(now.refusals.values()) == sum(stats.refusals.values()) + calls
+    assert now.recorded == 0
+
+
+def test_c21_a_backward_that_cannot_be_recorded(device, done):
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * x.sum().item()
+
+    layer = torch.nn.Linear(3, 3).to(device)
+    f, x = pg.record(lambda x: Reads.apply(layer(x))), ramp(device, 2, 3)
+
+    def step(g):
+        layer.zero_grad()
+        g(x).sum().backward()
+        return [p.grad.clone() for p in layer.parameters()]
+
+    expected = step(lambda x: Reads.apply(layer(x)))
+    for _ in range(12):
+        assert_same(step(f), expected)
+    done.clear()
+    for _ in range(12):
+        assert_same(step(f), expected)
+    assert "describe" not in done, pg.explain(f)
+
+
+def test_c21_where_backwards_are_differentiated(device, done):
+    f = pg.record(lambda x: (x * x * x).sum())
+
+    def second(g):
+        x = ramp(device, 3).requires_grad_()
+        (grad,) = torch.autograd.grad(g(x), x, create_graph=True)
+        return torch.autograd.grad(grad.sum(), x)[0]
+
+    for _ in range(6):
+        assert_same(second(f), 6 * ramp(device, 3))
+    done.clear()
+    for _ in range(6):
+        assert_same(second(f), 6 * ramp(device, 3))
+    assert done == []
+    with torch.no_grad():
+        was = pg.stats(f).replayed
+        for _ in range(4):
+            f(ramp(device, 3))
+    assert pg.stats(f).replayed > was
+
+
+def test_c11_other_modes_are_noticed_where_all_calls_have_run_live(device):
+    def f(x):
+        return x * 2 if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() else x * x.sum().item()
+
+    g, x = pg.record(f), ramp(device, 3)
+    was = 0
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(40):
+            assert_same(g(x), x * 6)
+        for n in range(24):
+            with mode():
+                assert_same(g(x), x * 2)
+                was = pg.stats(g).replayed if n == 20 else was
+        assert pg.stats(g).replayed == was + 3, pg.explain(g)
+    live = pg.stats(g).live
+    for _ in range(20):
+        assert_same(g(x), x * 6)
+        with torch.no_grad():
+            assert_same(g(x), x * 2)
+    assert pg.stats(g).live == live + 20
+
+
+def test_c11_an_argument_that_can_be_described_after_many_that_could_not(device):
+    class Thing:
+        pass
+
+    g, x = pg.record(lambda x, y: x * 2), ramp(device, 3)
+    for _ in range(100):
+        g(x, Thing())
+    for _ in range(4):
+        assert_same(g(x, 1), x * 2)
+    assert (pg.stats(g).live, pg.stats(g).replayed) == (101, 3)
+    held = ramp(device, 3).requires_grad_()
+    for _ in range(30):
+        held.grad = ramp(device, 3)
+        g(held, 1)
+    held.grad = None
+    for _ in range(20):
+        g(held, 1)
+    was = pg.stats(g).replayed
+    g(held, 1)
+    assert pg.stats(g).replayed == was + 1
+
+
+def test_c21_fallback_error_raises_each_time(device):
+    g = pg.record(lambda x: x.sum().item(), fallback="error")
+    g(ramp(device, 3))
+    for _ in range(8):
+        with pytest.raises(pg.Unrecordable, match="host"):
+            g(ramp(device, 3))
