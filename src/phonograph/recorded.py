@@ -31,15 +31,16 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
+from .checks import look, lookouts
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
-from .fastpath import FastPath
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
 from .hidden import passes_on
 from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
+from .known import KnownCalls
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .opened import layout_of
@@ -84,6 +85,8 @@ _COMPILE_FIRST = (
     'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
     "; on the CPU, do not compile what you record"
 )
+_ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
+                         "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
@@ -265,7 +268,7 @@ class Recorded(Observed, Generic[P, R]):
         self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
-        self._regulars = Regulars()
+        self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
@@ -274,7 +277,7 @@ class Recorded(Observed, Generic[P, R]):
         self._differs = ""  # how the last of those differs from the one before
         self._naming: Naming | None = None
         self._reset_wanted = False
-        self._fast: FastPath | None = None
+        self._known_calls = KnownCalls()
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self._entangled = Entangled()
@@ -354,13 +357,15 @@ class Recorded(Observed, Generic[P, R]):
             return (other or self._function)(*args, **kwargs)
         if other is not None:
             return self._of_another(other, args, kwargs)
+        if lookouts:
+            look()
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
             return self._function(*args, **kwargs)
         try:
-            fast = self._fast
-            if fast is not None and (played := fast.play(args, kwargs)) is not None:
+            known = self._known_calls.find(args, kwargs)
+            if known is not None and (played := known[0].play(known[1])) is not None:
                 counters = self._counters
                 result, copied = played
                 counters.calls += 1
@@ -494,7 +499,6 @@ class Recorded(Observed, Generic[P, R]):
 
     def _play(self, player: Player, call: Call) -> R:
         counters = self._counters
-        self._fast = None
         if player.half_attached(call):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
                           "record the parts, each with its own arguments")  # fmt: skip
@@ -504,8 +508,8 @@ class Recorded(Observed, Generic[P, R]):
             return self._verified(player, call)
         result, copied = player.play(call)
         counters.bytes_copied += copied
-        players = self._shelf.touch(call.key)
-        self._fast = FastPath.of(call, players, self._entangled) if not self.options.verify else None
+        if not self.options.verify:
+            self._known_calls.learn(call, self._shelf.of(call.key), self._entangled)
         return result  # type: ignore[no-any-return]
 
     def _verified(self, player: Player, call: Call) -> R:
@@ -709,11 +713,12 @@ class Recorded(Observed, Generic[P, R]):
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
-        self._fast, self._stopped = None, refusal.at(users_line())
+        self._known_calls.clear()
+        self._stopped = refusal.at(users_line())
 
     def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
         """Likewise, should this say so at the next call."""
-        self._fast = None
+        self._known_calls.clear()
         self._doubts.append((broken, refusal))
 
     def _live(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
@@ -799,7 +804,8 @@ class Recorded(Observed, Generic[P, R]):
     # -- recording
 
     def _reach(self, call: Call) -> Reach:
-        objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
+        slots, name = {identity(t) for t in call.tensors}, self._named()
+        objects = [(name(path_to(call.shape, i)), x) for i, x in enumerate(call.leaves) if identity(x) not in slots]
         objects += [("a key of an argument", x) for label in labels(call.shape) for x in within_label(label.value)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
@@ -809,6 +815,7 @@ class Recorded(Observed, Generic[P, R]):
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
         self._regulars.bind(filter(_among(reach.met), call.containers))
+        self._regulars.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -839,7 +846,7 @@ class Recorded(Observed, Generic[P, R]):
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
-            if self._regulars.stands_any(call.containers):
+            if self._regulars.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
             with _relying_on(reach):
                 device = self._device(call, reach)
@@ -847,6 +854,8 @@ class Recorded(Observed, Generic[P, R]):
             device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
             in_flight = self.options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
             recording = self._capture(call, reach, device, blocked, apart, in_flight)
+            if self.options.live_backward and recording.backward is not None and recording.backward.only_captured:
+                raise replace(_ONLY_CAPTURED)
             device.settle(recording)
             device.pool.add(recording)
             if recording.communicates:
@@ -869,6 +878,7 @@ class Recorded(Observed, Generic[P, R]):
         self._counters.recorded += 1
         totals().recorded += 1
         self._unplayed += 1
+        self._known_calls.forget(call.key)
         self._drop(self._shelf.add(call.key, player))
         logger.debug("%s", recording)
         return player
@@ -876,6 +886,8 @@ class Recorded(Observed, Generic[P, R]):
     def _backwards_with(self, options: Options) -> Callable[[Any], Recorded[Any, Any]]:
         """What records a backward of ours, and does not hold us."""
         kind, known = self._backward_kind(), self._backwards
+        if options.live_backward:
+            return lambda backward: backward
 
         def recorded(function: Any) -> Recorded[Any, Any]:
             backward = kind(function, options)
@@ -926,6 +938,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _drop(self, players: list[Player]) -> None:
         for player in players:
+            self._known_calls.forget(player.recording.key)
             player.close()
             if player.played > 1:
                 self._unplayed = 0
@@ -941,11 +954,12 @@ class Recorded(Observed, Generic[P, R]):
         asked for in a capture, which counts on all memory that it has seen."""
         if inside() or recording_here() or (not lock.acquire(False) and not waited()):
             for one in (self, *self._bound):
-                one._reset_wanted, one._fast = True, None
+                one._reset_wanted = True
+                one._known_calls.clear()
             return
         try:
             self._reset_wanted = False
-            self._fast = None
+            self._known_calls.clear()
             self._drop(self._shelf.clear())
             self._histories.clear()
             self._grounded.clear()
@@ -954,7 +968,7 @@ class Recorded(Observed, Generic[P, R]):
             self._unrepeated, self._counted_from = 0, self._counters.calls
             self._stopped = None
             self._packages = Packages()
-            self._regulars = Regulars()
+            self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()
@@ -1016,6 +1030,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def _has_code(x: object) -> bool:
     """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
     return issubclass(type(x), (FunctionType, type))
+
+
+def _is_trained(t: torch.Tensor, reach: Reach) -> bool:
+    """Whether this is a leaf that the function can reach by another name as well, an optimizer's most often."""
+    return t.requires_grad and t.is_leaf and identity(t) in reach.tensors
 
 
 def _among(things: Sequence[Any]) -> Callable[[Any], bool]:

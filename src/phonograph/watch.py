@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
 from .casting import Casts
+from .checks import Check
 from .collectives import refusal
 from .dials import Dials
 from .effects import ANYONE, Effect, Starts
@@ -44,6 +45,7 @@ from .torch_private import (
     not_compiled_by_itself,
     say_themselves,
     waits_by_itself,
+    without_modes,
 )
 from .trees import flatten
 from .unwinding import comes_to_something
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["OperatorWatch", "storage_id"]
+__all__ = ["CHECKS", "OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -85,6 +87,8 @@ _REMEDIES = {
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
+
+CHECKS = "a check of torch's"  # in reasons
 
 _HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
@@ -370,6 +374,31 @@ class OperatorWatch(TorchDispatchMode):
         any: a replay knows of no code that would do it."""
         forked = any(state() is not None for state in self._forked)
         return forked or self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
+
+    def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
+        """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if
+        it has to read it.
+
+        Raises:
+            Refusal: something would have to be done after the exception.
+        """
+        check = Check.asked(frame, self.outermost)
+        if check is None or t.numel() != 1 or not has_memory(t):
+            return None
+        if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
+            if not t.is_cpu or self.known.get(storage_id(t), ""):
+                return None
+            with without_modes():
+                return bool(t.item())
+        return self.checks(check, t)
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """Have this looked at in each replay. Returns what the call goes on with."""
+        if self.caught(any_kind=False):
+            raise self.located(Refusal(f"{CHECKS} may raise depending on data, and an except or finally clause or a context "
+                                       "manager of yours is around it",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
+        return check.good
 
     def dials_lost(self, values: Sequence[Any]) -> None:
         """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""

@@ -23,6 +23,7 @@ from .. import operators
 from ..arena import Arena
 from ..breaks import Break
 from ..casting import Casts
+from ..checks import Check
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Elsewhere, Refusal
@@ -37,8 +38,8 @@ from ..reliance import changed
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import below_autograd, has_memory, maker, storage_at
-from ..watch import OperatorWatch, storage_id
+from ..torch_private import below_autograd, has_memory, maker, storage_at, without_modes
+from ..watch import CHECKS, OperatorWatch, storage_id
 from ..wording import Failure, at_work
 from .base import Captured, Made
 from .host_reads import NUMBERS, READS, host_reads_refused, reads_value
@@ -174,9 +175,25 @@ class Tape(OperatorWatch):
         if self.caught(any_kind=False):
             raise Refusal(f"{at_work(name)} may raise depending on data, and an except or finally clause or a context manager "
                           "of yours is around it", "let the exception out, and catch it around the call")  # fmt: skip
+        self._nothing_is_changed(at_work(name))
+
+    def _nothing_is_changed(self, said: str) -> None:
         for place in changed(self._before):
-            raise Refusal(f"{at_work(name)} may raise depending on data, while {place} is changed for a time",
+            raise Refusal(f"{said} may raise depending on data, while {place} is changed for a time",
                           "change it outside, around the call")  # fmt: skip
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """It is looked at where it is: a replay raises there, as eager does."""
+        with without_modes():
+            found = bool(answer.item())
+        good = super().checks(check, answer)
+        self._nothing_is_changed(CHECKS)
+        if found is not good:  # here and now: the live call raises
+            raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
+        given = [self._note(t) if storage_id(t) in self._places else None for t in check.given]
+        check.given.clear()
+        self._steps.append(_Step(check, (self._note(answer), given), {}, []))
+        return good
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         super().state_read(state, of)

@@ -41,9 +41,10 @@ from ..watch import OperatorWatch, storage_id
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
+from .cuda_checks import CudaChecks
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
-from .host_reads import LISTED, host_reads_refused, of_the_host
+from .host_reads import LISTED, TRUTH, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -168,6 +169,7 @@ class CudaDevice:
         self._reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
+        self._checks = CudaChecks(torch_device)
 
     # -- live calls
 
@@ -338,6 +340,9 @@ class CudaDevice:
         states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
+        if self._checks.full:
+            self._checks = CudaChecks(self.torch_device)
+        self._checks.make_room()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
             self._make_room(expected)
@@ -354,16 +359,18 @@ class CudaDevice:
                 watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
+                watch.answers = graphs.answers = self._checks.answers()
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, LISTED, of_the_host):
+                    with watch, host_reads_refused(watch, (*LISTED, TRUTH), of_the_host):
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
                     graphs.join()
+                    graphs.look_at_answers()
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0

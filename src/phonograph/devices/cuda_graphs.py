@@ -38,6 +38,7 @@ from ..recording import Tensors
 from ..spans import Spans
 from ..torch_private import OnStream, address, current_device, maker, raw_stream
 from . import driver
+from .cuda_checks import Answers
 from .cuda_watch import CudaWatch
 
 __all__ = ["Graph", "GraphProgram", "Graphs", "quietly"]
@@ -141,6 +142,7 @@ class Graphs:
         self._states = states
         self._dials = dials
         self._open = False
+        self.answers: Answers | None = None  # of the checks that the call makes
 
     def begin(self) -> None:
         graph = Graph(keep_graph=True)
@@ -161,6 +163,12 @@ class Graphs:
         for other in self.others.values():
             self._on.wait_stream(other)
 
+    def look_at_answers(self) -> None:
+        """To be called before the end of each, and before what is copied out."""
+        if self.answers is not None and self.answers.new:
+            with torch_private.without_modes(), OnStream(self._on):
+                self.answers.keep()
+
     def end(self) -> None:
         self.segments[-1].drawn = self._states.drawn()
         self._end()
@@ -172,6 +180,7 @@ class Graphs:
     def next(self) -> None:
         with torch_private.without_modes(), OnStream(self._on):  # a generator's numbers are put into the graph by operators
             self.join()
+            self.look_at_answers()
             self.end()
             self.begin()
             for other in self.others.values():

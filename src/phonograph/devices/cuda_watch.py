@@ -28,6 +28,7 @@ import torch
 
 from .. import torch_private
 from ..breaks import Break
+from ..checks import Check
 from ..collectives import COLLECTIVES, called, refusal
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Refusal
@@ -44,6 +45,7 @@ from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
 from . import driver
+from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
 
@@ -79,6 +81,7 @@ class CudaWatch(OperatorWatch):
         self._events: list[Any] = []  # which the call has made
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
+        self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
     def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -202,7 +205,19 @@ class CudaWatch(OperatorWatch):
                     self.writes(t)
         return False
 
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        assert self.answers is not None
+        self._look_at_stream()
+        self.answers.add(check, answer)
+        return super().checks(check, answer)
+
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.name == "aten::_linalg_check_errors" and args[0].is_cuda:
+            with torch_private.without_modes():
+                failed = (args[0] != 0).any()
+            text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
+            self.checks(Check(False, torch._C._LinAlgError, text, users_line()), failed)
+            return None
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
         if m.random and self._rewind is not None:
