@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -27,8 +28,9 @@ from .where import is_torchs, users_line
 
 __all__ = ["Check", "look", "lookouts"]
 
-_CONSTRAINTS = os.path.join("torch", "distributions", "constraints.py")
-_DISTRIBUTION = os.path.join("torch", "distributions", "distribution.py")
+_DISTRIBUTIONS = os.path.join("torch", "distributions", "")
+_CONSTRAINTS = os.path.join(_DISTRIBUTIONS, "constraints.py")
+_DISTRIBUTION = os.path.join(_DISTRIBUTIONS, "distribution.py")
 _VALIDATING = ("__init__", "_validate_sample")
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN"})
 _BRANCHES = ("POP_JUMP_", "JUMP_IF_")
@@ -63,6 +65,9 @@ class Check:
     def __init__(self, good: bool, kind: type[Exception], text: str, where: str = "") -> None:
         self.good = good
         self.given: list[torch.Tensor] = []
+        self.validates = False
+        """Whether a distribution makes it of its arguments or of a sample: who gets the exception has an error to mend, and
+        nothing that was computed meanwhile to save."""
         self._kind, self._text, self._where = kind, text, where
         self._again: tuple[FunctionType, dict[str, Any]] | None = None
 
@@ -87,8 +92,14 @@ class Check:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             return None
         check = Check(good, kind, raised.text or _told(frame), users_line(frame))
+        check.validates = _DISTRIBUTIONS in frame.f_code.co_filename
         check._remember(frame)
         return check
+
+    @property
+    def exact(self) -> bool:
+        """Whether its exception can be made as it would be made here."""
+        return self._again is not None
 
     def _remember(self, frame: FrameType) -> None:
         """How the function that asks was called, so that it can be called so again."""
@@ -219,7 +230,7 @@ def _function(frame: FrameType) -> FunctionType | None:
     code = frame.f_code
     own = frame.f_locals.get("self")
     found: list[Any] = [vars(kind).get(code.co_name) for kind in type(own).__mro__] if own is not None else []
-    found.append(frame.f_globals.get(code.co_name))
+    found.append(inspect.unwrap(frame.f_globals.get(code.co_name)))  # type: ignore[arg-type]
     return next((f for f in found if isinstance(f, FunctionType) and f.__code__ is code), None)
 
 

@@ -25,6 +25,7 @@ from .borrowed import Borrowed, Loan, plain
 from .identity import identity
 from .joint import Joint
 from .left import advance, putting
+from .numerals import reading
 from .pool import Fill, once
 from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
@@ -91,6 +92,8 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
+        if recording.numbers:
+            self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
             self._rebuild = putting(recording.left.puts, self._rebuild, more=bool(recording.edits) + bool(recording.gained))
         self._edits = recording.edits
@@ -128,11 +131,6 @@ class Player:
     def touch(self) -> None:
         """It is used now: the others are older."""
         self.used = next(_uses)
-
-    @property
-    def takes_containers(self) -> bool:
-        """Whether it hands out, or changes, containers that a call is given."""
-        return bool(self._edits or self._given)
 
     @property
     def pool(self) -> Any:

@@ -35,7 +35,7 @@ from . import outputs
 from .backward import Backward
 from .bytecode import set_at
 from .dials import Dials, probing
-from .errors import Overlooked, Refusal
+from .errors import Again, Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
@@ -43,6 +43,7 @@ from .listening import HEARS_ALL_THREADS, Listener, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, HISTORY, LIVE
+from .numerals import without
 from .opened import layout_of
 from .optimizers import fit_to_step
 from .pool import Lease, unowned
@@ -114,7 +115,8 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. `sibling` is another recording of this signature.
+    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each
+    replay reads. `sibling` is another recording of this signature.
     """
 
     blocked: int = 0
@@ -126,6 +128,7 @@ class Terms:
     notes: Notes | None = None
     retain: bool = False
     expected: int = 0
+    numbers: bool = False
     sibling: Recording | None = None
 
 
@@ -145,6 +148,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             terms = replace(terms, follow=e.fewer)
         except _ReadAgain:
             terms = replace(terms, retain=True)
+        except Again:
+            continue
 
 
 def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -203,8 +208,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach, call)
         _separate(call, entangled)
-        snapshot = snapshot if relied is None else Snapshot(relied)
         relied = relied or reach
+        snapshot = snapshot if relied is reach else Snapshot(relied)
         snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
@@ -249,6 +254,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         left=left.after(),
         edits=captured.returned.edits,
         gained=captured.returned.gained,
+        numbers=captured.numbers,
     )
 
 
@@ -528,12 +534,15 @@ def _capture(
     left: list[Left] = [Left()]
     returned: list[Returned] = []
     known: list[Ran | None] = [None]
+    numbers: list[tuple[int, ...]] = [()]
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
         watch.outermost = sys._getframe().f_code
+        watch.has_backward = tracing is not None or isinstance(function, Backward)
+        watch.numerals = [] if terms.numbers else None
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
@@ -592,16 +601,23 @@ def _capture(
             left[0] = left_by(found_there, all_of_it)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
-        if edited:
+            left[0] = left[0].after()
+        edits = [edit for edit, _ in edited]
+        if edits:
             result = (result, [values for _, values in edited])
+        edited.clear()
         gained = _gained(seen) if tracing is None else []
         if gained:
             result = (result, [seen[i].grad for i in gained])
             for i in gained:
                 seen[i].grad = None
-        returned.append(Returned.of(result, [edit for edit, _ in edited], gained, built, outer))
+        result, read = without(result, {*map(identity, built)})
+        returned.append(Returned.of(result, edits, gained, built, outer))
         result = returned[0].leaves
+        numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         wait_for_all(result)
+        if any(ref() is not None for ref in watch.numerals or ()):
+            raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         functions.extend(listener.functions())
         loggers.extend(listener.loggers.values())
         dials.ran(listener.ran)
@@ -635,7 +651,7 @@ def _capture(
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
-        captured = captured._replace(containers=frozenset(given), returned=returned[0])
+        captured = captured._replace(containers=frozenset(given), returned=returned[0], numbers=numbers[0])
         return captured._replace(ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
     except Refusal as refusal:

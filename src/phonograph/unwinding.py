@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .bytecode import all_within
+from .codes import of_code
 from .where import LIBRARY, STDLIB, is_ours, is_torchs, origin
 
 __all__ = ["comes_to_something", "generators_catch", "is_caught_by_torch"]
@@ -99,7 +100,7 @@ def _clauses_around(code: CodeType, at: int) -> frozenset[str]:
     return frozenset(clauses[target] for target in targets)
 
 
-@functools.cache
+@of_code
 def _clauses(code: CodeType) -> dict[int, str]:
     """Where the ``except`` and ``finally`` clauses of this code itself begin, and their kinds."""
     instructions = _instructions(code)
@@ -220,12 +221,12 @@ def _regions(code: CodeType, at: int) -> list[Any] | None:
     return found
 
 
-@functools.cache
+@of_code
 def _table(code: CodeType) -> Any:
     return getattr(dis.Bytecode(code), "exception_entries", None)
 
 
-@functools.cache
+@of_code
 def _with_handlers(code: CodeType) -> frozenset[int]:
     return frozenset(i.offset for i, after in pairwise(_instructions(code))
                      if i.opname == "PUSH_EXC_INFO" and after.opname == "WITH_EXCEPT_START")  # fmt: skip

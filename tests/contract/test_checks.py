@@ -134,7 +134,7 @@ def test_c13_a_whole_step_of_a_policy(device):
             loss = loss + (critic(seen).squeeze(1) - gains).square().mean()
             opt.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(both.parameters(), 0.5, error_if_nonfinite=True)
+            nn.utils.clip_grad_norm_(both.parameters(), 0.5)
             opt.step()
             return loss.detach()
 
@@ -291,6 +291,20 @@ def test_c11_what_torch_decides_by_a_value_is_no_check(device):
         torch.manual_seed(0)
         assert_same(a, f(x))
     assert "value on the host" in reasons(g)
+
+
+@pytest.mark.parametrize("number", [True, 3, 2.5, 1j], ids=str)
+def test_c01_constants_that_are_made_of_a_number(device, number):
+    """As distributions make them of their arguments."""
+
+    def f(x):
+        made = torch.tensor(number, device=x.device), torch.as_tensor(number, device=x.device)
+        return made, torch.tensor(number, dtype=torch.complex64, device=x.device), (x + 0j).new_tensor(number), x * made[0]
+
+    g = pg.record(f)
+    for n in range(4):
+        assert_same(g(ramp(device, 3, start=n)), f(ramp(device, 3, start=n)))
+    assert counts(g) == (1, 1, 3), reasons(g)
 
 
 def test_c13_the_cost_does_not_grow_with_the_checks(device):

@@ -75,7 +75,7 @@ class CudaChecks:
     def _found(self) -> Exception:
         assert self._page is not None
         torch.cuda.synchronize(self.device)  # a replay that is under way may have found it as well
-        first = self._bytes[: len(self._good)].index(0)
+        first: int = self._bytes[: len(self._good)].index(0)
         ctypes.memset(self._page.data_ptr(), 1, _MOST)
         return self.checks[first].error()
 

@@ -124,6 +124,7 @@ class _Segment:
         self.edges = edges
         self.steps: set[int] = set()
         self.drawn: list[torch.Generator] = []
+        self.lent: list[torch.Generator] = []  # those of compiled code's own
 
 
 class Graphs:
@@ -170,7 +171,7 @@ class Graphs:
                 self.answers.keep()
 
     def end(self) -> None:
-        self.segments[-1].drawn = self._states.drawn()
+        self.segments[-1].drawn, self.segments[-1].lent = self._states.drawn(), self._states.lone
         self._end()
 
     def _end(self) -> None:
@@ -246,8 +247,8 @@ class GraphProgram:
         graph.instantiate()
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
-        self._states = Known(segment.drawn)
-        self.mixed: Callable[[], bool] | None = self._states.mixed if len(segment.drawn) > 1 else None
+        self._states = Known(segment.drawn, segment.lent)
+        self.mixed: Callable[[], bool] | None = self._states.mixed if self._states.may_mix else None
         self._numbers: driver.KernelNumbers | None = None
         self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         self._random = bool(segment.drawn)
