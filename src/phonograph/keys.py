@@ -25,7 +25,8 @@ import torch
 from .identity import identity
 from .opened import layout_of, parts_of
 
-__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "class_of", "nested_key", "plain_key", "structure"]
+__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "argument_key", "class_of", "nested_key", "plain_key",
+           "structure"]  # fmt: skip
 
 
 class NoSignature(Exception):
@@ -60,6 +61,7 @@ class Identity:
         return self._hash
 
 
+_ARRAY = 4096  # bytes of an array that count as a value
 SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
 BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type,
@@ -105,8 +107,6 @@ def plain_key(value: Any) -> Any:
         return (kind, Identity(value))
     if kind is MethodType:
         return (kind, Identity(value.__func__), Identity(value.__self__))
-    if kind is partial:
-        return (kind, plain_key(value.func), nested_key(value.args, Identity), nested_key(value.keywords, Identity))
     if kind in _BY_TEXT:
         return (kind, repr(value))
     numpy = sys.modules.get("numpy")
@@ -114,6 +114,17 @@ def plain_key(value: Any) -> Any:
         return (kind, value.dtype.str, value.tobytes())
     raise NoSignature(f"takes an object of class {class_of(value)}", _FOR_CLASS.get(
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
+
+
+def argument_key(value: Any) -> Any:
+    """The same for an argument, of which what can change counts as it is now: of a partial function, or an array."""
+    kind = type(value)
+    if kind is partial:
+        return (kind, plain_key(value.func), nested_key(value.args, Identity), nested_key(value.keywords, Identity))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.ndarray and value.nbytes <= _ARRAY and not value.dtype.hasobject:
+        return (kind, value.shape, value.dtype.str, value.strides, value.flags.writeable, value.tobytes())
+    return plain_key(value)
 
 
 def nested_key(value: Any, of_object: Callable[[Any], Any] = plain_key) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,11 +25,13 @@ from .errors import Refusal
 from .history import History
 from .identity import identity
 from .keys import BY_IDENTITY, SCALARS
+from .opened import layout_of
+from .places import own_dict
 from .player import Player
 from .recording import Entangled
 from .signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
 from .torch_private import address, tensor_check, transformed
-from .trees import Node
+from .trees import Node, has_only_attributes
 
 __all__ = ["KnownCall", "KnownCalls", "Undescribed"]
 
@@ -89,7 +91,7 @@ class KnownCall:
         if any(player.recording.live_parts or player.half_attached(call) or _needs_arguments(player) for player in players):
             return None
         try:
-            given = _arguments(call)
+            given = _arguments(call, state)
         except _Other:
             return None
         still = unchanged()
@@ -288,7 +290,15 @@ class _Part(NamedTuple):
     children: tuple[Any, ...]
 
 
-def _arguments(call: Call) -> _Given | None:
+class _Object(NamedTuple):
+    """What an object has to have in its dictionary."""
+
+    kind: type
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+
+
+def _arguments(call: Call, state: Entangled) -> _Given | None:
     """What takes the tensors out of arguments that are otherwise the same as those of this call; None where they all are
     tensors, and positional.
 
@@ -296,25 +306,31 @@ def _arguments(call: Call) -> _Given | None:
         _Other: they are in containers of another kind, or are values that do not compare so easily.
     """
     assert call.shape is not None
-    part = _part(call.shape, iter(call.leaves))
+    slots = {identity(t) for t in call.tensors}
+    part = _part(call.shape, iter(call.leaves), slots)
     (_, _, positional), (_, names, _) = part.children
-    return None if not names and all(x is _TENSOR for x in positional) else partial(_taken, part)
+    if not names and all(x is _TENSOR for x in positional):
+        return None
+    objects = any(layout_of(type(c)) is not None for c in call.containers)
+    return partial(_taken_of_objects, state, part) if objects else partial(_taken, part)
 
 
-def _part(node: Node | None, leaves: Iterator[Any]) -> Any:
+def _part(node: Node | None, leaves: Iterator[Any], slots: Set[int]) -> Any:
     if node is None:
-        return _leaf(next(leaves))
-    if node.kind not in (tuple, list, dict) or any(type(name) is not str for name in node.names):
+        return _leaf(next(leaves), slots)
+    plain = node.kind in (tuple, list, dict)
+    if not (plain or has_only_attributes(node)) or any(type(name) is not str for name in node.names):
         raise _Other
-    return _Part(node.kind, node.names, tuple([_part(child, leaves) for child in node.children]))
+    return (_Part if plain else _Object)(node.kind, node.names, tuple([_part(child, leaves, slots) for child in node.children]))
 
 
-def _leaf(leaf: Any) -> Any:
+def _leaf(leaf: Any, slots: Set[int]) -> Any:
     if type(leaf) in _VALUES:
         return leaf
-    if isinstance(leaf, torch.Tensor):
+    if identity(leaf) in slots:
         return _TENSOR
-    if isinstance(leaf, (*BY_IDENTITY, enum.Enum)) and type(leaf).__weakrefoffset__:
+    stands = isinstance(leaf, (*BY_IDENTITY, enum.Enum, torch.Tensor)) or layout_of(type(leaf)) is not None
+    if stands and type(leaf).__weakrefoffset__:
         return _Same(weakref.ref(leaf))
     raise _Other
 
@@ -328,19 +344,38 @@ def _taken(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(found) if _takes(part, (args, kwargs), found) else None
 
 
-def _takes(part: _Part, x: Any, found: list[Any]) -> bool:
+def _taken_of_objects(
+    state: Entangled, part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The same where objects are among the containers, of which the function may reach none by another name."""
+    found: list[Any] = []
+    objects: list[Any] = []
+    if not _takes(part, (args, kwargs), found, objects) or any(map(state.reaches, objects)):
+        return None
+    return tuple(found) if len({*map(identity, objects)}) == len(objects) else None
+
+
+def _takes(part: _Part | _Object, x: Any, found: list[Any], objects: list[Any] | None = None) -> bool:
     """Whether this has in it what it has to, in the same order."""
     kind, names, children = part
     theirs: type = type(x)
-    if theirs is not kind or len(x) != len(children):
+    if theirs is not kind:
+        return False
+    if type(part) is _Object:
+        assert objects is not None
+        objects.append(x)
+        x = own_dict(x)
+        if x is None:
+            return False
+    if len(x) != len(children):
         return False
     if not all(map(is_, x, names)) and not _equal_names(x, names):  # of a dictionary
         return False
     for value, child in zip(x.values() if names else x, children, strict=True):
         if child is _TENSOR:
             found.append(value)
-        elif type(child) is _Part:
-            if not _takes(child, value, found):
+        elif type(child) is _Part or type(child) is _Object:
+            if not _takes(child, value, found, objects):
                 return False
         elif value is not child and not _equal(value, child):
             return False

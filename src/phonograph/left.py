@@ -119,18 +119,23 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, edited: bool = False) -> Callable[[list[Any]], Any]:
-    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]); where
-    arguments are `edited`, into (that, what else there is)."""
+def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, more: int = 0) -> Callable[[list[Any]], Any]:
+    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
+    many `more` such pairs."""
     where = [(put.of, put.name) for put in puts]
 
     def rebuilt(leaves: list[Any]) -> Any:
-        result = rebuild(leaves)
-        (result, tensors), rest = result if edited else (result, None)
+        result, rest = rebuild(leaves), []
+        for _ in range(more):
+            result, last = result
+            rest.append(last)
+        result, tensors = result
         for (of, name), tensor in zip(where, tensors, strict=True):
             own = own_dict(of)
             assert own is not None
             own[name] = tensor
-        return (result, rest) if edited else result
+        for last in reversed(rest):
+            result = (result, last)
+        return result
 
     return rebuilt

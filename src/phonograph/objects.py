@@ -42,7 +42,9 @@ from .where import is_users
 __all__ = ["BUFFERS", "BUILTINS", "FEW", "LEAVES", "UNNAMED", "Enter", "Objects"]
 
 FEW = 64  # so many parameters are all looked at before each replay
-_ARRAY = 4096  # bytes of an array that are compared before each replay; larger ones are refused
+_BUFFER = 4096  # bytes of a buffer that are compared before each replay; larger ones are refused
+_ARRAY = 64 << 10  # bytes of an array that are all compared before each replay; of larger ones a part each time...
+_LARGE = 64 << 20  # ...up to this size
 _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
 BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
@@ -166,18 +168,24 @@ class Objects:
         self._fixed(path, view.values())
 
     def _array(self, path: str, array: Any) -> None:
-        if array.nbytes > _ARRAY or array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
+        if array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
             self.arrays.append(path)
+            return
+        if _is_frozen(array):
+            self._hold(places.frozen_array(path, array))
+        elif array.nbytes > _LARGE:
+            self.arrays.append(path)
+            return
         else:
-            self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
-            self._hold(places.array_of_numpys(path, array))
+            self._hold(places.array_of_numpys(path, array, _ARRAY))
+        self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
 
     def _record(self, path: str, row: Any) -> None:
         """A row of an array of records: what is written to one is seen in the other."""
         self._array(path, sys.modules["numpy"].asarray(row))
 
     def _buffer(self, path: str, thing: Any) -> None:
-        if memoryview(thing).nbytes > _ARRAY or not memoryview(thing).c_contiguous:
+        if memoryview(thing).nbytes > _BUFFER or not memoryview(thing).c_contiguous:
             self.arrays.append(path)
         else:
             self._hold(places.buffer(path, thing))
@@ -461,6 +469,20 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(identity(group), key))
 
 
+def _is_frozen(array: Any) -> bool:
+    """Whether nobody can write an array: neither it nor what it is a view of, unless nobody else has that."""
+    kind = sys.modules["numpy"].ndarray
+    while type(array) is kind and not array.flags.writeable:
+        base: Any = array.base
+        if base is None:
+            return bool(array.flags.owndata)
+        alone = sys.getrefcount(base) <= _ITS_BASE
+        if type(base) is kind and alone and base.base is None:
+            return bool(base.flags.owndata)
+        array = base
+    return False
+
+
 def _used_up(it: Any) -> bool:
     """Whether it has nothing left, and cannot get more: nobody else has its list, which could grow."""
     return operator.length_hint(it) == 0 and _references(it) <= _ITS_OWN
@@ -473,6 +495,7 @@ def _references(it: Any) -> int:
 
 
 _ITS_OWN = _references(iter([]))
+_ITS_BASE = 3  # references to an array: a view's, a local variable's and that of the call which counts
 
 _CONTENTS: list[tuple[Any, Enter]] = [
     (dict, Objects._dict),

@@ -10,7 +10,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -111,7 +110,7 @@ def _value(leaf: Any, reach: Reach) -> Output:
 
 
 def _is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, (*BY_IDENTITY, MethodType, partial)):
+    if isinstance(leaf, (*BY_IDENTITY, MethodType)):
         return False  # it may have been made by the call, and hold what belongs to it
     try:
         plain_key(leaf)

@@ -8,12 +8,13 @@ descriptor, whatever methods the class has.
 from __future__ import annotations
 
 import gc
+import hashlib
 import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, cycle, islice, repeat
 from operator import methodcaller
 from types import CellType
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ __all__ = [
     "cells",
     "dictionaries",
     "dictionary",
+    "frozen_array",
     "kept",
     "key_label",
     "keyed",
@@ -420,13 +422,34 @@ def cache(path: str, wrapper: Any) -> Holder:
     return kept(path, read)  # what would fill it is refused before it happens
 
 
-def array_of_numpys(path: str, array: Any) -> Holder:
-    """A small array: what it is, and its bytes. It is read itself, and no view of it: that would keep its shape."""
+def frozen_array(path: str, array: Any) -> Holder:
+    """One that nobody can write: what it is."""
+    return kept(path, lambda: (array.shape, array.dtype.str, array.strides, array.flags.writeable))
+
+
+def array_of_numpys(path: str, array: Any, most: int) -> Holder:
+    """An array: what it is, and its bytes; of more than so many a digest. A recording that relies on it looks at `most` bytes
+    of such a one each time, and so at all of it in some replays. It is read itself, and no view of it: that would keep its
+    shape."""
 
     def read() -> Values:
-        return (array.shape, array.dtype.str, array.tobytes())
+        return (array.shape, array.dtype.str, array.strides, array.tobytes() if array.nbytes <= most else _digest(array))
 
     before, was = array.copy(), read()
+    step = max(1, most // max(1, array.itemsize))
+    starts = cycle(range(0, array.size, step))
+    intact = True
+
+    def read_some() -> Values:
+        nonlocal intact
+        what = array.shape, array.dtype.str, array.strides
+        if what != was[:3]:
+            return (*what, False)
+        start = next(starts)
+        some = slice(start, start + step)
+        flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+        intact = intact and flat[some].tobytes() == before.reshape(-1)[some].tobytes()
+        return (*what, intact)
 
     def restore(_: Values) -> None:
         if read() == was:
@@ -436,7 +459,13 @@ def array_of_numpys(path: str, array: Any) -> Holder:
             array.shape = before.shape
         array[...] = before
 
-    return Holder(path, read, restore)
+    part = Part(read_some, lambda values: (*values[:3], values == was), lambda path, i, _: path)
+    return Holder(path, read, restore, part=part if array.nbytes > most else None)
+
+
+def _digest(array: Any) -> bytes:
+    whole = array if array.flags.c_contiguous else array.copy()
+    return hashlib.blake2b(memoryview(whole).cast("B"), digest_size=16).digest()
 
 
 # -- variables

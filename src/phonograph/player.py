@@ -100,8 +100,9 @@ class Player:
         if recording.numbers:
             self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
-            self._rebuild = putting(recording.left.puts, self._rebuild, edited=bool(recording.edits))
+            self._rebuild = putting(recording.left.puts, self._rebuild, more=bool(recording.edits) + bool(recording.gained))
         self._edits = recording.edits
+        self._gained = recording.gained
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
         self._dials = recording.reliances.dials or None
@@ -113,7 +114,7 @@ class Player:
         self._given = [(i, o.index) for i, o in enumerate(recording.outputs) if o.kind == "given"]
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
-        self._all_copied = indices is not None and indices == [*range(len(recording.program.outs))]
+        self._all_copied = indices is not None and not recording.gained and indices == [*range(len(recording.program.outs))]
         self.played = 0
         self.used = 0
         self.touch()
@@ -346,6 +347,10 @@ class Player:
             assert call is not None
             made[i] = call.containers[number]
         result = self._rebuild(made)
+        if self._gained:
+            result, gradients = result
+            for i, gradient in zip(self._gained, gradients, strict=True):
+                tensors[i].grad = gradient
         if self._edits:
             assert call is not None
             result, values = result

@@ -187,7 +187,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed = 0
         self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
-        self._regulars = Regulars()
+        self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
@@ -788,7 +788,8 @@ class Recorded(Observed, Generic[P, R]):
     # -- recording
 
     def _reach(self, call: Call) -> Reach:
-        objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
+        slots, name = {identity(t) for t in call.tensors}, self._named()
+        objects = [(name(path_to(call.shape, i)), x) for i, x in enumerate(call.leaves) if identity(x) not in slots]
         objects += [("a key of an argument", x) for label in labels(call.shape) for x in within_label(label.value)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
@@ -798,6 +799,7 @@ class Recorded(Observed, Generic[P, R]):
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
         self._regulars.bind(filter(_among(reach.met), call.containers))
+        self._regulars.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -828,7 +830,7 @@ class Recorded(Observed, Generic[P, R]):
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
-            if self._regulars.stands_any(call.containers):
+            if self._regulars.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
             with _relying_on(reach):
                 device = self._device(call, reach)
@@ -965,7 +967,7 @@ class Recorded(Observed, Generic[P, R]):
             self._growth = Growth()
             self._stopped = self._for_good = None
             self._packages = Packages()
-            self._regulars = Regulars()
+            self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()
@@ -1030,6 +1032,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def _has_code(x: object) -> bool:
     """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
     return issubclass(type(x), (FunctionType, type))
+
+
+def _is_trained(t: torch.Tensor, reach: Reach) -> bool:
+    """Whether this is a leaf that the function can reach by another name as well, an optimizer's most often."""
+    return t.requires_grad and t.is_leaf and identity(t) in reach.tensors
 
 
 def _among(things: Sequence[Any]) -> Callable[[Any], bool]:

@@ -206,7 +206,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
-        entangled = _entangling(captured.watch, reach)
+        entangled = _entangling(captured.watch, reach, call)
         _separate(call, entangled)
         relied = relied or reach
         snapshot = snapshot if relied is reach else Snapshot(relied)
@@ -241,7 +241,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(relied, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        effects=_effects(captured.watch, slots, grads, left),
+        effects=_effects(captured.watch, slots, grads, left, captured.returned),
         draws=captured.watch.drew,
         communicates=captured.watch.communicated,
         entangled=entangled,
@@ -253,6 +253,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         live_parts=captured.watch.parts,
         left=left.after(),
         edits=captured.returned.edits,
+        gained=captured.returned.gained,
         numbers=captured.numbers,
     )
 
@@ -383,7 +384,8 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
                       "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
                       "take the next item outside and pass it as an argument", _read_at(reach, reach.iterators[0]))  # fmt: skip
     if reach.arrays:
-        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice", "pass it as a tensor",
+        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice",
+                      "pass it as a tensor, or let nobody write it: array.setflags(write=False)",
                       _read_at(reach, reach.arrays[0]))  # fmt: skip
     for module, name, remedy in _PARALLEL:
         parallel = getattr(sys.modules.get(module), name, ())
@@ -456,8 +458,10 @@ def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
 
 
-def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, left: Left) -> str:
+def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, left: Left, returned: Returned) -> str:
     """What a replay does besides giving results."""
+    if returned.edits or returned.gained:
+        return "changes a container that is an argument" if returned.edits else "leaves a gradient in an argument"
     if left.paths:
         return f"sets {left.paths[0]}"
     if watch.written:
@@ -602,8 +606,13 @@ def _capture(
         if edits:
             result = (result, [values for _, values in edited])
         edited.clear()
+        gained = _gained(seen) if tracing is None else []
+        if gained:
+            result = (result, [seen[i].grad for i in gained])
+            for i in gained:
+                seen[i].grad = None
         result, read = without(result, {*map(identity, built)})
-        returned.append(Returned.of(result, edits, built, outer))
+        returned.append(Returned.of(result, edits, gained, built, outer))
         result = returned[0].leaves
         numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         wait_for_all(result)
@@ -709,6 +718,12 @@ def _edits(
     return found
 
 
+def _gained(slots: list[torch.Tensor]) -> list[int]:
+    """Which arguments have a gradient now: they had none, or would stand for themselves."""
+    leaves = [(i, t) for i, t in enumerate(slots) if type(t) is torch.Tensor and t.is_leaf and t.requires_grad]
+    return [i for i, t in leaves if t.grad is not None]
+
+
 def _arguments_are_as_before(call: Call, sets: dict[int, set[Any]], slots: list[torch.Tensor], before: list[Any]) -> None:
     """A function may write into its arguments, and change containers; what else it does to them cannot be repeated for the
     caller."""
@@ -749,7 +764,7 @@ def _separate(call: Call, entangled: Entangled) -> None:
         raise Refusal(Entangled.REASON, "pass a clone", this_call=True)
 
 
-def _entangling(watch: Any, reach: Reach) -> Entangled:
+def _entangling(watch: Any, reach: Reach, call: Call) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     if not watch.written.keys().isdisjoint(watch.slot_ids):
@@ -761,7 +776,9 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
     tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
-    return Entangled(tensors, storages.values(), [x for x in reach.met if layout_of(type(x)) is not None])
+    given = {identity(x) for x in call.leaves}
+    objects = [x for x in reach.met if layout_of(type(x)) is not None and identity(x) not in given]
+    return Entangled(tensors, storages.values(), objects)
 
 
 @contextmanager

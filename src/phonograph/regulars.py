@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from .identity import identity
+from .introspection import has_attributes
+from .keys import NoSignature
 from .trees import Opening
 
 __all__ = ["Regulars"]
 
 _WORTH = 64  # calls for which one has to stand, that it was worth a recording of its own
+_ONCE = 64  # tensors that stand and have not come again
+_ARRAYS = 8  # arrays with different contents...
+_OF_ARRAY = 6  # ...whose keys have so many parts
 _SEALED = 3  # objects of a class that cannot be taken apart which may stand
 
 
@@ -34,12 +39,16 @@ class Regulars:
     """What a function knows of the objects that it was given. `standing` are the identities of those that stand, and for each
     the tensors in it; `gone`, of those that have stood and do no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], int] = int) -> None:
+        self._now = now
+        """How many calls there were."""
         self.standing: dict[int, tuple[int, ...]] = {}
         self.gone = set[int]()
         self._bound = set[int]()
+        self._once = set[int]()
+        self._arrays = set[int]()
         self._refs: dict[int, Callable[[], Any]] = {}
-        self._calls: dict[int, int] = {}
+        self._since: dict[int, int] = {}
         self._last: dict[type, list[_Met]] = {}
         self._varying: weakref.WeakSet[type] = weakref.WeakSet()
         self._sealed: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
@@ -47,14 +56,13 @@ class Regulars:
     def note(self, opening: Opening, leaves: Sequence[Any]) -> bool:
         """A call was taken apart; whether it has to be once more, because others stand now."""
         before, now = set(self.standing), dict[type, list[_Met]]()
-        for leaf in leaves if self.standing else ():
-            if identity(leaf) in self._calls:
-                self._calls[identity(leaf)] += 1
+        if self._once:
+            self._once.difference_update(map(identity, leaves))
         for thing, start, end in opening.spans:
             kind = type(thing)
-            if kind in self._varying or not kind.__weakrefoffset__ or not opening.is_opened(thing):
+            if kind in self._varying or not kind.__weakrefoffset__ or not opening.is_opened(thing) or not has_attributes(kind):
                 continue
-            if any(self._calls[i] < _WORTH for i in self._of(kind)):
+            if any(self._now() - self._since[i] < _WORTH for i in self._of(kind)):
                 self._vary(kind)
                 continue
             met = _Met(weakref.ref(thing), _tensors(leaves[start:end]))
@@ -87,6 +95,28 @@ class Regulars:
         """Whether one of these objects stands."""
         return bool(self.standing) and any(identity(x) in self.standing for x in things)
 
+    def hold(self, t: torch.Tensor) -> bool:
+        """Let a tensor stand at once; whether it may. (Too many have come that never came again.)"""
+        if len(self._once) >= _ONCE:
+            return False
+        self._once.add(identity(t))
+        self._bound.add(identity(t))
+        self._stand(t, ())
+        return True
+
+    def counted(self, key: Any) -> Any:
+        """This key of a value, unless it is an array's, of which there were too many others.
+
+        Raises:
+            NoSignature: there were.
+        """
+        if type(key[0]) is type and key[0].__module__ == "numpy" and len(key) == _OF_ARRAY:
+            self._arrays.add(hash(key))
+            if len(self._arrays) > _ARRAYS:
+                raise NoSignature("takes a numpy.ndarray with other values nearly each time",
+                                  "pass a tensor: torch.from_numpy(array), moved to the device")  # fmt: skip
+        return key
+
     def moved(self, leaves: Sequence[Any]) -> bool:
         """Whether some object that stands has other tensors in it than it had; then none of its class stands any more."""
         found = False
@@ -109,7 +139,7 @@ class Regulars:
 
     def _stand(self, thing: Any, tensors: tuple[int, ...]) -> None:
         key = identity(thing)
-        self.standing[key], self._calls[key] = tensors, 1
+        self.standing[key], self._since[key] = tensors, self._now()
         weak = type(thing).__weakrefoffset__
         self._refs[key] = weakref.ref(thing, lambda _: self._forget(key)) if weak else lambda: thing
 
@@ -121,7 +151,7 @@ class Regulars:
     def _forget(self, key: int) -> None:
         self.gone.add(key)
         self._bound.discard(key)
-        for known in (self.standing, self._calls, self._refs):
+        for known in (self.standing, self._since, self._refs):
             known.pop(key, None)
 
 

@@ -21,7 +21,7 @@ class Given(NamedTuple):
 
 class Returned(NamedTuple):
     """A result: its shape, its leaves, and the containers in it. With what the call has done to its arguments (`edits`) it is
-    (the result, [the new values for each])."""
+    (the result, [the new values for each]), and with the gradients that arguments have `gained`, (that, [these])."""
 
     tree: Any
     shape: Node | None
@@ -29,9 +29,10 @@ class Returned(NamedTuple):
     containers: list[Any]
     opening: Opening
     edits: tuple[Edit, ...] = ()
+    gained: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tree: Any, edits: Sequence[Edit], built: Sequence[Any], outer: Set[int]) -> Returned:
+    def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int]) -> Returned:
         """Of a call that was given the containers `built`, and could reach `outer`."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         opening, leaves = Opening(numbers, outer), list[Any]()
@@ -40,7 +41,7 @@ class Returned(NamedTuple):
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
-        return cls(tree, shape, leaves, opening.containers, Opening(numbers, outer), tuple(edits))
+        return cls(tree, shape, leaves, opening.containers, Opening(numbers, outer), tuple(edits), tuple(gained))
 
     def again(self) -> Node | None:
         """Its shape, found once more."""

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from .borrowed import Borrowed, plain
 from .casting import USED_WHEN_ON, autocast, set_autocast
 from .identity import identity
-from .keys import Identity, NoSignature, plain_key
+from .keys import Identity, NoSignature, argument_key
 from .pool import copy_of
 from .regulars import Regulars
 from .spans import Spans
@@ -116,7 +116,7 @@ def describe(
         if (opening.spans or regulars.standing) and regulars.note(opening, leaves):
             continue
         try:
-            return _described(args, kwargs, shape, leaves, opening, regulars.standing)
+            return _described(args, kwargs, shape, leaves, opening, regulars)
         except _Unplaced as e:
             whole = opening.outermost(e.at) if e.at >= 0 else None
             if whole is None or not regulars.seal(whole[0], leaves[whole[1] : whole[2]]):
@@ -134,7 +134,7 @@ class _Unplaced(Exception):
 
 def _described(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Node | None, leaves: list[Any], opening: Opening,
-    standing: Mapping[int, Any],
+    regulars: Regulars,
 ) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
     places: list[int] = []
@@ -142,10 +142,12 @@ def _described(
     lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[Any] = []
-    at = -1
+    standing, at = regulars.standing, -1
     try:
         for at, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
+            if (standing and identity(leaf) in standing) or _has_own(leaf, regulars):
+                keys.append((type(leaf), Identity(leaf)))
+            elif isinstance(leaf, torch.Tensor):
                 number = numbers.setdefault(identity(leaf), len(tensors))
                 if number < len(tensors):  # `q is k` is something that a function may ask
                     leaves[at] = tensors[number]
@@ -158,10 +160,8 @@ def _described(
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
-            elif standing and identity(leaf) in standing:
-                keys.append((type(leaf), Identity(leaf)))
             else:
-                keys.append(plain_key(leaf))
+                keys.append(regulars.counted(argument_key(leaf)))
         at = -1
         key = (shape, tuple(keys), aliases(tensors), modes())
         hash(key)
@@ -178,6 +178,11 @@ def _described(
 def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
     """Whether an object of these identities stands for itself in a signature."""
     return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
+
+
+def _has_own(leaf: Any, regulars: Regulars) -> bool:
+    """Whether this is a leaf tensor with a gradient or hooks: it stands for itself, as a parameter does."""
+    return type(leaf) is torch.Tensor and leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:
@@ -209,8 +214,8 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):
-        raise NoSignature("takes a tensor that has a gradient or hooks", "pass a view of it (t.view_as(t)), or keep it as an "
-                          "attribute, closure variable or global")  # fmt: skip
+        raise NoSignature("takes a tensor that has a gradient or hooks", "pass the same leaf tensor each time, or a view of it "
+                          "(t.view_as(t))")  # fmt: skip
     if t.is_inference() and t.requires_grad:
         raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
     if t.is_conj() or t.is_neg():

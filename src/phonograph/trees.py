@@ -25,8 +25,8 @@ from .keys import NoSignature, nested_key, structure
 from .opened import Layout, layout_of, made_of, parts_of, put_into, replace
 from .where import written_out
 
-__all__ = ["Edit", "Field", "Node", "Opening", "can_be_opened", "containers", "entries", "flatten", "inside", "kinds", "labels",
-           "path_to", "rebuilding", "unflatten", "unhashable"]  # fmt: skip
+__all__ = ["Edit", "Field", "Node", "Opening", "can_be_opened", "containers", "entries", "flatten", "has_only_attributes",
+           "inside", "kinds", "labels", "path_to", "rebuilding", "unflatten", "unhashable"]  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -102,6 +102,12 @@ class Opening:
 _MANY = 4096  # containers of one tree; objects that lead to more are as large as a program
 _PLAIN = (tuple, list, dict, OrderedDict, defaultdict)
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None)})
+
+
+def has_only_attributes(node: Node) -> bool:
+    """Whether this is an object that was opened, and has nothing but a dictionary of attributes, in which these names stand."""
+    layout = layout_of(node.kind) if type(node) is _Opened else None
+    return layout is not None and not layout.slots and not layout.items
 
 
 def can_be_opened(thing: Any) -> bool:

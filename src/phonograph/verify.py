@@ -19,7 +19,7 @@ from .reach import Reach
 from .reliance import same
 from .signature import Call
 from .torch_private import has_memory
-from .trees import flatten
+from .trees import Opening, flatten
 from .watch import storage_id
 
 __all__ = ["equal", "generators_in", "verified"]
@@ -110,13 +110,13 @@ def _memory(t: torch.Tensor) -> int | None:
 def _tensors(tree: Any) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors in it, and their memory; that of borrowed ones a replay may take for its results."""
     leaves: list[Any] = []
-    flatten(tree, leaves)
+    flatten(tree, leaves, Opening())
     return [(x, None if type(x) is Borrowed else _memory(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _noted(result: Any, given: list[tuple[torch.Tensor, int | None]]) -> _Noted:
     leaves: list[Any] = []
-    shape = flatten(result, leaves)
+    shape = flatten(result, leaves, Opening())
     known, made = list(given), list[Any]()
     for x in leaves:
         if isinstance(x, torch.Tensor):

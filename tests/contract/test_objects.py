@@ -526,3 +526,11 @@ def test_c16_settling_is_not_disturbed_by_objects_without_tensors(device):
     both = plain(lambda config, x: x * config.scale)
     config = Pair.of(types.SimpleNamespace(scale=2.0, name="run"))
     assert_settles(both, config, ramp(device, 3))
+
+
+def test_c10_results_that_are_objects_are_verified(device):
+    recorded = pg.record(lambda b: types.SimpleNamespace(y=b.x * 2, n=b.n), verify=1)
+    for n in range(5):
+        x = ramp(device, 3) + n
+        assert_same(recorded(Batch(x, 2)), types.SimpleNamespace(y=x * 2, n=2))
+    assert counts(recorded)[2] == 4, pg.explain(recorded)

@@ -561,11 +561,11 @@ def an_argument_with_attributes(device):
         call(x)  # here
 
 
-@way("gradient", "as `x`", remedy="view")
-def an_argument_with_a_gradient(device):
-    x = ramp(device, 4).requires_grad_()
-    x.sum().backward()
+@way("gradient or hooks", "as `x`", remedy="view")
+def an_argument_with_a_hook(device):
     for call in recorded(lambda x: x * 2):
+        x = ramp(device, 4).requires_grad_() * 2
+        x.register_hook(lambda g: g)
         call(x)  # here
 
 
@@ -625,7 +625,7 @@ def a_file_by_name(device):
 def an_array(device):
     numpy = pytest.importorskip("numpy")
     for call in recorded(lambda x, y: x * 2):
-        call(ramp(device, 4), numpy.ones(3))  # here
+        call(ramp(device, 4), numpy.ones(3000))  # here
 
 
 @way("Config", "key of `d`", remedy="keys")
@@ -1206,16 +1206,6 @@ def retains_the_gradient_of_an_argument(device):
 
     for call in recorded(f):
         call(ramp(device, 4).requires_grad_() * 1).sum().backward()
-
-
-@way("gradient in an argument", remedy="torch.autograd.grad")
-def a_gradient_for_an_argument(device):
-    def f(x):  # here
-        (x * 2).sum().backward()
-        return x.grad
-
-    for call in recorded(f):
-        call(ramp(device, 4).requires_grad_())
 
 
 class Keeps(torch.autograd.Function):
