@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
+from .carried import Carried, Carries
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
@@ -106,7 +107,7 @@ class Ours:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature)):
+        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature, Carries)):
             known = failure(error, "")
             if known is not None:
                 raise Refusal(*known, raised_at(error.__traceback__)[0], final=False) from None
@@ -266,6 +267,7 @@ class Recorded(Observed, Generic[P, R]):
         self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
+        self._carried = Carried()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
         self._counted_from = 0  # ...since the function had so many calls
@@ -359,7 +361,7 @@ class Recorded(Observed, Generic[P, R]):
             return self._function(*args, **kwargs)
         try:
             fast = self._fast
-            if fast is not None and (played := fast.play(args, kwargs)) is not None:
+            if fast is not None and (played := fast.play(args, self._with_state(kwargs))) is not None:
                 counters = self._counters
                 result, copied = played
                 counters.calls += 1
@@ -423,6 +425,14 @@ class Recorded(Observed, Generic[P, R]):
                         raise
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
+                except Carries as e:
+                    if not self._carried.learn(e.places):
+                        raise RuntimeError(f"{e.places[0].path} is known to be carried") from None
+                    e.let_go()
+                    call = self._described(args, kwargs)  # which has another signature now
+                    self._history(call.key, history)
+                    self._counters.calls -= 1
+                    return self._answer(args, kwargs)
             except NoSignature as e:
                 refusal = Refusal(str(e), e.remedy)
             except Diverged as e:
@@ -461,12 +471,16 @@ class Recorded(Observed, Generic[P, R]):
             raise self._stopped
         self._eligible()
         with Ours("described the call"):
-            call = describe(args, kwargs, self._named)
+            call = describe(args, self._with_state(kwargs), self._named)._replace(like=(args, dict(kwargs)))
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
         if call.lent and self._marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
+
+    def _with_state(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a call is given by name, and what it carries."""
+        return {**kwargs, **self._carried.now()} if self._carried else kwargs
 
     def _named(self) -> Naming:
         """How reasons name the arguments."""
@@ -807,6 +821,8 @@ class Recorded(Observed, Generic[P, R]):
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
+        for t in self._carried.standing():  # an argument, wherever else it is found
+            reach.tensors.pop(identity(t), None)
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -890,7 +906,8 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
-                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
+                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
+                          carried=self._carried)  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):
@@ -945,6 +962,7 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
+            self._carried = Carried(self._carried.learns)
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._stopped = None
             self._packages = Packages()

@@ -23,7 +23,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from types import CodeType
@@ -34,6 +34,7 @@ import torch
 from . import outputs
 from .backward import Backward
 from .bytecode import set_at
+from .carried import Carried, Carries
 from .dials import Dials, probing
 from .errors import Overlooked, Refusal
 from .forms import Notes
@@ -112,7 +113,8 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. `sibling` is another recording of this signature.
+    So many bytes are `expected` to be needed. `sibling` is another recording of this signature. Some arguments are what is
+    `carried`.
     """
 
     blocked: int = 0
@@ -125,6 +127,7 @@ class Terms:
     retain: bool = False
     expected: int = 0
     sibling: Recording | None = None
+    carried: Carried = field(default_factory=Carried)
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -134,6 +137,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Attached: a result is attached, and there is no `tracing`.
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names, and at these functions.
+        Carries: it carries state in these attributes as well.
     """
     while True:  # what one attempt has made is gone before the next
         try:
@@ -176,8 +180,10 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         left: Left = captured.left
         changes = snapshot.changes()  # `self.seen = []` is none
-        relied = None if changes else _relied(captured, reach)
+        relied = None if changes else _relied(captured, reach, terms.carried)
         changes += left.paths if relied is None else []
+        if captured.watch.parts and (carried := next((p.path for p in left.puts if terms.carried.has(p.of, p.name)), "")):
+            raise Refusal(f"sets {carried}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
         if changes:
             steps = [name for name in changes if name.endswith(".last_epoch")]
             changes, remedy = (steps, _SCHEDULER) if steps else (changes, _OUTLIVES)
@@ -276,11 +282,11 @@ def _all_that_ran(function: Any, listener: Any, device: Any) -> Ran | None:
     return Ran(codes, listener.elsewhere.values())
 
 
-def _relied(captured: Any, reach: Reach) -> Reach | None:
+def _relied(captured: Any, reach: Reach, carried: Carried) -> Reach | None:
     """That part of what is in reach on which a replay relies; None if it is not known, or lacks something that an operator has
     read."""
     touched = captured.watch.touched
-    part = reach.of_what_ran(captured.known, captured.left) if captured.known is not None else None
+    part = reach.of_what_ran(captured.known, captured.left, carried) if captured.known is not None else None
     if part is None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
@@ -521,6 +527,7 @@ def _capture(
     left: list[Left] = [Left()]
     known: list[Ran | None] = [None]
     watches: list[OperatorWatch] = []
+    standing: list[Callable[[], None]] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
@@ -548,6 +555,8 @@ def _capture(
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
+        by_name = dict(kwargs)
+        standing.append(terms.carried.stand(by_name))
         found_there = before(snapshot.holders)
         with (
             watch.casts.following(),
@@ -564,7 +573,7 @@ def _capture(
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
-                result = called(*args, **kwargs)
+                result = called(*args, **by_name)
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
@@ -581,7 +590,8 @@ def _capture(
         known[0] = all_of_it = _all_that_ran(function, listener, device)
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
         if all_of_it is not None and alone() and not (terms.borrow or watch.runs_python):
-            left[0] = left_by(found_there, all_of_it)
+            left[0] = left_by(found_there, all_of_it, terms.carried, lambda t: storage_id(t) in watch.touched)
+        standing.pop()()
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
         functions.extend(listener.functions())
@@ -624,7 +634,7 @@ def _capture(
     except Refusal as refusal:
         refusal.places = [levels(listener.loggers.values()) for listener in listeners]
         raise
-    except (Overlooked, KeyboardInterrupt):
+    except (Overlooked, Carries, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         if any(first in str(e) for first in device.first_uses):
@@ -632,6 +642,8 @@ def _capture(
         raise _failed(e, watches[-1].failed if watches else None, device.failures) from e
     finally:
         _recording.pop()
+        for put_back in standing:
+            put_back()
         if grads.shared and not _may_change_gradients(chain(*ran), reach):
             grads.leave_alone()
 
