@@ -9,14 +9,16 @@ They are checked all the same: an option that is misunderstood should not be ign
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from importlib.util import find_spec
 from itertools import repeat
 from typing import Any, ParamSpec, TypeVar, overload
+from weakref import ref
 
 import torch
 
+from . import torch_private
 from .api import wrap
 from .hooked import CaptureHooks, Hooked, WarmUps
 from .identity import identity
@@ -29,6 +31,7 @@ __all__ = ["make_graphed_callables"]
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 Sample = Sequence[Any]
 
 _MODES = ("global", "thread_local", "relaxed")
@@ -38,6 +41,18 @@ _TRANSFORMER_ENGINE = frozenset(
     {"enabled", "calibrating", "recipe", "amax_reduction_group", "cache_quantized_params",
      "fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group", "fp8_weight_caching"}
 )  # fmt: skip
+
+
+def _by_either_name(function: F) -> F:
+    """The first argument is `callables` for torch, `modules` for Transformer Engine."""
+
+    @wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        if "modules" in given and not args and "callables" not in given:
+            given["callables"] = given.pop("modules")
+        return function(*args, **given)
+
+    return called  # type: ignore[return-value]
 
 
 @overload
@@ -55,8 +70,11 @@ def make_graphed_callables(
     callables: tuple[Any, ...], sample_args: Sequence[Sample], num_warmup_iters: int = 3, allow_unused_input: bool = False,
     pool: Any = None, capture_error_mode: str = "global", enable_annotations: bool = False, **options: Any,
 ) -> tuple[Any, ...]: ...  # fmt: skip
+@overload
+def make_graphed_callables(*, modules: Any, sample_args: Any, **options: Any) -> Any: ...
 
 
+@_by_either_name  # type: ignore[misc]  # `modules` is no parameter of it
 def make_graphed_callables(
     callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Any = None,
     capture_error_mode: str = "global", enable_annotations: bool = False, *,
@@ -82,7 +100,8 @@ def make_graphed_callables(
     may contain other values than tensors. Calls of ``module.forward`` itself run live.
 
     Args:
-        callables: a module or function, or a tuple of them. A module is recorded in place (`record`), with its hooks.
+        callables: a module or function, or a tuple of them. A module is recorded in place (`record`), with its hooks. By
+            keyword, `modules` is another name for it.
         sample_args: positional arguments of a call: a tuple; for a tuple of callables, one for each. With `_order`, one for
             each layer and micro-batch: by chunk, in these by micro-batch, in these by layer. Never read nor kept; checked
             against the parameters that the callable has.
@@ -100,11 +119,12 @@ def make_graphed_callables(
         _reuse_graph_input_output_buffers: accepted, with `_order`. Memory that nothing needs any more is always reused.
         clone_param_grads_on_return: accepted. A gradient is never overwritten.
         capture_time_hooks: for each callable None, or a dict of functions by kind and any name:
-            ``{"forward_pre_hooks": {0: f}}``; `f` is called with the callable and what a module's hook of that kind gets, and
-            returns None. `forward_hooks`, `backward_pre_hooks` and `backward_hooks` likewise; forward hooks whose name is in
-            `forward_pre_hooks_with_kwargs` or `forward_hooks_with_kwargs` get a dict of keyword arguments as well. They are
-            called around warm-up calls and captures and around the first backward of these, outside of any graph, and at no
-            replay. Gradients are those of results and arguments that have some; one that is not known yet is None.
+            ``{"forward_pre_hooks": {0: f}}``; `f` is called with the callable, and returns None. One that takes more than that
+            gets what a module's hook of that kind gets. `forward_hooks`, `backward_pre_hooks` and `backward_hooks` likewise;
+            forward hooks whose name is in `forward_pre_hooks_with_kwargs` or `forward_hooks_with_kwargs` get a dict of keyword
+            arguments as well. They are called around warm-up calls and captures and around the first backward of these,
+            outside of any graph, and at no replay. Gradients are those of results and arguments that have some; one that is
+            not known yet is None.
         pre_warmup_hook: called once without arguments, before the first warm-up call of any of the callables.
         post_warmup_hook: called once, when each of the callables has had `num_warmup_iters` warm-up calls.
         **options: `fallback`, `verify`, `max_recordings` of `record`. With `_order`, `max_recordings` is by default what the
@@ -112,7 +132,9 @@ def make_graphed_callables(
 
     Returns:
         The recorded callable, or a tuple of them; with `_order`, one for each of `sample_args`, which are the same object for
-        all micro-batches of a layer. Modules are themselves, functions `Recorded`.
+        all micro-batches of a layer. Modules are themselves, functions `Recorded`. Each has a `reset()`, which drops its
+        recordings, as often as you like; later calls are recorded anew. (A module that has a `reset` keeps that: use
+        `phonograph.reset`.)
 
     Raises:
         TypeError: an argument has the wrong type, or a sample does not fit the callable's parameters.
@@ -165,8 +187,37 @@ def make_graphed_callables(
         warm_ups = WarmUps(len(hooks), num_warmup_iters, pre_warmup_hook, post_warmup_hook)
         kinds = {key: partial(Hooked, hooks=h, warm_ups=warm_ups, number=n) for n, (key, h) in enumerate(hooks.items())}
     recorded = {key: wrap(h.owner, chosen[key], kinds.get(key, Recorded)) for key, h in hooks.items()}
+    _let_be_reset(callables)
     made = tuple(recorded[identity(c)] for c in called)
     return made[0] if one else made
+
+
+class _Reset:
+    """What a module is given as its `reset`. In a copy of the module, and in what is read of a pickle, which are not recorded,
+    there is a function instead that does nothing."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self) -> None:
+        module = self._module()
+        recorded = None if module is None else torch_private.goes_through(module)
+        if isinstance(recorded, Recorded):
+            recorded.reset()
+
+    def __reduce__(self) -> Any:
+        return partial, (bool,)
+
+    def reached(self) -> tuple[Any, ...]:
+        """What it can reach, for a recorded function that finds it."""
+        return ()
+
+
+def _let_be_reset(callables: Iterable[Any]) -> None:
+    """Give modules a `reset`, as a recorded function has one; but not those that have one."""
+    for c in callables:
+        if isinstance(c, torch.nn.Module) and not hasattr(c, "reset"):
+            c.reset = _Reset(c)  # type: ignore[assignment]  # it is no tensor
 
 
 def _refuse_low_precision(options: dict[str, Any]) -> None:

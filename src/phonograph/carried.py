@@ -6,7 +6,8 @@ leaves there what it has made: a tensor of the caller's like any other result. S
 there (`net.reset()`) between two calls.
 
 That an attribute is such is learned in a capture, which is taken back: it has found a tensor there, or None, and has left
-another. Where no operator has read the tensor that was there, it is no argument; only what it looked like counts.
+another. Where no code but torch's names the attribute, and no operator has read the tensor that was there (the weights that
+`weight_norm`, `spectral_norm` and `prune` set), it is no argument; only what it looked like counts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MISSING = object()
 
 
 class Place(NamedTuple):
-    """An attribute of an object; whether operators read the tensor that stands there before a call."""
+    """An attribute of an object; whether the tensor that stands there before a call may be read."""
 
     path: str
     of: object

@@ -12,10 +12,11 @@ results, and is over when every node has run that hands gradients out of the cal
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
 
 @dataclass(frozen=True)
 class CaptureHooks:
-    """The hooks of one callable. Each gets the callable first, and returns None."""
+    """The hooks of one callable. Each gets the callable first, and returns None; one that takes no more gets no more."""
 
     owner: Any
     forward_pre: tuple[Hook, ...] = ()
@@ -83,12 +84,32 @@ def _hooks(kind: str, given: Mapping[str, Any]) -> tuple[Hook, ...]:
     if not isinstance(named, Mapping) or not all(map(callable, named.values())):
         raise TypeError(f"capture_time_hooks: {kind} must be a dict of functions, not {named!r}")
     if kind.startswith("backward"):
-        return tuple(named.values())
-    return tuple(hook if full and name in full else _without_kwargs(hook) for name, hook in named.items())
+        return tuple(map(_taking, named.values()))
+    return tuple(hook if full and name in full else _taking(hook, _without_kwargs(hook)) for name, hook in named.items())
+
+
+def _taking(hook: Hook, with_others: Hook | None = None) -> Hook:
+    """A hook, called with the callable alone where no more than that must be given to it."""
+    return _with_owner_alone(hook) if _takes_one(hook) else with_others or hook
+
+
+def _takes_one(hook: Hook) -> bool:
+    """Whether a function has one parameter that it needs, and no ``*args`` for others."""
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except (TypeError, ValueError):  # a function in C
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in positional if p.default is p.empty]
+    return bool(positional) and len(needed) <= 1 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _with_owner_alone(hook: Hook) -> Hook:
+    return wraps(hook)(lambda owner, *_: hook(owner))
 
 
 def _without_kwargs(hook: Hook) -> Hook:
-    return lambda owner, args, kwargs, *result: hook(owner, args, *result)
+    return wraps(hook)(lambda owner, args, kwargs, *result: hook(owner, args, *result))
 
 
 class WarmUps:

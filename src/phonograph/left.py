@@ -92,7 +92,7 @@ def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran, carried: 
         may_carry = carried.learns and type(holder.owner).__weakrefoffset__
         state = [(name, a, b) for name, a, b in pairs if may_carry and name not in put and is_state(a) and is_state(b)]
         if pairs and len(counted) + len(put) + len(state) == len(pairs):
-            unknown += _not_known(holder, state, carried, read, [b for _, _, b in pairs])
+            unknown += _not_known(holder, state, carried, lambda name, t: not ran.is_torchs(name) or read(t))
             counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]
             put |= {name: b for name, _, b in state}
             puts += [Put(f"{holder.path}.{name}", holder.owner, name, new) for name, new in put.items()]
@@ -103,12 +103,12 @@ def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran, carried: 
 
 
 def _not_known(
-    holder: Holder, state: Sequence[tuple[str, Any, Any]], carried: Carried, read: Looked, left: Sequence[Any]
+    holder: Holder, state: Sequence[tuple[str, Any, Any]], carried: Carried, read: Callable[[str, torch.Tensor], bool]
 ) -> list[Place]:  # fmt: skip
     """Those attributes of which it is not known that they are carried, or that what was there is read."""
     found = []
     for name, old, _ in state:
-        reads = old is not None and (read(old) or any(old is new for new in left))
+        reads = old is not None and read(name, old)
         if not carried.has(holder.owner, name) or (reads and not carried.reads(holder.owner, name)):
             found.append(Place(f"{holder.path}.{name}", holder.owner, name, reads))
     return found
@@ -142,16 +142,18 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere])."""
+def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, edited: bool = False) -> Callable[[list[Any]], Any]:
+    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]); where
+    arguments are `edited`, into (that, what else there is)."""
     where = [(put.of, put.name) for put in puts]
 
     def rebuilt(leaves: list[Any]) -> Any:
-        result, tensors = rebuild(leaves)
+        result = rebuild(leaves)
+        (result, tensors), rest = result if edited else (result, None)
         for (of, name), tensor in zip(where, tensors, strict=True):
             own = own_dict(of)
             assert own is not None
             own[name] = tensor
-        return result
+        return (result, rest) if edited else result
 
     return rebuilt

@@ -29,6 +29,7 @@ class Options:
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
+    live_backward: bool = False  # set by the backend: backwards outside of the call are not recorded
 
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)

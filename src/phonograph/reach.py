@@ -166,6 +166,8 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(name, of, name) for of, name in carried.taken()]
+        if not (left.names or arguments or self._selected or any(self._kinds.values())):
+            return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         names = [put.name for put in left.puts if not carried.has(put.of, put.name)] + [count.name for count in left.counts]
         reads = part._any_attribute or any(map(part._named_otherwise, names))
@@ -411,7 +413,7 @@ class Reach(Objects):
             else:
                 self._module_named = self._module_named or _may_be_module(path, g)
 
-    def _imported(self, named: set[str], used: Used, g: dict[str, Any]) -> None:
+    def _imported(self, named: Set[str], used: Used, g: dict[str, Any]) -> None:
         """Modules that a function imports, or that something is looked up in by its name."""
         package = str(g.get("__package__") or "")
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []

@@ -739,3 +739,36 @@ def test_hooks_that_compiled_code_sets_before_and_after_the_first_recording(back
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", HOOK_IN_COMPILED, backend, str(when)],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert not done.returncode, done.stderr[-2000:]
+
+
+overriding = pytest.mark.skipif(not hasattr(torch._dynamo, "override_cudagraphs"), reason="a later release of torch has it")
+
+
+@overriding
+@pytest.mark.parametrize("forward", [False, None, True])
+@pytest.mark.parametrize("backward", [False, None])
+def test_override_cudagraphs_is_obeyed(device, inner, forward, backward):
+    """`fwd=False`: nothing is recorded; `bwd=False`: the forward is, and the backward runs live."""
+    ours, theirs = network(device), network(device)
+
+    def wrapped(model):
+        def f(x):
+            with torch._dynamo.override_cudagraphs(fwd=forward, bwd=backward):
+                return model(x)
+
+        return f
+
+    fast, plain = compiled(wrapped(ours), inner), unrecorded(wrapped(theirs), inner)
+    for n in range(6):
+        found = []
+        for f, model in ((fast, ours), (plain, theirs)):
+            torch.manual_seed(n)
+            model.zero_grad()
+            out = f(torch.randn(4, 8, device=device))
+            out.square().mean().backward()
+            found.append((out, [p.grad for p in model.parameters()]))
+        assert_same(*found)
+    recorded = sum(pg.stats(g).recorded for g in graphs())
+    lines = "\n".join(pg.explain(g) for g in graphs())
+    assert recorded == (0 if forward is False else 1)
+    assert ("backward of" in lines) == (forward is not False and backward is not False)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import Refusal, RunsLive
+from ..observe import logger
 from ..options import Options
 from ..recorded import Recorded
-from ..torch_private import compiled_by, compiling_apart, depends_on_data
+from ..torch_private import compiled_by, compiling_apart, depends_on_data, wants_graphs
 from .bound import Closed, Graph, named
 from .measured import Measured
 from .partition import Part, checked, parts
@@ -75,7 +76,8 @@ def backend(
     name = named(gm)
     inner_options = chosen.pop("inner_options", None)
     live, record = (checked(option, chosen.pop(option, ())) for option in ("live", "record"))
-    recorded_with = Options(name=name, **chosen)
+    forward, backward = wants_graphs(gm)
+    recorded_with = Options(name=name, live_backward=not backward, **chosen)
 
     def compiled_inside(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return graph if inner == "eager" else compiled_by(inner, graph, inputs, inner_options)
@@ -84,6 +86,9 @@ def backend(
     if inner == "inductor" and not any(t.is_cuda for t in tensors):
         remedy = "use options={'inner': 'aot_eager'}"
         warnings.warn(f"{name} runs live: Inductor's code for the CPU calls no operators ({remedy})", RunsLive, stacklevel=2)
+        return compiled_inside(gm, example_inputs)
+    if not forward:
+        logger.info("%s is not recorded: torch._dynamo.override_cudagraphs(fwd=False)", name)
         return compiled_inside(gm, example_inputs)
     try:
         split = parts(gm, live, record)
