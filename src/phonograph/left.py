@@ -6,7 +6,7 @@ nothing in the call depends on what it finds there, which is something else in e
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
 * A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
-  attribute but where it has set it before.
+  attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .carried import Carried, Carries, Looked, Place, is_state
 from .numerals import Numeral
 from .places import Holder, kept, own_dict
 from .torch_private import has_memory
@@ -72,9 +73,14 @@ def before(holders: Sequence[Holder]) -> list[tuple[Holder, tuple[Any, ...]]]:
     return [(h, h.read()) for h in holders if h.owner is not None and _sets_plainly(type(h.owner))]
 
 
-def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran) -> Left:
-    """What a call in which this code ran has left in attributes, where it had `found` this; they are as before now."""
-    counts, puts = list[Count](), list[Put]()
+def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran, carried: Carried, read: Looked) -> Left:
+    """What a call in which this code ran has left in attributes, where it had `found` this; they are as before now. Of some of
+    them it is known that they are `carried`.
+
+    Raises:
+        Carries: others are.
+    """
+    counts, puts, unknown = list[Count](), list[Put](), list[Place]()
     for holder, old in found:
         now = holder.read()
         end = 1 + old[0]  # of the names
@@ -84,11 +90,29 @@ def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran) -> Left:
         module = issubclass(type(holder.owner), torch.nn.Module)  # `isinstance` asks the object
         counted = {name: b - a for name, a, b in pairs if type(a) is type(b) is int and ran.counts(name, of_module=module)}
         put = {name: b for name, _, b in pairs if _is_tensor(b) and ran.sets(name, of_module=module)}
-        if pairs and len(counted) + len(put) == len(pairs):
+        may_carry = carried.learns and type(holder.owner).__weakrefoffset__
+        state = [(name, a, b) for name, a, b in pairs if may_carry and name not in put and is_state(a) and is_state(b)]
+        if pairs and len(counted) + len(put) + len(state) == len(pairs):
+            unknown += _not_known(holder, state, carried, lambda name, t: not ran.is_torchs(name) or read(t))
             counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]
+            put |= {name: b for name, _, b in state}
             puts += [Put(f"{holder.path}.{name}", holder.owner, name, new) for name, new in put.items()]
             holder.restore(old)
+    if unknown:
+        raise Carries(unknown)
     return Left(tuple(counts), tuple(puts))
+
+
+def _not_known(
+    holder: Holder, state: Sequence[tuple[str, Any, Any]], carried: Carried, read: Callable[[str, torch.Tensor], bool]
+) -> list[Place]:  # fmt: skip
+    """Those attributes of which it is not known that they are carried, or that what was there is read."""
+    found = []
+    for name, old, _ in state:
+        reads = old is not None and read(name, old)
+        if not carried.has(holder.owner, name) or (reads and not carried.reads(holder.owner, name)):
+            found.append(Place(f"{holder.path}.{name}", holder.owner, name, reads))
+    return found
 
 
 def _sets_plainly(kind: type) -> bool:

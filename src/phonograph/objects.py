@@ -345,7 +345,10 @@ class Objects:
         if self._is_plain(type(module)):
             self._selected.append((path, module, set()))
         else:
-            self._dict(path, own, watched=True)
+            put = self._put.get(identity(module), set())
+            rest = {n: x for n, x in own.items() if n not in put}
+            self._hold(places.attributes(path, module, [*rest] if put else None, watched=True))
+            self._items(path, rest)
         self._slots(path, module)
         self._class_of(type(module))
 

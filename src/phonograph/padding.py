@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .borrowed import Borrowed
+from .carried import Carried
 from .devices import lock, owned
 from .errors import Mismatch, Refusal, RunsLive, Unpadded
 from .keys import NoSignature
@@ -63,6 +64,7 @@ class Padded(Recorded[..., Any]):
         self._verdicts: weakref.WeakKeyDictionary[Player, dict[Any, Moulds | Unpadded]] = weakref.WeakKeyDictionary()
         self._padded = 0  # calls that were
         super().__init__(function, options)
+        self._carried = Carried(learns=False)  # what is carried would have to be padded as well
 
     @property
     def _kind(self) -> type[Recorded[Any, Any]]:

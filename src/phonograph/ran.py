@@ -73,6 +73,10 @@ class Ran:
         """Whether it may read such an attribute. Torch's own code knows those of modules only."""
         return attribute in self._names or (of_module and attribute in self._torchs)
 
+    def is_torchs(self, attribute: str) -> bool:
+        """Whether nobody's code but torch's names such an attribute."""
+        return attribute not in self._names
+
     def counts(self, attribute: str, *, of_module: bool) -> bool:
         """Whether it does nothing with such an attribute but to add numbers to it, and to call what has it."""
         return self._use_of(attribute).counts and not (of_module and attribute in self._torchs)

@@ -48,10 +48,11 @@ import torch
 
 from . import packages, places, torch_private
 from .bytecode import Used, names_in, words_of
+from .carried import Carried
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class
-from .left import Left, kinds
+from .left import Left, Put, kinds
 from .marked import is_marked
 from .mentions import CONSTRUCTORS, EVALUATED
 from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
@@ -159,16 +160,18 @@ class Reach(Objects):
             keys = [*map(os.environ.encodekey, variables)]
             self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
 
-    def of_what_ran(self, ran: Ran, left: Left) -> Reach | None:
+    def of_what_ran(self, ran: Ran, left: Left, carried: Carried) -> Reach | None:
         """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
-        has `left`."""
+        has `left`, but for what is `carried`."""
         if ran.reflects:
             return None
-        if not (left.names or self._selected or any(self._kinds.values())):
+        arguments = [Put(name, of, name) for of, name in carried.taken()]
+        if not (left.names or arguments or self._selected or any(self._kinds.values())):
             return self  # nothing is in reach of which it would leave out anything
-        part = Reach(self._roots, self._heard, ran, left)
-        reads = part._any_attribute or any(map(part._named_otherwise, left.names))
-        return None if left.names and reads else part
+        part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
+        names = [put.name for put in left.puts if not carried.has(put.of, put.name)] + [count.name for count in left.counts]
+        reads = part._any_attribute or any(map(part._named_otherwise, names))
+        return None if (left.names or arguments) and reads else part
 
     # -- walking
 

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
+from .carried import Carried, Carries
 from .checks import look, lookouts
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
@@ -112,7 +113,7 @@ class Ours:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature)):
+        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature, Carries)):
             known = failure(error, "")
             if known is not None:
                 raise Refusal(*known, raised_at(error.__traceback__)[0], final=False) from None
@@ -189,6 +190,7 @@ class Recorded(Observed, Generic[P, R]):
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
         self._packages = Packages()
+        self._carried = Carried()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
         self._counted_from = 0  # ...since the function had so many calls
@@ -289,7 +291,7 @@ class Recorded(Observed, Generic[P, R]):
             self._counters.live += 1
             return self._function(*args, **kwargs)
         try:
-            known = self._known_calls.find(args, kwargs)
+            known = self._known_calls.find(args, self._with_state(kwargs))
             if known is not None:
                 kind, tensors = known
                 free = None if kind.history is None else kind.history.still()
@@ -333,7 +335,7 @@ class Recorded(Observed, Generic[P, R]):
                 with Ours("looked for a recording"):
                     found = self._shelf.find(call)
                     if found.broken is not None and self._regulars.moved(call.leaves):
-                        call = describe(args, kwargs, self._named, self._regulars)
+                        call = self._taken_apart(args, kwargs)
                         found = self._shelf.find(call)
                     clearing = False
                     if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
@@ -381,6 +383,14 @@ class Recorded(Observed, Generic[P, R]):
                         raise
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
+                except Carries as e:
+                    if not self._carried.learn(e.places):
+                        raise RuntimeError(f"{e.places[0].path} is known to be carried") from None
+                    e.let_go()
+                    call = self._described(args, kwargs)  # which has another signature now
+                    self._history(call.key, history)
+                    self._counters.calls -= 1
+                    return self._answer(args, kwargs)
             except NoSignature as e:
                 refusal = Refusal(str(e), e.remedy)
             except Diverged as e:
@@ -422,7 +432,7 @@ class Recorded(Observed, Generic[P, R]):
         self._eligible()
         try:
             with Ours("described the call"):
-                call = describe(args, kwargs, self._named, self._regulars)
+                call = self._taken_apart(args, kwargs)
         except NoSignature as e:
             if self.options.fallback != "error":
                 self._undescribed.note(args, kwargs, Refusal(str(e), e.remedy))
@@ -437,6 +447,14 @@ class Recorded(Observed, Generic[P, R]):
         if call.lent and self._marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
+
+    def _taken_apart(self, args: Any, kwargs: Any) -> Call:
+        call = describe(args, self._with_state(kwargs), self._named, self._regulars)
+        return call._replace(like=(args, dict(kwargs)))
+
+    def _with_state(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a call is given by name, and what it carries."""
+        return {**kwargs, **self._carried.now()} if self._carried else kwargs
 
     def _named(self) -> Naming:
         """How reasons name the arguments."""
@@ -798,6 +816,8 @@ class Recorded(Observed, Generic[P, R]):
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
+        for t in self._carried.standing():  # an argument, wherever else it is found
+            reach.tensors.pop(identity(t), None)
         self._regulars.bind(filter(_among(reach.met), call.containers))
         self._regulars.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:
@@ -904,7 +924,8 @@ class Recorded(Observed, Generic[P, R]):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
                           numbers=self.options.fallback == "split",
-                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
+                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
+                          carried=self._carried)  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):
@@ -963,6 +984,7 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
+            self._carried = Carried(self._carried.learns)
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._growth = Growth()
             self._stopped = self._for_good = None

@@ -23,7 +23,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from types import CodeType
@@ -34,6 +34,7 @@ import torch
 from . import outputs
 from .backward import Backward
 from .bytecode import set_at
+from .carried import Carried, Carries
 from .dials import Dials, probing
 from .errors import Again, Overlooked, Refusal
 from .forms import Notes
@@ -115,8 +116,8 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each
-    replay reads. `sibling` is another recording of this signature.
+    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each replay reads. `sibling` is another
+    recording of this signature. Some arguments are what is `carried`.
     """
 
     blocked: int = 0
@@ -130,6 +131,7 @@ class Terms:
     expected: int = 0
     numbers: bool = False
     sibling: Recording | None = None
+    carried: Carried = field(default_factory=Carried)
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -139,6 +141,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Attached: a result is attached, and there is no `tracing`.
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names, and at these functions.
+        Carries: it carries state in these attributes as well.
     """
     while True:  # what one attempt has made is gone before the next
         try:
@@ -183,8 +186,10 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         left: Left = captured.left
         changes = snapshot.changes()  # `self.seen = []` is none
-        relied = None if changes else _relied(captured, reach)
+        relied = None if changes else _relied(captured, reach, terms.carried)
         changes += left.paths if relied is None else []
+        if captured.watch.parts and (carried := next((p.path for p in left.puts if terms.carried.has(p.of, p.name)), "")):
+            raise Refusal(f"sets {carried}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
         if changes:
             steps = [name for name in changes if name.endswith(".last_epoch")]
             changes, remedy = (steps, _SCHEDULER) if steps else (changes, _OUTLIVES)
@@ -286,11 +291,11 @@ def _all_that_ran(function: Any, listener: Any, device: Any) -> Ran | None:
     return Ran(codes, listener.elsewhere.values())
 
 
-def _relied(captured: Any, reach: Reach) -> Reach | None:
+def _relied(captured: Any, reach: Reach, carried: Carried) -> Reach | None:
     """That part of what is in reach on which a replay relies; None if it is not known, or lacks something that an operator has
     read."""
     touched = captured.watch.touched
-    part = reach.of_what_ran(captured.known, captured.left) if captured.known is not None else None
+    part = reach.of_what_ran(captured.known, captured.left, carried) if captured.known is not None else None
     if part is None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
@@ -536,6 +541,7 @@ def _capture(
     known: list[Ran | None] = [None]
     numbers: list[tuple[int, ...]] = [()]
     watches: list[OperatorWatch] = []
+    standing: list[Callable[[], None]] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
@@ -567,6 +573,8 @@ def _capture(
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
         cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
+        by_name = dict(kwargs)
+        standing.append(terms.carried.stand(by_name))
         found_there = before(snapshot.holders)
         with (
             watch.casts.following(),
@@ -583,7 +591,7 @@ def _capture(
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
-                result = called(*args, **kwargs)
+                result = called(*args, **by_name)
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
@@ -598,7 +606,10 @@ def _capture(
         known[0] = all_of_it = _all_that_ran(function, listener, device)
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
         if all_of_it is not None and alone() and not (terms.borrow or watch.runs_python):
-            left[0] = left_by(found_there, all_of_it)
+            # Whether it is another tensor of the call's, nobody could say of what stands in for one.
+            carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
+            left[0] = left_by(found_there, all_of_it, carried, lambda t: storage_id(t) in watch.touched)
+        standing.pop()()
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
             left[0] = left[0].after()
@@ -657,7 +668,7 @@ def _capture(
     except Refusal as refusal:
         refusal.places = [levels(listener.loggers.values()) for listener in listeners]
         raise
-    except (Overlooked, KeyboardInterrupt):
+    except (Overlooked, Carries, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         if any(first in str(e) for first in device.first_uses):
@@ -665,6 +676,8 @@ def _capture(
         raise _failed(e, watches[-1].failed if watches else None, device.failures) from e
     finally:
         _recording.pop()
+        for put_back in standing:
+            put_back()
         if grads.shared and not _may_change_gradients(chain(*ran), reach):
             grads.leave_alone()
 
