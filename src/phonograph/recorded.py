@@ -34,6 +34,7 @@ from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
+from .following import Following
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
 from .hidden import passes_on
@@ -263,6 +264,7 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
+        self._following = Following()
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
@@ -405,6 +407,8 @@ class Recorded(Observed, Generic[P, R]):
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
                     # run while gradients are there.)
                     self._count_change(found.broken, history, call)
+                    for player in self._shelf.of(call.key):
+                        self._following.want(player.recording.reliances.numbers_changed())
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again = False
@@ -884,7 +888,8 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
-                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
+                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
+                          following=self._following)  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):
