@@ -49,7 +49,7 @@ Values = tuple[Any, ...]
 
 
 class Spot(NamedTuple):
-    """Where one value of a place lies: in which object (by identity), and under which key; how to read it, and to replace it."""
+    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it."""
 
     at: tuple[int, Any]
     get: Callable[[], Any]
