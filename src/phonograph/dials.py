@@ -494,10 +494,13 @@ class Dials:
             return False
         conditions = self._conditions.values() if self._stale else self._deciding
         try:
-            fits = all(bool(decides(self.values)) == outcome for decides, outcome in conditions)
+            if not all(bool(decides(self.values)) == outcome for decides, outcome in conditions):
+                return False
             numbers = self.numbers().values()
-            fits = fits and all(type(number) is float for number in numbers)
-            return fits and not (self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers))
+            if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
+                self._stale = True
+                return False
+            return all(type(number) is float for number in numbers)
         except ArithmeticError:
             self._stale = True
             return False

@@ -232,8 +232,8 @@ def _checked(code: int, function: str) -> None:
 
 
 def reciprocal(x: float) -> float:
-    """1 / x, infinite for 0."""
-    return 1.0 / x if x else math.inf
+    """1 / x, infinite for 0, with its sign."""
+    return 1.0 / x if x else math.copysign(math.inf, x)
 
 
 def reciprocal_of_single(x: float) -> float:
