@@ -262,6 +262,8 @@ class Dials:
         self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
         self._settings: Values = tuple([number for numbers in read for number in numbers])
         self.spots = [*spots]
+        self.given: list[Any] = []
+        """The numbers among the arguments of the call, where some of the spots are; a player sets them."""
         self.wide: set[float] = set()
         self.strays: dict[int, str] = {}
         """Which spots cannot be followed, by number, and why."""

@@ -60,7 +60,7 @@ class FastPath:
             return None
         if any(t.data_ptr() % ALIGNMENT for t in call.tensors):
             return None
-        if any(_looks_at_arguments(player, call) for player in players):
+        if call.numbers or any(_looks_at_arguments(player, call) for player in players):
             return None
         check = tensor_check(call.tensors) if call.tensors else _not_transformed
         if check is None:

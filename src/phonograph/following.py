@@ -31,12 +31,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .dials import Dial, Dials, Values, reals
+from .errors import Refusal
 from .places import Spot
 from .reach import Reach
 from .torch_private import ran_compiled, uncompiled
 from .where import is_ours, is_torchs, is_users
 
-__all__ = ["Following", "Unfollowed", "guarding", "judged", "marked", "takes"]
+__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "takes"]
 
 At = tuple[int, Any]
 
@@ -79,6 +80,20 @@ class Following:
         self._failed: Counter[At] = Counter()
         self.why: dict[str, str] = {}
         """By the names of those that cannot be followed: why."""
+        self.arguments: set[Any] = set()
+        """Those that are arguments: (the structure of all arguments, the place)."""
+        self._fixed: set[Any] = set()
+        self._differed: Counter[Any] = Counter()
+
+    def want_arguments(self, places: Iterable[Any]) -> None:
+        """A call has come that differs in these from the one before: a third number makes one that changes."""
+        self._differed.update(places)
+        self.arguments |= {place for place, n in self._differed.items() if n >= _TRIES} - self._fixed
+
+    def fix(self, places: Iterable[Any]) -> None:
+        """These arguments are to be part of the signature again."""
+        self._fixed |= {*places}
+        self.arguments -= self._fixed
 
     def want(self, changed: Iterable[tuple[At, str]]) -> None:
         self._wanted.update((at, name) for at, name in changed if self._failed[at] < _TRIES)
@@ -95,6 +110,13 @@ class Following:
                 del self._wanted[at]
 
 
+class Fixed(Refusal):
+    """Numbers among the arguments cannot be followed: from the next call on they are part of the signature."""
+
+    def __init__(self) -> None:
+        super().__init__("has numbers among its arguments that cannot be followed", "pass them as tensors", this_call=True)
+
+
 class Unfollowed(Exception):
     """A capture is taken back and made again without these numbers; with the reasons."""
 
@@ -103,10 +125,21 @@ class Unfollowed(Exception):
         self.spots = spots
 
 
+def of_arguments(call: Any) -> tuple[list[Spot], list[Any]]:
+    """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
+    or played."""
+    values = [call.leaves[at] * 1.0 for at in call.numbers]  # objects of their own, as in `marked`
+
+    def spot(i: int) -> Spot:
+        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value))
+
+    return [spot(i) for i in range(len(values))], values
+
+
 def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
     """Where the wanted numbers lie. There each is an object of its own from now on, which stands nowhere else: by that it is
     known."""
-    if not wanted or any(map(_is_compiled, reach.met)):
+    if not wanted or any(map(is_compiled, reach.met)):
         return []
     found: dict[At, Spot] = {}
     for holder in reach.holders:
@@ -121,7 +154,7 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
     return [*found.values()]
 
 
-def _is_compiled(x: Any) -> bool:
+def is_compiled(x: Any) -> bool:
     """Whether this is what `torch.compile` gave: Dynamo would look at dials, and at the mode."""
     if issubclass(type(x), torch.nn.Module):
         return uncompiled(x) is not None

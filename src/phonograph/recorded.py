@@ -34,7 +34,7 @@ from .backward import Backward
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .fastpath import FastPath
-from .following import Following
+from .following import Fixed, Following
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
 from .hidden import passes_on
@@ -457,7 +457,7 @@ class Recorded(Observed, Generic[P, R]):
             raise self._stopped
         self._eligible()
         with Ours("described the call"):
-            call = describe(args, kwargs, self._named)
+            call = describe(args, kwargs, self._named, self._following.arguments)
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
         if call.lent and self._marked:
@@ -581,6 +581,9 @@ class Recorded(Observed, Generic[P, R]):
     def _needs_a_look(self, refusal: Refusal, history: History, call: Call) -> bool:
         """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or
         because something was not seen to run there."""
+        if isinstance(refusal, Fixed):
+            self._following.fix((call.shape, at) for at in call.numbers)
+            return True
         if isinstance(refusal, Elsewhere) and history.device is None and not call.tensors:
             history.device = refusal.device
             history.begin_again(refusal)
@@ -615,6 +618,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unrepeated += 1
         last, self._last_key = self._last_key, call.key
         self._differs = _difference(last, call, self._named()) if last is not None else ""
+        self._following.want_arguments(_numbers_that_differ(last, call))
         if self._counters.calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
             self._unrepeated, self._counted_from = 1, self._counters.calls
         if self._unrepeated > _UNREPEATED and self._differs:
@@ -944,6 +948,7 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
+            self._following = Following()
             self._unrepeated, self._counted_from = 0, self._counters.calls
             self._stopped = None
             self._packages = Packages()
@@ -1041,6 +1046,15 @@ def _difference(key: Any, call: Call, naming: Naming) -> str:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
                 return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
+
+
+def _numbers_that_differ(key: Any, call: Call) -> list[Any]:
+    """Which arguments are other numbers than in a call with that key, if nothing else is another."""
+    if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
+        return []
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
+    numbers = all(type(x) is tuple and len(x) == 2 and x[0] is float for _, *both in differing for x in both)
+    return [(call.shape, i) for i, *_ in differing] if numbers else []
 
 
 def _method_where_traced(recorded: Recorded[Any, Any], instance: Any) -> Any:

@@ -36,7 +36,7 @@ from .backward import Backward
 from .bytecode import set_at
 from .dials import Dial, Dials, probing
 from .errors import Overlooked, Refusal
-from .following import Following, Unfollowed, guarding, judged, marked
+from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
@@ -164,6 +164,10 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     # A backward that is recorded by itself, or runs, goes by numbers that its forward has noted.
     whole = terms.following is not None and tracing is None and not isinstance(function, Backward)
     spots = marked(reach, terms.following.wanted() - terms.baked) if terms.following is not None and whole else []
+    arguments_spots, given_numbers = of_arguments(call)
+    if arguments_spots and (not whole or any(map(is_compiled, reach.met))):
+        raise Fixed
+    spots = [*arguments_spots, *spots]
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
@@ -176,6 +180,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         small = 0 if isinstance(function, Backward) else SMALL
         most = 0 if terms.borrow else math.inf if copies_out else small
         with probing(reach, terms.follow, spots) as dials, fit_to_step(reach.optimizers):
+            dials.given = given_numbers
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
                                 most, terms, release)  # fmt: skip
         if captured.watch.communicated:
@@ -323,6 +328,8 @@ def _all_followed(dials: Dials, captured: Any, reach: Reach) -> None:
             dials.stray(dials.formulas[n], "was not found in what an operator launches")
         if captured.program.holds(dials.wide):
             dials.stray_all("is taken by what is no operator")
+    if dials.strays.keys() & range(len(dials.given)):
+        raise Fixed
     if dials.strays:
         raise Unfollowed({dials.spots[i].at: why for i, why in dials.strays.items()})
 
@@ -567,6 +574,8 @@ def _capture(
         watch.noticed = said
         watch.outermost = sys._getframe().f_code
         leaves, seen = list(call.leaves), slots
+        for place, number in zip(call.numbers, dials.given, strict=True):
+            leaves[place] = number
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]

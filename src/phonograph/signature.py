@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ from .wording import Naming
 
 __all__ = [
     "ALIGNMENT",
+    "FOLLOWED",
     "HOOKS",
     "Call",
     "attributes",
@@ -73,6 +74,7 @@ class Call(NamedTuple):
     like: Any = None
     again: tuple[tuple[int, int], ...] = ()
     lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
+    numbers: tuple[int, ...] = ()  # the places of numbers that are followed: their values are no part of the signature
 
     def lent_within(self, spans: Spans) -> list[int]:
         """Which arguments are borrowed outputs that lie there."""
@@ -86,11 +88,18 @@ class Call(NamedTuple):
             del self.lent[i]
 
 
+FOLLOWED = (float,)
+"""Stands in a key for any number."""
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming) -> Call:
-    """The signature of a call, and its tensors.
+def describe(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming,
+    followed: Set[tuple[Node | None, int]] = frozenset(),
+) -> Call:  # fmt: skip
+    """The signature of a call, and its tensors. At the places that are `followed`, given with the arguments' structure, any
+    number may stand.
 
     Raises:
         NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
@@ -106,6 +115,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
     lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[Any] = []
+    given: list[int] = []
     at = -1
     try:
         for at, leaf in enumerate(leaves):
@@ -122,6 +132,9 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
+            elif followed and type(leaf) is float and (shape, at) in followed:
+                keys.append(FOLLOWED)
+                given.append(at)
             else:
                 keys.append(plain_key(leaf))
         at = -1
@@ -133,7 +146,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
         if at >= 0:
             raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, tuple(given))
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:

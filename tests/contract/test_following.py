@@ -424,3 +424,70 @@ def test_c09_a_function_that_imports_from_math(device):
     alongside(device, make, lambda s, n: setattr(s, "t", 0.25 + n / 64), 12)
     assert math.cos.__module__ == "math"
     assert type(math.cos) is type(len)
+
+
+# -- arguments
+
+
+def called(device, function, numbers, calls=CALLS):
+    """A function that is called with a tensor and numbers, recorded beside the same live."""
+    f, plain = function(device), function(device)
+    recorded = pg.record(f)
+    for n in range(calls):
+        torch.manual_seed(n)
+        x = torch.randn(4, 8, device=device)
+        args, kwargs = numbers(n)
+        torch.manual_seed(n)
+        a = recorded(x, *args, **kwargs)
+        torch.manual_seed(n)
+        b = plain(x, *args, **kwargs)
+        assert_same(a, b, f"call {n}")
+    return recorded
+
+
+def training_by_arguments(device):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+
+    def f(x, lr, *, temperature=1.0):
+        loss = (net(x) / temperature).log_softmax(-1)[:, 0].mean()
+        grads = torch.autograd.grad(loss, [*net.parameters()])
+        with torch.no_grad():
+            for p, g in zip(net.parameters(), grads, strict=True):
+                p.add_(g, alpha=-lr)
+            return loss.detach(), [p.clone() for p in net.parameters()]
+
+    return f
+
+
+def test_c07_numbers_that_are_arguments(device):
+    recorded = called(device, training_by_arguments, lambda n: ((0.1 / (n + 1),), {"temperature": 1 + n / 7}))
+    assert_followed(recorded)
+
+
+def test_c07_two_numbers_that_take_turns_are_two_signatures(device):
+    recorded = called(device, lambda device: lambda x, t: x * t, lambda n: ((0.5 + n % 2,), {}))
+    assert pg.stats(recorded).recorded == 2
+    assert pg.stats(recorded).replayed == CALLS - 2
+
+
+def test_c09_a_number_that_is_an_argument_and_lies_elsewhere_too(device):
+    state = SimpleNamespace(t=0.5)
+
+    def numbers(n):
+        state.t = 0.5 if n < 12 else 0.75 + n
+        return ((state.t if n < 12 and n % 2 else 0.25 + n / 64),), {}
+
+    called(device, lambda device: lambda x, t: x * t + state.t, numbers)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", NOT_FOLLOWED)
+def test_c07_what_becomes_of_an_argument_is_never_stale(device, how):
+    function = NOT_FOLLOWED[how]
+
+    def made(device):
+        weight = torch.linspace(-1, 1, 8, device=device).requires_grad_()
+        return lambda x, t: function(x, weight, SimpleNamespace(t=t, cos=math.cos))
+
+    called(device, made, lambda n: (((0.25, 0.3125, 0.75, 0.5)[n % 4],), {}), 24)
