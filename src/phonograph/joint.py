@@ -44,6 +44,7 @@ from .torch_private import (
     is_batched,
     keeps_graph,
     may_run_backward,
+    ready_for_gradients,
     waits_for_all,
     when_backward_ends,
     will_run,
@@ -87,6 +88,7 @@ class Joint:
         self, traced: Backward, recorded: Callable[[Backward], Callable[..., Gradients]],
         joining: Callable[[bool, bool], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
+        ready_for_gradients()
         self.traced = traced
         self._recorded = recorded
         self._backwards: dict[bool, Callable[..., Gradients]] = {}  # by whether they are the last

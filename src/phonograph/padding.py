@@ -111,8 +111,8 @@ class Padded(Recorded[..., Any]):
         player = self._shelf.find(padded).player
         verdicts = self._verdicts.get(player, {}) if player is not None else {}
         verdict = verdicts.get(None, verdicts.get(call.key))
-        if verdict is not None:
-            self._shelf.touch(padded.key)
+        if player is not None and verdict is not None:
+            player.touch()
         elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._reach(call).tensors.values()):
             self._refuse(history, refusal := gradients(), None)
             raise refusal

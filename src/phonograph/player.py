@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,19 +25,22 @@ from .borrowed import Borrowed, Loan, plain
 from .identity import identity
 from .joint import Joint
 from .left import advance, putting
+from .numerals import reading
 from .pool import Fill, once
 from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, ended_by, use_count
+from .torch_private import address, alias, bump, ended_by, has_memory, use_count
 from .trees import rebuilding
+from .watch import storage_id
 
 __all__ = ["GRAD", "Player"]
 
 GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
+_uses = count()
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
 
 
@@ -70,7 +74,7 @@ class Player:
         self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
         self._feeds_all = len(self._fed) == len(slots)
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
-        self._written = [i for i, s in slots if s.written]
+        self._written = [(i, s.tensor, once(s.tensor) is s.tensor) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
@@ -88,19 +92,26 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
+        if recording.numbers:
+            self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
-            self._rebuild = putting(recording.left.puts, self._rebuild)
+            self._rebuild = putting(recording.left.puts, self._rebuild, edited=bool(recording.edits))
+        self._edits = recording.edits
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
+        recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
         self._dials = recording.reliances.dials or None
         self._turned = False
         self._steps = recording.reliances.dials if recording.reliances.dials.counts else None
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
+        self._given = [(i, o.index) for i, o in enumerate(recording.outputs) if o.kind == "given"]
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and indices == [*range(len(recording.program.outs))]
         self.played = 0
+        self.used = 0
+        self.touch()
 
     def _plain_outputs(self) -> list[tuple[int, torch.Tensor]] | None:
         """Which of the copies each result is, and its template; -1 where it stays in the recording's memory. None where some
@@ -115,6 +126,10 @@ class Player:
                 return None
             plain.append((whole[identity(o.template)] if copied else -1, o.template))
         return plain
+
+    def touch(self) -> None:
+        """It is used now: the others are older."""
+        self.used = next(_uses)
 
     @property
     def pool(self) -> Any:
@@ -149,7 +164,7 @@ class Player:
         return True
 
     def ready(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it may be played for a call that the fast path recognised."""
+        """Whether it may be played for a call of a known kind."""
         return (
             not (self.recording.rivals and self.held())
             and self.broken() is None
@@ -238,6 +253,7 @@ class Player:
             raise
         self._leave(tensors)
         self._count()
+        self.touch()
         return self._hand_out(call, tensors, targets), copied
 
     def _count(self) -> None:
@@ -256,15 +272,18 @@ class Player:
             self.recording.reliances.grads.seal()
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
-        """The same for a call that the fast path recognised, and for which this is `ready`: the tensors are all its arguments,
-        and lie where they have to, and none is written."""
+        """The same for a call of a known kind, for which this is `ready`: the tensors are all its arguments,
+        and lie where they have to."""
         self._enter()
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
+            if self._written:
+                self._write_back(tensors)
             if self._bump or self._grads is not None:
                 self._after()
         self._count()
+        self.touch()
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 
     def _enter(self) -> None:
@@ -294,15 +313,17 @@ class Player:
             Fill([slot for slot, _ in moved])([t for _, t in moved])
         return sum(once(slot).nbytes for slot, _ in moved)
 
-    def _write_back(self, tensors: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for i in self._written:
-                slot, theirs = self.recording.slots[i].tensor, tensors[i]
-                if theirs.data_ptr() != slot.data_ptr():
-                    with torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
-                        once(theirs).copy_(once(slot))
-                elif not theirs.is_inference():
+    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        for i, slot, dense in self._written:
+            theirs = tensors[i]
+            if address(theirs) == address(slot):
+                if not theirs.is_inference():
                     bump([theirs])
+            elif dense and not (theirs.requires_grad or slot.requires_grad or theirs.is_inference()):
+                theirs.copy_(slot)
+            else:
+                with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
+                    once(theirs).copy_(once(slot))
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
         plain = self._plain
@@ -319,7 +340,16 @@ class Player:
             self.joint.attach(made, tensors, call.lent if call is not None else ())
         for i, o in self._late:
             made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
-        return self._rebuild(made)
+        for i, number in self._given:
+            assert call is not None
+            made[i] = call.containers[number]
+        result = self._rebuild(made)
+        if self._edits:
+            assert call is not None
+            result, values = result
+            for edit, new in zip(self._edits, values, strict=True):
+                edit.repeat(call.containers[edit.number], new)
+        return result
 
     def _make(self, o: Output, tensors: Sequence[Any], lent: dict[int, Borrowed], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
@@ -333,7 +363,7 @@ class Player:
         if o.kind == "empty":
             with torch.inference_mode(o.value):
                 return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-        return None  # until there is what it is a view of
+        return None  # until there is what it is a view of, or which container it is
 
     def _lend(self, o: Output) -> torch.Tensor:
         assert o.lease is not None
@@ -353,6 +383,12 @@ class Player:
         with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
             t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
             return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
+
+
+def _handed_out(outputs: Iterable[Output]) -> Iterator[torch.Tensor]:
+    """The tensors that results are, or on whose memory they lie."""
+    for o in outputs:
+        yield from (x for x in (o.template, o.value) if isinstance(x, torch.Tensor))
 
 
 def _behind(o: Output, outputs: Sequence[Output]) -> int:

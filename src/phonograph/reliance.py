@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 
 from . import witness
 from .dials import Dials
+from .doors import gradient, gradients, has_gradient_door, nobody_has, open_gradients
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .objects import FEW
@@ -43,8 +44,6 @@ __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of"
            "which"]  # fmt: skip
 
 _HOLDERS, _TENSORS = 2, 64  # so many that are watched are looked at each replay, in rotation
-
-_grad: Callable[[Any], Any] = attrgetter("grad")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -188,14 +187,19 @@ class Grads:
 
     Gradients that the recording did not create are referred to weakly: a strong reference would look like somebody who
     holds on to one.
+
+    All of them are looked at only if somebody may have come to one since the last look (`doors`).
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
+        open_gradients()
         self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else outlives(g) or _Kept(g) for g in self.read()]
+        self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
+        gradients.watch(self.parameters)
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
         self._absent: list[torch.Tensor] = []  # those that must have no gradient
         self._some: list[torch.Tensor] = []  # those that must have one
@@ -206,6 +210,11 @@ class Grads:
         self._owners: list[torch.Tensor] = []
         self._sealed = False
         self._lying: list[int] = []
+        # When the door was where it is, nobody could come to any but through it, and these were as they have to be.
+        self._behind = False
+        self._involved: list[torch.Tensor] = []
+        self._fitted = self._unheld = self._stood = -1
+        self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
 
     @property
     def written(self) -> bool:
@@ -213,7 +222,9 @@ class Grads:
         return bool(self._left or self._added_to)
 
     def read(self) -> list[torch.Tensor | None]:
-        return list(map(_grad, self.parameters))
+        """Those that stand there. (Who has them may do something with them.)"""
+        gradients.opened()
+        return list(map(gradient, self.parameters))
 
     def restore(self) -> None:
         """Put the attributes back as they were before."""
@@ -267,6 +278,8 @@ class Grads:
         self._storages = [g.untyped_storage()._cdata for g in self._created]
         self._pythons = [weakref.ref(g.untyped_storage()) for g in self._created]
         self._lying = list(map(address, self._created))
+        self._involved = [*(p for p, _ in self._left), *self._absent, *self._some, *self._readers]
+        self._behind = self._given.isdisjoint(self._storages) and all(map(has_gradient_door, self._involved))
         self._standing = self._count()
         for p in self._owners:
             p.grad = None
@@ -288,14 +301,27 @@ class Grads:
         pythons = [sys.getrefcount(python()) for python in self._pythons]
         return [[*map(sys.getrefcount, self._created)], [*map(use_count, self._storages)], pythons]
 
+    def gives(self, storages: Set[int]) -> None:
+        """Replays hand out results on these storages."""
+        self._given = frozenset(storages)
+
     def held(self) -> bool:
-        """Whether anybody else holds a gradient that the recording rewrites. About 0.2 us each."""
-        if not self._created:
+        """Whether anybody else holds a gradient that the recording rewrites."""
+        if not self._created or (self._unheld == gradients.epoch and not gradients.busy):
             return False
+        epoch = gradients.epoch
+        if self._are_held():
+            return True
+        if self._behind and not any(map(weakref.getweakrefcount, self._created)):
+            self._unheld = epoch
+        return False
+
+    def _are_held(self) -> bool:
+        """About 0.2 us each."""
         now = self._count()
-        if now == self._alone or (now == self._standing and all(map(is_, map(_grad, self._owners), self._created))):
+        if now == self._alone or (now == self._standing and all(map(is_, map(gradient, self._owners), self._created))):
             return False
-        stands = [p.grad is g for p, g in zip(self._owners, self._created, strict=True)]
+        stands = [gradient(p) is g for p, g in zip(self._owners, self._created, strict=True)]
         return any(
             count > (standing if there else alone)
             for counts, standings, alones in zip(now, self._standing, self._alone, strict=True)
@@ -304,17 +330,31 @@ class Grads:
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did.
-        (``p.grad.data = ...`` gives the very same gradient other memory.)"""
-        return (
-            {*map(_grad, self._absent)} <= _NOTHING
-            and all(p.grad is not None for p in self._some)
-            and (not self._readers or self._are_such([*map(_grad, self._readers)]))
-            and [*map(address, self._created)] == self._lying
-        )
+        (``p.grad.data = ...`` gives the very same gradient other memory. Who does that has it, if it is one that this recording
+        has created: then `held` says so, or did.)"""
+        if self._sealed and not self._involved:
+            return True
+        if self._fitted == gradients.epoch and not gradients.busy:
+            p, was = next(self._turn)
+            if identity(gradient(p)) == was:
+                return True
+        epoch = gradients.epoch
+        if not ({*map(gradient, self._absent)} <= _NOTHING and all(gradient(p) is not None for p in self._some)):
+            return False
+        if [*map(address, self._created)] != self._lying:
+            return False
+        found = [*map(gradient, self._readers)]
+        if found and not self._are_such(found):
+            return False
+        if self._behind and (not found or nobody_has(found)) and not self.held():
+            self._fitted = epoch
+            there = map(identity, map(gradient, self._involved))
+            self._turn = cycle([*zip(self._involved, there, strict=True)])
+        return True
 
     def gone(self) -> bool:
         """Whether there are no gradients."""
-        return bool(self.parameters) and all(g is None for g in self.read())
+        return bool(self.parameters) and all(gradient(p) is None for p in self.parameters)
 
     def lose(self) -> None:
         """A replay was given up after which no other call follows: it may have written over gradients of an earlier one."""
@@ -324,11 +364,15 @@ class Grads:
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
-        if not all(_grad(p) is g for p, g in self._left):
-            for p, g in self._left:
-                p.grad = g
+        if self._left and not (self._stood == gradients.epoch and not gradients.busy):
+            epoch = gradients.epoch
+            if not all(gradient(p) is g for p, g in self._left):
+                for p, g in self._left:
+                    p.grad = g
+            elif self._behind:
+                self._stood = epoch
         if self._added_to:
-            bump([g for p in self._added_to if (g := p.grad) is not None])
+            bump([g for g in map(gradient, self._added_to) if g is not None])
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:

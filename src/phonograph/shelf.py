@@ -6,7 +6,6 @@ memory that they overwrite (two that take turns serve a loop which keeps its las
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,7 @@ class Shelf:
     def __init__(self, limit: int, most: int | None = None) -> None:
         self.limit = limit
         self.most = most
-        self._by_key: OrderedDict[Any, list[Player]] = OrderedDict()
+        self._by_key: dict[Any, list[Player]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
@@ -58,11 +57,6 @@ class Shelf:
                 return Found(player, blocked, None)
         return Found(None, blocked, None if blocked else broken)
 
-    def touch(self, key: Any) -> list[Player]:
-        """The signature was played: the others are older now. Returns its recordings."""
-        self._by_key.move_to_end(key)
-        return self._by_key[key]
-
     def add(self, key: Any, player: Player) -> list[Player]:
         """Put a recording on the shelf; returns those that had to go."""
         players = self._by_key.setdefault(key, [])
@@ -70,15 +64,17 @@ class Shelf:
         # their backwards at the same time, each keeps clear of the older ones: in that order they are in nobody's way.
         last = player.recording.copied or player.recording.backward is not None
         players.insert(len(players) if last else 0, player)
-        self._by_key.move_to_end(key)
         gone: list[Player] = []
         while len(self) > self.limit or (self.most is not None and len(self) > 1 and self._nbytes() > self.most):
-            oldest = next(iter(self._by_key))
+            oldest = min(self._by_key, key=self._last_use)
             gone.append(next(p for p in reversed(self._by_key[oldest]) if p is not player))
             self._by_key[oldest].remove(gone[-1])
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
         return gone
+
+    def _last_use(self, key: Any) -> int:
+        return max(player.used for player in self._by_key[key])
 
     def _nbytes(self) -> int:
         return Spans(piece for player in self for piece in player.recording.footprint).nbytes
@@ -95,6 +91,10 @@ class Shelf:
         if gone and not players:
             del self._by_key[key]
         return gone
+
+    def discard_all(self, unwanted: Callable[[Any], bool]) -> list[Player]:
+        """Take out all recordings of such signatures; returns them."""
+        return [player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)]
 
     def clear(self) -> list[Player]:
         gone = list(self)

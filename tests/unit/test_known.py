@@ -1,4 +1,4 @@
-"""The fast path: which calls take it, and what is noticed there."""
+"""Known calls: which kinds are recognised at a glance, and what is noticed there."""
 
 import enum
 from collections import OrderedDict
@@ -130,7 +130,7 @@ def test_an_argument_with_a_history(described):
 
 
 @may_run_live
-def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history(described):
+def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history():
     """Whether that is refused depends on the recording."""
     w = torch.nn.Parameter(torch.rand(4))
 
@@ -143,7 +143,6 @@ def test_results_of_which_some_do_not_depend_on_an_argument_with_a_history(descr
         both(Pair(*(x if leaf else x * 1 for _ in range(2))))
         found.append((leaf, counts(both)[2] - was))
     assert found[2:] == [(True, 1), (False, 0)] * 3, pg.explain(both.recorded)
-    assert len(described) >= 8
 
 
 def _by_name(x, y=None, *, scale=1, sign=True, name="a"):

@@ -1,0 +1,284 @@
+"""The kinds of calls that a function has had, recognised at a glance: tensors with the same metadata, the same plain values,
+and the same modes, also in tuples, lists and dictionaries.
+
+`signature.describe` takes a call apart and compares everything in Python. Most functions get the same few kinds of calls again
+and again: for those, one comparison in C++ (torch.compile's guards) and one of the process-wide modes are enough to know the
+signature. A known call is made once and kept with its signature. Which one comes next is guessed from what came after the last
+one the time before: so kinds that take turns (two shapes, train and eval) are recognised as fast as one.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+from .identity import identity
+from .keys import BY_IDENTITY, SCALARS
+from .player import Player
+from .recording import Entangled
+from .signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
+from .torch_private import address, tensor_check, transformed
+from .trees import Node
+
+__all__ = ["KnownCall", "KnownCalls"]
+
+_Given = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
+_Tensors = tuple[torch.Tensor, ...]
+
+
+class KnownCall:
+    """Recognises calls of one signature, and finds the recording to play.
+
+    `players` is the shelf's own list and `state` the function's own record of the memory that its recordings write, so that
+    both stay current.
+    """
+
+    __slots__ = ("_aliases", "_alignments", "_check", "_count", "_given", "_leaves", "_state", "_unchanged", "next", "players")
+
+    def __init__(
+        self, call: Call, check: Callable[..., bool], given: _Given | None, still: Callable[[], bool], players: list[Player],
+        state: Entangled,
+    ) -> None:  # fmt: skip
+        tensors = call.tensors
+        self._check = check
+        self._given = given
+        """Gives the tensors among the arguments; None where the others are not what they were. Where there are none but
+        tensors, there is nothing to be taken out."""
+        self._count = len(tensors)
+        self._alignments = [address(t) % ALIGNMENT for t in tensors]
+        self._leaves = [t.is_leaf for t in tensors] if any(t.requires_grad for t in tensors) else None
+        """Which of the tensors are leaves, if some require gradients."""
+        writes = len(tensors) > 1 and any(slot.written for player in players for slot in player.recording.slots)
+        self._aliases = aliases(tensors) if writes else None
+        """How the tensors share memory, if one of them is written."""
+        self._unchanged = still
+        self._state = state
+        self.players = players
+        self.next = self  # the one that came after this one last time
+
+    @staticmethod
+    def of(call: Call, players: list[Player], state: Entangled) -> KnownCall | None:
+        """For this call's signature, or None where it takes more to recognise one, or to play it: where it may be that the call
+        has to be begun again, or has to be refused."""
+        if call.lent or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
+            return None
+        if any(player.recording.live_parts or player.half_attached(call) or _needs_arguments(player) for player in players):
+            return None
+        try:
+            given = _arguments(call)
+        except _Other:
+            return None
+        still = unchanged()
+        check = tensor_check(call.tensors) if call.tensors else _not_transformed
+        return KnownCall(call, check, given, still, players, state) if check is not None and still() else None
+
+    def knows(self, players: list[Player]) -> bool:
+        """Whether it would be made again as it is: for these players, in the modes as they are now."""
+        return self.players is players and self._still()
+
+    def _still(self) -> bool:
+        try:
+            return self._unchanged()
+        except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
+            return False
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Tensors | None:
+        """The tensors of a call of this kind, in order; None for another call, or one that takes a closer look."""
+        if self._given is not None:
+            found = self._given(args, kwargs)
+            if found is None:
+                return None
+            args = found
+        elif kwargs:
+            return None
+        n = self._count
+        if len(args) != n or not self._check(*args) or not self._still():
+            return None
+        # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
+        if self._leaves is None:
+            for t, alignment in zip(args, self._alignments, strict=True):
+                if address(t) % ALIGNMENT != alignment or t.__dict__ or t.grad is not None:
+                    return None
+        else:
+            for t, alignment, leaf in zip(args, self._alignments, self._leaves, strict=True):
+                if address(t) % ALIGNMENT != alignment or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
+                    return None
+        if n > 1 and len({*map(identity, args)}) < n:
+            return None  # one tensor given twice is another signature
+        if self._aliases is not None and aliases(args) != self._aliases:
+            return None
+        if self._state and any(map(self._state.meets, args)):
+            return None  # an argument shares memory with what the function writes
+        return args
+
+    def play(self, tensors: _Tensors) -> tuple[Any, int] | None:
+        """The result of a call that fits, and how many bytes of input were copied; None if no recording can be played."""
+        for player in self.players:
+            if player.ready(tensors):
+                return player.play_flat(tensors)
+        return None
+
+
+class KnownCalls:
+    """Those of one function, each with its signature."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, KnownCall] = {}
+        self._all: tuple[KnownCall, ...] = ()
+        self._last: KnownCall | None = None
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[KnownCall, _Tensors] | None:
+        """The kind of this call, and its tensors."""
+        last = self._last
+        if last is None:
+            return None
+        known = last.next
+        tensors = known.fits(args, kwargs)
+        if tensors is None:
+            guess = known
+            for known in self._all:
+                if known is not guess and (tensors := known.fits(args, kwargs)) is not None:
+                    break
+            else:
+                return None
+            last.next = known
+        self._last = known
+        return known, tensors
+
+    def learn(self, call: Call, players: list[Player], state: Entangled) -> None:
+        """A call of this signature was played: the next one is known, if that can be."""
+        known = self._by_key.get(call.key)
+        if known is not None and known.knows(players):
+            return
+        self.forget(call.key)
+        known = KnownCall.of(call, players, state)
+        if known is not None:
+            self._by_key[call.key] = known
+            self._all = (known, *self._all)
+            self._last = self._last or known
+
+    def forget(self, key: Any) -> None:
+        """The recordings of a signature are others, or gone."""
+        gone = self._by_key.pop(key, None)
+        if gone is None:
+            return
+        self._all = tuple([known for known in self._all if known is not gone])
+        self._last = next(iter(self._all), None) if self._last is gone else self._last
+        for known in self._all:
+            known.next = known if known.next is gone else known.next
+        gone.next = gone
+
+    def clear(self) -> None:
+        for known in self._all:
+            known.next = known
+        self._by_key, self._all, self._last = {}, (), None
+
+
+def _needs_arguments(player: Player) -> bool:
+    """Whether a result is a container among the arguments, or something is put into one."""
+    recording = player.recording
+    return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
+
+
+def _not_transformed() -> bool:
+    """The check of no tensors: those would show that functorch is at work."""
+    return not transformed()
+
+
+_VALUES = frozenset({*SCALARS, float, complex})  # they cannot change
+_INEXACT = frozenset({float, complex})  # of which 0.0 and -0.0 are equal
+_TENSOR = object()
+
+
+class _Same(NamedTuple):
+    """What has to be this very object, if it is there yet."""
+
+    thing: Callable[[], Any]
+
+
+class _Part(NamedTuple):
+    """What a tuple, a list or a dictionary has to have in it: `_TENSOR`s, plain values, `_Same` objects, and others such."""
+
+    kind: type
+    names: tuple[str, ...]
+    children: tuple[Any, ...]
+
+
+def _arguments(call: Call) -> _Given | None:
+    """What takes the tensors out of arguments that are otherwise the same as those of this call; None where they all are
+    tensors, and positional.
+
+    Raises:
+        _Other: they are in containers of another kind, or are values that do not compare so easily.
+    """
+    assert call.shape is not None
+    part = _part(call.shape, iter(call.leaves))
+    (_, _, positional), (_, names, _) = part.children
+    return None if not names and all(x is _TENSOR for x in positional) else partial(_taken, part)
+
+
+def _part(node: Node | None, leaves: Iterator[Any]) -> Any:
+    if node is None:
+        return _leaf(next(leaves))
+    if node.kind not in (tuple, list, dict) or any(type(name) is not str for name in node.names):
+        raise _Other
+    return _Part(node.kind, node.names, tuple([_part(child, leaves) for child in node.children]))
+
+
+def _leaf(leaf: Any) -> Any:
+    if type(leaf) in _VALUES:
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return _TENSOR
+    if isinstance(leaf, (*BY_IDENTITY, enum.Enum)) and type(leaf).__weakrefoffset__:
+        return _Same(weakref.ref(leaf))
+    raise _Other
+
+
+class _Other(Exception):
+    """Something else is among the arguments."""
+
+
+def _taken(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    found: list[Any] = []
+    return tuple(found) if _takes(part, (args, kwargs), found) else None
+
+
+def _takes(part: _Part, x: Any, found: list[Any]) -> bool:
+    """Whether this has in it what it has to, in the same order."""
+    kind, names, children = part
+    theirs: type = type(x)
+    if theirs is not kind or len(x) != len(children):
+        return False
+    if not all(map(is_, x, names)) and not _equal_names(x, names):  # of a dictionary
+        return False
+    for value, child in zip(x.values() if names else x, children, strict=True):
+        if child is _TENSOR:
+            found.append(value)
+        elif type(child) is _Part:
+            if not _takes(child, value, found):
+                return False
+        elif value is not child and not _equal(value, child):
+            return False
+    return True
+
+
+def _equal_names(x: Any, names: tuple[str, ...]) -> bool:
+    """Whether these are its keys: those that stand in code are the very same objects, and others need not be."""
+    return tuple(x) == names and all(type(name) is str for name in x)
+
+
+def _equal(value: Any, known: Any) -> bool:
+    kind = type(value)
+    if type(known) is _Same:
+        return known.thing() is value and value is not None
+    return kind is type(known) and value == known and (kind not in _INEXACT or repr(value) == repr(known))
