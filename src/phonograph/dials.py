@@ -26,13 +26,14 @@ follow any if code in it takes an optimizer's parameter groups, for more than th
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import random
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -42,34 +43,52 @@ from .doors import forestall
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
+from .places import Spot
 from .reach import Reach
 from .step_counts import StepCounts, single
 from .torch_private import on_thread_of_autograds, optimizer_hooks, step_hooks, steps_captured, steps_itself
 from .where import is_ours, is_torchs
 
-__all__ = ["Dial", "Dials", "probing"]
+__all__ = ["Dial", "Dials", "Values", "probing", "reals"]
 
 Values = tuple[float, ...]
 Formula = Callable[[Values], float]
 
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon") if hasattr(torch.optim, name)])  # fmt: skip
+_LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
 _random = random.Random(0)  # our own: the user's generator is not touched
 
 
 class Dial(float):
-    """A probe: its float value is meaningless, `formula` says what it stands for."""
+    """A probe: its float value is meaningless, `formula` says what it stands for. What would make another thing of it gets the
+    real number, and then it is not followed."""
 
     __slots__ = ("dials", "formula")
     dials: Dials
     formula: Formula
 
-    def __float__(self) -> float:
-        self.dials.lost = True
-        return self.formula(self.dials.values)
-
     def __reduce__(self) -> Any:
-        return (float, (self.formula(self.dials.values),))
+        return (float, (self.as_plain("is copied") if self.wide else self.formula(self.dials.values),))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
+
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+
+    @property
+    def wide(self) -> bool:
+        """Whether it may be anywhere in the user's code, and not only in the step of an optimizer of torch's."""
+        return self.probe in self.dials.wide
+
+    def as_plain(self, why: str) -> float:
+        """The number that it stands for, which is not followed then."""
+        self.dials.lose(self, why)
+        return self.formula(self.dials.values)
 
     def __bool__(self) -> bool:
         return self.dials.decide(("__bool__", self.probe), self.formula)
@@ -79,13 +98,17 @@ class Dial(float):
         """Its value, as a plain number."""
         return float.__pos__(self)
 
-    __hash__ = float.__hash__
+    def __hash__(self) -> int:
+        return hash(self.as_plain("is looked up") if self.wide else self.probe)
 
 
 def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Dial, Any], Any]:
     plain = getattr(float, name)
 
-    def method(self: Dial, other: Any) -> Any:
+    def method(self: Dial, other: Any, *modulus: Any) -> Any:
+        if isinstance(other, complex):
+            number = self.as_plain("meets a complex number")
+            return function(other, number) if swapped else function(number, other)
         if not isinstance(other, (int, float)):
             return NotImplemented
         mine = self.formula
@@ -96,7 +119,8 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
             formula = lambda v: function(other, mine(v))  # noqa: E731
         else:
             formula = lambda v: function(mine(v), other)  # noqa: E731
-        return self.dials.derive((name, self.probe, _said(other)), lambda: plain(self, other), formula)
+        wide = self.wide or (isinstance(other, Dial) and other.wide)
+        return self.dials.derive((name, self.probe, _said(other)), lambda: plain(self, other), formula, wide)
 
     return method
 
@@ -108,6 +132,8 @@ def _said(other: Any) -> Any:
 
 def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
     def method(self: Dial, other: Any) -> Any:
+        if isinstance(other, complex):
+            return function(self.as_plain("meets a complex number"), other)
         if not isinstance(other, (int, float)):
             return NotImplemented
         mine = self.formula
@@ -122,9 +148,32 @@ def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
 
     def method(self: Dial) -> Any:
         mine = self.formula
-        return self.dials.derive((name, self.probe), lambda: plain(self), lambda v: function(mine(v)))
+        return self.dials.derive((name, self.probe), lambda: plain(self), lambda v: function(mine(v)), self.wide)
 
     return method
+
+
+def _conversion(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+    why = f"is converted ({name.strip('_')})"
+
+    def method(self: Dial, *others: Any) -> Any:
+        return plain(self.as_plain(why), *reals(others, why))
+
+    return method
+
+
+def _taken_apart(name: str) -> property:
+    return property(lambda self: getattr(self.as_plain("is taken apart"), name))
+
+
+def reals(value: Any, why: str) -> Any:
+    """The same with real numbers in the place of dials, which are not followed then."""
+    if isinstance(value, Dial):
+        return value.as_plain(why)
+    if type(value) in (list, tuple):
+        return type(value)([reals(v, why) for v in value])
+    return {k: reals(v, why) for k, v in value.items()} if type(value) is dict else value
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
@@ -134,6 +183,13 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Dial, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
 for _name in ("neg", "abs"):
     setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
+for _name in ("float", "int", "trunc", "floor", "ceil", "round", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod",
+              "str", "repr", "format"):  # fmt: skip
+    setattr(Dial, f"__{_name}__", _conversion(f"__{_name}__"))
+for _name in ("hex", "is_integer", "as_integer_ratio", "conjugate"):
+    setattr(Dial, _name, _conversion(_name))
+for _name in ("real", "imag"):
+    setattr(Dial, _name, _taken_apart(_name))
 
 
 def _is_number(v: Any) -> bool:
@@ -186,11 +242,14 @@ def _telling(x: Any) -> bool:
 class Dials:
     """What is followed in one recording: hyper-parameters, and step counts.
 
-    `sources` are (group, key) pairs. `values` are the numbers in them, and after these those of `counts`, one a class.
-    `formulas` maps each probe to what it stands for, `used` are the probes that reached an operator.
+    `sources` are (group, key) pairs. `values` are the numbers in them, after these those at `spots`, and those of `counts`, one
+    a class. `formulas` maps each probe to what it stands for, `used` are the probes that reached an operator. Those that come
+    of spots are `wide`.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts, spots: Sequence[Spot] = ()
+    ) -> None:
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
@@ -203,8 +262,19 @@ class Dials:
         read = [_numbers(v) or () for v in self._last]
         self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
         self._settings: Values = tuple([number for numbers in read for number in numbers])
-        self._length = len(self._of) + len(set(counts.of))
-        self.values: Values = (*self._settings, *(counts.values() or ()))
+        self.spots = [*spots]
+        self.given: list[Any] = []
+        """The numbers among the arguments of the call, where some of the spots are; a player sets them."""
+        self.wide: set[float] = set()
+        self.strays: dict[int, str] = {}
+        """Which spots cannot be followed, by number, and why."""
+        self._aliases = 0
+        self.blind = False  # whether code may have run that no mode looked at
+        self._seen_last: list[Any] = [spot.get() for spot in spots]
+        self._at_spots: Values = tuple(self._seen_last)
+        self._counts_from = len(self._of) + len(self.spots)
+        self._length = self._counts_from + len(set(counts.of))
+        self.values: Values = (*self._settings, *self._at_spots, *(counts.values() or ()))
         self.formulas: dict[float, Formula] = {}
         self._derived: dict[Any, Dial] = {}
         self.used: set[float] = set()
@@ -214,7 +284,7 @@ class Dials:
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
         self._conditions: dict[Any, tuple[Formula, Any]] = {}
         self._touched: set[int] = set()
-        classes = [self.source(len(self._of) + k) for k in range(self._length - len(self._of))]
+        classes = [self.source(k) for k in range(self._counts_from, self._length)]
         self._stand: list[Dial] = [classes[k] for k in counts.of]  # the dial for what each count is by now
         self._marks: list[list[Dial]] = []  # those at the ends of segments
         self._thread = threading.get_ident()
@@ -224,12 +294,14 @@ class Dials:
         self._moves: list[list[tuple[Formula, list[int]]]] = []
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
+        self.marks: set[int] = set()
+        """The identities of the numbers that were at those spots which the program follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
 
     def __bool__(self) -> bool:
-        return bool(self.sources or self.counts)
+        return bool(self.sources or self.spots or self.counts)
 
     # -- during the capture
 
@@ -240,9 +312,13 @@ class Dials:
             self._touched.add(i)
             return values[i]
 
-        return self.derive(("source", i), _probe, formula)
+        return self.derive(("source", i), _probe, formula, len(self._of) <= i < self._counts_from)
 
-    def derive(self, key: Any, probe: Callable[[], Any], formula: Formula) -> Dial:
+    def spot(self, i: int) -> Dial:
+        """The dial of what lies at the i-th spot."""
+        return self.source(len(self._of) + i)
+
+    def derive(self, key: Any, probe: Callable[[], Any], formula: Formula, wide: bool = False) -> Dial:
         """The dial for a formula, of which the key says what it is: with this probe, if it is `_telling`."""
         known = self._derived.get(key)
         if known is not None:
@@ -257,7 +333,46 @@ class Dials:
         dial = self._derived[key] = Dial(number)
         dial.dials, dial.formula = self, formula
         self.formulas[number] = formula
+        if wide:
+            self.wide.add(number)
         return dial
+
+    def lose(self, dial: Dial, why: str) -> None:
+        """This one has become something else, which is not followed."""
+        if dial.wide:
+            self.stray(dial.formula, why)
+        else:
+            self.lost = True
+
+    def stray(self, formula: Formula, why: str) -> None:
+        """What this depends on cannot be followed."""
+        self._touched.clear()
+        with suppress(ArithmeticError):
+            formula(self.values)
+        for i in self._touched:
+            if 0 <= i - len(self._of) < len(self.spots):
+                self.strays.setdefault(i - len(self._of), why)
+
+    def stray_all(self, why: str) -> None:
+        """Nothing that lies at spots can be followed."""
+        self.strays = dict.fromkeys(range(len(self.spots)), why) | self.strays
+
+    def taken(self, numbers: Iterable[float], why: str | None, special: Callable[[float], bool] | None) -> dict[float, float]:
+        """An operator takes these, which are wide: or, for a reason `why`, it cannot be told where it would keep them. Gives
+        what it is to take instead: each use has a number of its own, because each has to be found. Where the real number is
+        `special`, the operator may do something else."""
+        aliases: dict[float, float] = {}
+        for n in numbers:
+            formula = self.formulas[n]
+            if why is None and special is not None and self.decide(("special", n, special), _after(special, formula)):
+                why = "is one that an operator treats by itself"
+            if why is not None:
+                self.stray(formula, why)
+                continue
+            self._aliases += 1
+            aliases[n] = self.derive(("use", self._aliases), _probe, formula).probe
+            self.used.add(aliases[n])
+        return aliases
 
     def decide(self, key: Any, formula: Callable[[Values], Any]) -> bool:
         """Decide by the real values, and keep the decision as a condition."""
@@ -267,7 +382,7 @@ class Dials:
 
     def see(self, number: Any) -> None:
         """An operator got this number as an argument."""
-        if type(number) is float and number in self.formulas:
+        if type(number) is float and number in self.formulas and number not in self.wide:
             self.used.add(number)
 
     def count(self, x: object) -> float | None:
@@ -330,6 +445,7 @@ class Dials:
         self._deciding = [c for c in self._conditions.values() if self._turns(c[0], touched)]
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
+        self.marks = {identity(mark) for i, mark in enumerate(self._seen_last) if len(self._of) + i in touched}
         baked = {of for i, of in enumerate(self._of) if i not in touched}
         self.followed = {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
 
@@ -338,7 +454,7 @@ class Dials:
         self._touched.clear()
         formula(self.values)
         touched |= self._touched
-        return any(i >= len(self._of) for i in self._touched)
+        return any(i >= self._counts_from for i in self._touched)
 
     def _moving(self, stand: Sequence[Dial]) -> list[tuple[Formula, list[int]]]:
         """What counts are when these dials stand for them: a formula each, and the counts' places."""
@@ -362,15 +478,20 @@ class Dials:
     def turned(self, *, running: bool = False) -> bool:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
-        counts = self.values[len(self._of) :] if running else self.counts.values()
+        counts = self.values[self._counts_from :] if running else self.counts.values()
         now = [group.get(key) for group, key in self.sources]
         if not all(map(operator.is_, now, self._last)):
             self._last, self._stale = now, True
             read = [_numbers(v) for v in now]
             other = None in read or [*map(_form, now)] != self._forms
             self._settings = () if other else tuple([number for numbers in read for number in numbers or ()])
+        if self.spots:
+            there = [spot.get() for spot in self.spots]
+            if not all(map(operator.is_, there, self._seen_last)):
+                self._seen_last, self._stale = there, True
+                self._at_spots = tuple(there) if {*map(type, there)} == {float} else ()
         before = self.values
-        self.values = (*self._settings, *counts) if counts is not None else ()
+        self.values = (*self._settings, *self._at_spots, *counts) if counts is not None else ()
         return len(before) != len(self.values) or _bits(before) != _bits(self.values)
 
     def fit(self) -> bool:
@@ -380,8 +501,13 @@ class Dials:
             return False
         conditions = self._conditions.values() if self._stale else self._deciding
         try:
-            fits = all(bool(decides(self.values)) == outcome for decides, outcome in conditions)
-            return fits and all(type(number) is float for number in self.numbers().values())
+            if not all(bool(decides(self.values)) == outcome for decides, outcome in conditions):
+                return False
+            numbers = self.numbers().values()
+            if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
+                self._stale = True
+                return False
+            return all(type(number) is float for number in numbers)
         except ArithmeticError:
             self._stale = True
             return False
@@ -389,6 +515,10 @@ class Dials:
     def advance(self, segment: int = -1) -> None:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
         self.counts.put([(formula(self.values), places) for formula, places in self._moves[segment]])
+
+
+def _after(decides: Callable[[float], bool], formula: Formula) -> Callable[[Values], bool]:
+    return lambda values: decides(formula(values))
 
 
 def _plain(number: Any) -> float:
@@ -435,14 +565,15 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
-    """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can."""
+def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> Iterator[Dials]:
+    """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can, and all
+    code in place of what is at the `spots`."""
     compiled = reach.compiles_a_step
     for o in reach.optimizers if compiled else ():  # it finds states by ways of its own
         forestall(o)
     seen = compiled or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
     keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
-    dials = Dials(() if seen else reach.optimizers, keys, StepCounts(() if compiled else reach.optimizers))
+    dials = Dials(() if seen else reach.optimizers, keys, StepCounts(() if compiled else reach.optimizers), spots)
     real = list(dials._last)
     sources = map(dials.source, range(len(dials._of)))
     probes = [_like(v, sources) for v in real]
@@ -472,9 +603,16 @@ def probing(reach: Reach, wanted: Sequence[str]) -> Iterator[Dials]:
     try:
         for (group, key), mark in zip(dials.sources, marks, strict=True):
             group[key] = mark
+        for i, spot in enumerate(spots):
+            spot.put(dials.spot(i))
         with _watched(dials), steps_captured(dials.count):
             yield dials
     finally:
+        for i, (spot, mark) in enumerate(zip(spots, dials._seen_last, strict=True)):
+            if spot.get() is dials.spot(i):
+                spot.put(mark)
+            else:
+                dials.strays[i] = "is set by the function itself"
         for handle in handles:
             handle.remove()
         for (group, key), probe, mark, value in zip(dials.sources, probes, marks, real, strict=True):

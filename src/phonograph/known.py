@@ -86,7 +86,7 @@ class KnownCall:
     ) -> KnownCall | None:  # fmt: skip
         """For this call's signature, or None where it takes more to recognise one, or to play it: where it may be that the call
         has to be begun again, or has to be refused."""
-        if call.lent or call.again or any(type(t) is not torch.Tensor for t in call.tensors):
+        if call.lent or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
             return None
         if any(player.recording.live_parts or player.half_attached(call) or _needs_arguments(player) for player in players):
             return None

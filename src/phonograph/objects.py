@@ -34,7 +34,7 @@ from .identity import identity
 from .introspection import MISSING, is_users_class, is_users_function, slots_of
 from .left import Left
 from .mentions import CYCLED, LIVE, Mentions
-from .places import Holder, kept, key_label, own_dict
+from .places import Holder, Spot, item, kept, key_label, own_dict
 from .ran import Ran
 from .torch_private import behind, has_memory, inner_names, is_shape
 from .where import is_users
@@ -418,7 +418,13 @@ class Objects:
         def restore(values: tuple[Any, ...]) -> None:
             group.update(zip([k for k in group if k not in followed], values, strict=True))
 
-        self._hold(Holder(path, read, restore))
+        def spot(i: int, _: Any) -> Spot:
+            return item(group, [k for k in group if k not in followed][i])
+
+        def named(path: str, i: int, _: Any) -> str:
+            return f"{path}.{[k for k in group if k not in followed][i]}"
+
+        self._hold(Holder(path, read, restore, named=named, spot=spot))
         for key in followed:
             if key in group:
                 self._hold(_live_place(path, group, key))
@@ -469,7 +475,8 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     def restore(values: tuple[Any, ...]) -> None:
         group[key] = values[0]
 
-    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, dial=(identity(group), key))
+    return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, named=lambda path, *_: path,
+                  dial=(identity(group), key), spot=lambda *_: item(group, key))  # fmt: skip
 
 
 def _is_frozen(array: Any) -> bool:

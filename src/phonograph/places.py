@@ -25,6 +25,7 @@ from .introspection import MISSING, contents
 __all__ = [
     "Contents",
     "Holder",
+    "Spot",
     "array_of_numpys",
     "attributes",
     "buffer",
@@ -33,6 +34,7 @@ __all__ = [
     "dictionaries",
     "dictionary",
     "frozen_array",
+    "item",
     "kept",
     "key_label",
     "keyed",
@@ -50,12 +52,25 @@ __all__ = [
 Values = tuple[Any, ...]
 
 
+class Spot(NamedTuple):
+    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it."""
+
+    at: tuple[int, Any]
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+Find = Callable[[int, Values], Spot]
+
+
 class Part(NamedTuple):
-    """A part of a place: how to read it now, how to take it out of what was read of the whole, and how to name it."""
+    """A part of a place: how to read it now, how to take it out of what was read of the whole, how to name its values, and
+    where each of them lies."""
 
     read: Callable[[], Values]
     of: Callable[[Values], Values]
     named: Callable[[str, int, Values], str]
+    spot: Find
 
 
 class Contents(NamedTuple):
@@ -72,7 +87,7 @@ class Holder(NamedTuple):
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
     of `owner` holds, or the `contents` of a container. It lies `behind` a door (`doors.Room`), and need not be read while that
-    is shut.
+    is shut. `spot` finds where the i-th of the values read lies.
     """
 
     path: str
@@ -85,6 +100,7 @@ class Holder(NamedTuple):
     owner: Any = None
     contents: Contents | None = None
     behind: Any = None
+    spot: Find | None = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
@@ -108,6 +124,21 @@ def _pairs(values: Values, at: int) -> Iterator[tuple[Any, Any]]:
     """The items of the dictionary that was read into `values`, from `at` on."""
     n = values[at] if values else 0
     return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
+
+
+def item(d: dict[Any, Any], key: Any) -> Spot:
+    """An item of a dictionary."""
+    return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
+
+
+def _attribute(thing: Any, find: Callable[[], dict[str, Any]], name: str) -> Spot:
+    """An attribute of an object that has it in its dictionary."""
+    return Spot((identity(thing), name), lambda: find().get(name, MISSING), lambda value: find().__setitem__(name, value))
+
+
+def _keyed(spot: Callable[[Any], Spot]) -> Find:
+    """How to find what lies in a dictionary that was read as (how many items, the keys, the values)."""
+    return lambda i, values: spot(values[i - values[0]])
 
 
 def keyed(path: str, i: int, values: Values) -> str:
@@ -141,7 +172,7 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         nonlocal d
         d = to
 
-    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move))
+    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move), spot=_keyed(lambda k: item(d, k)))
 
 
 _values: Callable[[Any], Any] = methodcaller("values")
@@ -296,8 +327,9 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         before.clear()
         before.update(_pairs(values, 0))
 
+    spot = _keyed(lambda name: _attribute(thing, find, name))
     if names is None:
-        return Holder(path, read, restore, watched, keyed, owner=thing)
+        return Holder(path, read, restore, watched, keyed, owner=thing, spot=spot)
     some = tuple(names)
 
     def read_some() -> Values:
@@ -311,7 +343,11 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
     def named(path: str, i: int, values: Values) -> str:
         return f"{path}.{some[i]}" if i < len(some) else path
 
-    return Holder(path, read, restore, watched, keyed, part=Part(read_some, some_of, named), owner=thing)
+    def spot_of_some(i: int, _: Values) -> Spot:
+        return _attribute(thing, find, some[i])
+
+    part = Part(read_some, some_of, named, spot_of_some)
+    return Holder(path, read, restore, watched, keyed, part=part, owner=thing, spot=spot)
 
 
 def some(path: str, thing: Any, names: Set[str]) -> Holder:
@@ -329,7 +365,7 @@ def some(path: str, thing: Any, names: Set[str]) -> Holder:
             del d[n]
         d.update(before)
 
-    return Holder(path, read, restore, named=keyed)
+    return Holder(path, read, restore, named=keyed, spot=_keyed(lambda name: _attribute(thing, find, name)))
 
 
 def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Holder:
@@ -351,7 +387,11 @@ def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Hold
             elif get(descriptor) is not MISSING:
                 descriptor.__delete__(thing)
 
-    return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{descriptors[i][0]}")
+    def spot(i: int, _: Values) -> Spot:
+        name, descriptor = descriptors[i]
+        return Spot((identity(thing), name), lambda: get(descriptor), lambda value: descriptor.__set__(thing, value))
+
+    return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{descriptors[i][0]}", spot=spot)
 
 
 # -- other containers
@@ -368,7 +408,13 @@ def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
         nonlocal values
         values = to
 
-    return Holder(path, lambda: (*kind.__iter__(values),), restore, contents=Contents(lambda: values, move))
+    def spot(i: int, _: Values) -> Spot:
+        def get() -> Any:
+            return kind.__getitem__(values, i) if i < kind.__len__(values) else MISSING
+
+        return Spot((identity(values), i), get, lambda value: kind.__setitem__(values, i, value))
+
+    return Holder(path, lambda: (*kind.__iter__(values),), restore, contents=Contents(lambda: values, move), spot=spot)
 
 
 def unordered(path: str, values: set[Any]) -> Holder:
@@ -479,7 +525,11 @@ def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
             elif contents(cell) is not MISSING:
                 del cell.cell_contents
 
-    return Holder(path, lambda: tuple(map(contents, of)), restore, named=lambda path, i, _: f"{path}.{names[i]}")
+    def spot(i: int, _: Values) -> Spot:
+        cell = of[i]
+        return Spot((identity(cell), None), lambda: contents(cell), lambda value: setattr(cell, "cell_contents", value))
+
+    return Holder(path, lambda: tuple(map(contents, of)), restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
 
 
 def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
@@ -496,4 +546,4 @@ def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
             else:
                 of.pop(n, None)
 
-    return Holder(path, read, restore, named=lambda path, i, _: held[i])
+    return Holder(path, read, restore, named=lambda path, i, _: held[i], spot=lambda i, _: item(of, held[i]))

@@ -141,6 +141,11 @@ class Player:
     def pool(self) -> Any:
         return self._device.pool
 
+    def take(self, call: Call) -> None:
+        """Note the numbers among the arguments of the call that is to be played."""
+        if call.numbers:
+            self.recording.reliances.dials.given[:] = [call.leaves[i] for i in call.numbers]
+
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
         if self.recording.spoiled or (self._templates and self._moved()):

@@ -36,6 +36,7 @@ from .checks import look, lookouts
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
+from .following import Fixed, Following
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
 from .growth import Growth
@@ -186,6 +187,7 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
+        self._following = Following()
         self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
         self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
@@ -373,6 +375,8 @@ class Recorded(Observed, Generic[P, R]):
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
                     # run while gradients are there.)
                     self._count_change(found.broken, history, call)
+                    for player in self._shelf.of(call.key):
+                        self._following.want(player.recording.reliances.numbers_changed())
                     history.warm_again = True
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again = False
@@ -449,7 +453,7 @@ class Recorded(Observed, Generic[P, R]):
         return call
 
     def _taken_apart(self, args: Any, kwargs: Any) -> Call:
-        call = describe(args, self._with_state(kwargs), self._named, self._regulars)
+        call = describe(args, self._with_state(kwargs), self._named, self._regulars, self._following.arguments)
         return call._replace(like=(args, dict(kwargs)))
 
     def _with_state(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -576,6 +580,9 @@ class Recorded(Observed, Generic[P, R]):
     def _needs_a_look(self, refusal: Refusal, history: History, call: Call) -> bool:
         """Whether the next capture needs a live call before: to know what an operator gives that runs live from now on, or
         because something was not seen to run there."""
+        if isinstance(refusal, Fixed):
+            self._following.fix((call.shape, at) for at in call.numbers)
+            return True
         if isinstance(refusal, Elsewhere) and history.device is None and not call.tensors:
             history.device = refusal.device
             history.begin_again(refusal)
@@ -610,6 +617,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unrepeated += 1
         last, self._last_key = self._last_key, call.key
         self._differs = _difference(last, call, self._named()) if last is not None else ""
+        self._following.want_arguments(_numbers_that_differ(last, call))
         if self._counters.calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
             self._unrepeated, self._counted_from = 1, self._counters.calls
         if self._unrepeated > _UNREPEATED and self._differs:
@@ -925,7 +933,7 @@ class Recorded(Observed, Generic[P, R]):
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
                           numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
-                          carried=self._carried)  # fmt: skip
+                          carried=self._carried, following=self._following)  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):
@@ -985,6 +993,7 @@ class Recorded(Observed, Generic[P, R]):
             self._reasons.clear()
             self._changes.clear()
             self._carried = Carried(self._carried.learns)
+            self._following = Following()
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._growth = Growth()
             self._stopped = self._for_good = None
@@ -1098,6 +1107,15 @@ def _difference(key: Any, call: Call, naming: Naming) -> str:
                 tensor = isinstance(call.leaves[i], torch.Tensor)
                 return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
+
+
+def _numbers_that_differ(key: Any, call: Call) -> list[Any]:
+    """Which arguments are other numbers than in a call with that key, if nothing else is another."""
+    if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
+        return []
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
+    numbers = all(type(x) is tuple and len(x) == 2 and x[0] is float for _, *both in differing for x in both)
+    return [(call.shape, i) for i, *_ in differing] if numbers else []
 
 
 def _method_where_traced(recorded: Recorded[Any, Any], instance: Any) -> Any:

@@ -35,8 +35,9 @@ from . import outputs
 from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
-from .dials import Dials, probing
+from .dials import Dial, Dials, probing
 from .errors import Again, Overlooked, Refusal
+from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
@@ -116,8 +117,9 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each replay reads. `sibling` is another
-    recording of this signature. Some arguments are what is `carried`.
+    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each replay reads. `sibling` is
+    another recording of this signature. Some arguments are what is `carried`. `following` says which numbers are to be
+    followed, and is told which cannot be; without those in `baked`.
     """
 
     blocked: int = 0
@@ -132,6 +134,8 @@ class Terms:
     numbers: bool = False
     sibling: Recording | None = None
     carried: Carried = field(default_factory=Carried)
+    following: Following | None = None
+    baked: frozenset[Any] = frozenset()
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -149,6 +153,10 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
                 return _attempt(name, function, call, reach, device, terms)
         except _Unfollowed as e:
             terms = replace(terms, follow=e.fewer)
+        except Unfollowed as e:
+            for at, why in e.spots.items():
+                terms.following.fail(at, why)  # type: ignore[union-attr]
+            terms = replace(terms, baked=terms.baked | e.spots.keys())
         except _ReadAgain:
             terms = replace(terms, retain=True)
         except Again:
@@ -159,10 +167,17 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     """As `record`, on these very terms.
 
     Raises:
-        _Unfollowed, _ReadAgain: on others it may be possible.
+        _Unfollowed, Unfollowed, _ReadAgain: on others it may be possible.
     """
     tracing = terms.tracing
     _check(reach, call, tracing is not None)
+    # A backward that is recorded by itself, or runs, goes by numbers that its forward has noted.
+    whole = terms.following is not None and tracing is None and not isinstance(function, Backward)
+    spots = marked(reach, terms.following.wanted() - terms.baked) if terms.following is not None and whole else []
+    arguments_spots, given_numbers = of_arguments(call)
+    if arguments_spots and (not whole or any(map(is_compiled, reach.met))):
+        raise Fixed
+    spots = [*arguments_spots, *spots]
     grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
@@ -174,13 +189,15 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         # Gradients stay in their place, small ones too, where an optimizer that is recorded beside will find them again.
         small = 0 if isinstance(function, Backward) else SMALL
         most = 0 if terms.borrow else math.inf if copies_out else small
-        with probing(reach, terms.follow) as dials, fit_to_step(reach.optimizers):
+        with probing(reach, terms.follow, spots) as dials, fit_to_step(reach.optimizers):
+            dials.given = given_numbers
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
                                 most, terms, release)  # fmt: skip
         if captured.watch.communicated:
             follow_program(captured.program)
         if release is not None and (release.again or captured.watch.parts):
             raise _ReadAgain
+        _all_followed(dials, captured, reach)
         for t in captured.watch.written.values():
             if any(t.data_ptr() < at + nbytes and at < t.data_ptr() + t.nbytes for at, nbytes in reach.array_places):
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
@@ -300,6 +317,36 @@ def _relied(captured: Any, reach: Reach, carried: Carried) -> Reach | None:
         return None
     found = {storage_id(t) for _, t in part.tensors.values()}
     return part if {storage_id(t) for _, t in reach.tensors.values()} & touched <= found else None
+
+
+def _all_followed(dials: Dials, captured: Any, reach: Reach) -> None:
+    """Whether each of the numbers that are to be followed wherever they are read was found wherever it was used.
+
+    Raises:
+        Unfollowed: some cannot be.
+    """
+    if not dials.spots:
+        return
+    leaves: list[Any] = []
+    flatten(captured.result, leaves)
+    for leaf in leaves:
+        if isinstance(leaf, Dial):
+            dials.stray(leaf.formula, "is returned")
+    judged(dials, captured.ran, captured.sets_hooks, () if captured.known is not None else reach.met)
+    if captured.watch.parts:
+        dials.stray_all("is read where parts of the function run live")
+    if not dials.fit():
+        dials.stray_all("is no number that can be worked with")
+    if not dials.strays:
+        numbers = dials.numbers()
+        for n in numbers.keys() - captured.program.set_numbers(numbers):
+            dials.stray(dials.formulas[n], "was not found in what an operator launches")
+        if captured.program.holds(dials.wide):
+            dials.stray_all("is taken by what is no operator")
+    if dials.strays.keys() & range(len(dials.given)):
+        raise Fixed
+    if dials.strays:
+        raise Unfollowed({dials.spots[i].at: why for i, why in dials.strays.items()})
 
 
 def _where_set(path: str, reach: Reach, ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> str:
@@ -550,6 +597,8 @@ def _capture(
         watch.has_backward = tracing is not None or isinstance(function, Backward)
         watch.numerals = [] if terms.numbers else None
         leaves, seen = list(call.leaves), slots
+        for place, number in zip(call.numbers, dials.given, strict=True):
+            leaves[place] = number
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
@@ -591,7 +640,8 @@ def _capture(
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
-                result = called(*args, **by_name)
+                with guarding(dials, reach):
+                    result = called(*args, **by_name)
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)

@@ -47,6 +47,9 @@ class Program(Protocol):
         """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on: where
         one is another object than last time. The first time, all have to be given. Returns those that are in the program."""
 
+    def holds(self, numbers: Set[float]) -> bool:
+        """Whether one of these numbers is anywhere in the captured call, as it is."""
+
     def close(self) -> None:
         """Free what it owns."""
 

@@ -459,7 +459,7 @@ class Reliances(Entries):
         live = dials.followed
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        super().__init__([_relied(h, values) for h, values in read if h.dial not in live], reach.shared)
+        super().__init__([_relied(h, values, dials.marks) for h, values in read if h.dial not in live], reach.shared)
         self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
@@ -544,6 +544,18 @@ class Reliances(Entries):
         self._turn = cycle([(room, *found) for room in rooms for found in room.read()] if shut else ())
         return None
 
+    def numbers_changed(self) -> list[tuple[tuple[int, Any], str]]:
+        """Where numbers are now other numbers: the places, and their names."""
+        found = []
+        for holder, read, saved in self._held:
+            now = read()
+            if holder.spot is None or len(now) != len(saved):
+                continue
+            for i, (a, b) in enumerate(zip(saved, now, strict=True)):
+                if a is not b and type(a) is type(b) is float and not same(a, b):
+                    found.append((holder.spot(i, now).at, holder.label(i, now)))
+        return found
+
     def disturbing(self) -> Callable[[], bool]:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
         rotation is found before a later one.)"""
@@ -624,12 +636,27 @@ def _parts(things: list[Any], size: int) -> list[list[Any]]:
 
 def relied(holder: Holder) -> Holder:
     """That part of a place on which a recording relies."""
-    return holder if holder.part is None else holder._replace(read=holder.part.read, named=holder.part.named)
+    part = holder.part
+    return holder if part is None else holder._replace(read=part.read, named=part.named, spot=part.spot)
 
 
-def _relied(holder: Holder, values: tuple[Any, ...]) -> list[Any]:
+def _relied(holder: Holder, values: tuple[Any, ...], followed: Set[int]) -> list[Any]:
+    """What is relied on of a place, but for those of its values that are `followed`."""
     part = relied(holder)
-    return [part, part.read, values if holder.part is None else holder.part.of(values)]
+    saved = values if holder.part is None else holder.part.of(values)
+    left_out = [i for i, value in enumerate(saved) if type(value) is float and identity(value) in followed]
+    if not left_out:
+        return [part, part.read, saved]
+    whole = part.read
+
+    def read() -> tuple[Any, ...]:
+        now = [*whole()]
+        if len(now) == len(saved):
+            for i in left_out:
+                now[i] = None
+        return tuple(now)
+
+    return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
 
 
 def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], list[Any]]:

@@ -182,6 +182,9 @@ class Segments:
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         return frozenset[float]().union(*(p.set_numbers(numbers) for p in self.programs))
 
+    def holds(self, numbers: Set[float]) -> bool:
+        return any(p.holds(numbers) for p in self.programs)
+
     def close(self) -> None:
         for p in self.programs:
             p.close()

@@ -48,6 +48,7 @@ class Shelf:
         players = self._by_key.get(call.key, ())
         blocked, broken = 0, None
         for player in players:
+            player.take(call)
             now = player.broken()
             if now is not None:
                 broken = now

@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ from .wording import Naming
 
 __all__ = [
     "ALIGNMENT",
+    "FOLLOWED",
     "HOOKS",
     "Call",
     "aliases",
@@ -78,6 +79,7 @@ class Call(NamedTuple):
     again: tuple[tuple[int, int], ...] = ()
     lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
     containers: Sequence[Any] = ()
+    numbers: tuple[int, ...] = ()  # the places of numbers that are followed: their values are no part of the signature
 
     def lent_within(self, spans: Spans) -> list[int]:
         """Which arguments are borrowed outputs that lie there."""
@@ -91,14 +93,18 @@ class Call(NamedTuple):
             del self.lent[i]
 
 
+FOLLOWED = (float,)
+"""Stands in a key for any number."""
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def describe(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming, regulars: Regulars | None = None
-) -> Call:
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming, regulars: Regulars | None = None,
+    followed: Set[tuple[Node | None, int]] = frozenset(),
+) -> Call:  # fmt: skip
     """The signature of a call, and its tensors. Of the objects that are given the `regulars` are known, which stand for
-    themselves.
+    themselves. At the places that are `followed`, given with the arguments' structure, any number may stand.
 
     Raises:
         NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
@@ -116,7 +122,7 @@ def describe(
         if (opening.spans or regulars.standing) and regulars.note(opening, leaves):
             continue
         try:
-            return _described(args, kwargs, shape, leaves, opening, regulars)
+            return _described(args, kwargs, shape, leaves, opening, regulars, followed)
         except _Unplaced as e:
             whole = opening.outermost(e.at) if e.at >= 0 else None
             if whole is None or not regulars.seal(whole[0], leaves[whole[1] : whole[2]]):
@@ -134,7 +140,7 @@ class _Unplaced(Exception):
 
 def _described(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Node | None, leaves: list[Any], opening: Opening,
-    regulars: Regulars,
+    regulars: Regulars, followed: Set[tuple[Node | None, int]],
 ) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
     places: list[int] = []
@@ -142,6 +148,7 @@ def _described(
     lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[Any] = []
+    given: list[int] = []
     standing, at = regulars.standing, -1
     try:
         for at, leaf in enumerate(leaves):
@@ -160,6 +167,9 @@ def _described(
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
+            elif followed and type(leaf) is float and (shape, at) in followed:
+                keys.append(FOLLOWED)
+                given.append(at)
             else:
                 keys.append(regulars.counted(argument_key(leaf)))
         at = -1
@@ -172,7 +182,7 @@ def _described(
             raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
     containers = opening.containers
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers)
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers, tuple(given))
 
 
 def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:

@@ -31,6 +31,7 @@ from .collectives import refusal
 from .dials import Dials
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
+from .following import takes
 from .identity import identity
 from .listening import unheard
 from .numerals import Numeral, listable, readable
@@ -199,7 +200,10 @@ class OperatorWatch(TorchDispatchMode):
                 sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
             self.runs_python = self.runs_python or m.others
             blamed = func  # also for what Python code of its own does
-            out = self.perform(func, m, args, kwargs)
+            if self.dials is not None and self.dials.wide and (taken := takes(self.dials, m.name, args, kwargs)) is not None:
+                out = self._followed(func, m, *taken)
+            else:
+                out = self.perform(func, m, args, kwargs)
             blamed = None
             if self._historic and torch.is_grad_enabled():
                 self._no_history(m, operators.operands(args, kwargs), out)
@@ -255,6 +259,15 @@ class OperatorWatch(TorchDispatchMode):
         """What stands for hyper-parameters and step counts in this call."""
         self.dials = dials
         self._counts = frozenset(map(storage_id, dials.counts.tensors))
+
+    def _followed(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
+        """Run an operator that takes numbers which are followed: what it launches has to have them."""
+        assert self.dials is not None
+        self.dials.stepping(True)
+        try:
+            return self.perform(func, m, args, kwargs)
+        finally:
+            self.dials.stepping(False)
 
     def _counted(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
         """Whether the operator moves step counts on, by numbers. A replay does so by itself."""

@@ -417,6 +417,9 @@ class TapeProgram:
                 self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
         return frozenset[float]().union(*(own for _, _, own in self._probes))
 
+    def holds(self, numbers: Set[float]) -> bool:
+        return any(not numbers.isdisjoint(_numbers_of(call)) for call in self.calls)
+
     def _call(self, step: _Step) -> partial[Any] | None:
         """What a replay does for a step; None where the operator only allocates."""
         which = identity(step.func)  # an overload's own hash is Python code

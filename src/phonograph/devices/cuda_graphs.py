@@ -334,6 +334,10 @@ class GraphProgram:
         self._numbers.set(numbers)
         return self._numbers.found
 
+    def holds(self, numbers: Set[float]) -> bool:
+        assert self._graph is not None
+        return driver.holds(self._graph.raw_cuda_graph(), numbers)
+
     def close(self) -> None:
         if self._graph is not None:
             self._graph.reset()

@@ -11,7 +11,7 @@ import ctypes
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -232,13 +232,13 @@ def _checked(code: int, function: str) -> None:
 
 
 def reciprocal(x: float) -> float:
-    """1 / x, infinite for 0."""
-    return 1.0 / x if x else math.inf
+    """1 / x, infinite for 0, with its sign."""
+    return 1.0 / x if x else math.copysign(math.inf, x)
 
 
 def reciprocal_of_single(x: float) -> float:
     """1 / x as a launcher computes it that has made x a float32 before."""
-    return reciprocal(struct.unpack("f", struct.pack("f", x))[0])
+    return reciprocal(struct.unpack("f", _packed("f", x))[0])
 
 
 # What a launcher does to a scalar before it hands it to a kernel: nothing, `sub` negates, `div` takes the reciprocal.
@@ -257,6 +257,24 @@ def _runs(buffer: Any, found: Sequence[tuple[int, Any]]) -> list[tuple[Any, ...]
         else:
             runs.append((buffer, at, 1, *what))
     return runs
+
+
+def _packed(kind: str, x: float) -> bytes:
+    """A number's bytes as a float32 or float64; infinite where it is too large, as it is for a cast."""
+    try:
+        return struct.pack(kind, x)
+    except OverflowError:
+        return struct.pack(kind, math.copysign(math.inf, x))
+
+
+def holds(graph: int, numbers: Iterable[float]) -> bool:
+    """Whether the parameters of some kernel have one of these numbers, as it is."""
+    patterns = {struct.pack(kind, n) for n in numbers for kind in "fd"}
+    if not patterns:
+        return False
+    anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
+    kernels = (_Kernel(node) for node in _nodes(graph) if _kind(node) == _KERNEL)
+    return any(m.start() % 4 == 0 for kernel in kernels for b in kernel.buffers for m in anywhere.finditer(b.raw))
 
 
 class KernelNumbers:
@@ -296,7 +314,7 @@ class KernelNumbers:
             if all(last.get(n) is numbers[n] for n in own):
                 continue
             for buffer, at, times, f, n, form in places:
-                data = struct.pack(f, form(numbers[n])) * times
+                data = _packed(f, form(numbers[n])) * times
                 buffer[at : at + len(data)] = data
             _checked(put(), "cuGraphExecKernelNodeSetParams")
 
