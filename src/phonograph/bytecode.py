@@ -183,6 +183,7 @@ class _Reading:
         self.variables, self.sets, self.asked = set[str](), set[str](), set[str]()
         self.around, self.bare = set[str](), set[str]()
         self.spaces = self.computes = self.modules = False
+        self._code = code
         self._all = [*dis.get_instructions(code)]
         self._last = ""  # the name of what was loaded last
         self._local = False  # it is a local variable, of which nothing else is known
@@ -232,7 +233,7 @@ class _Reading:
             called = _arguments(rest) == []  # `model.modules()`
             self.modules = self.modules or not (called or _one_of_space(self._heard, n))
         goes = _goes_around(i, rest)
-        if goes is not None:
+        if goes is not None and not _forwards(self._code, i, rest):
             self.around.add(goes)
 
     def _names(self, n: int, i: dis.Instruction) -> None:
@@ -429,6 +430,23 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     if not given or (name in _BY_NAME and _is_literal(name, [*map(_is_word, given)])):
         return None if given else ""
     return _named(given[0]) if name in _OF_ANY else ""
+
+
+def _forwards(code: CodeType, i: dis.Instruction, following: Instructions) -> bool:
+    """Whether this is `getattr(x, name)` in a ``__getattr__(self, name)``, the argument as it was given: whoever reads such an
+    attribute names it."""
+    if i.argval != "getattr" or code.co_name != "__getattr__" or code.co_argcount != 2:
+        return False
+    if code.co_varnames[1] in _assigned(code):
+        return False
+    given = _arguments(following) or []
+    last = given[1] if len(given) >= 2 else []
+    return len(last) == 1 and last[0].opname.startswith("LOAD_FAST") and _variable_loaded(last[0]) == code.co_varnames[1]
+
+
+def _variable_loaded(loading: dis.Instruction) -> str:
+    """The variable that is loaded, or the last of two."""
+    return str(loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval)
 
 
 def _is_literal(name: str, words: list[bool]) -> bool:

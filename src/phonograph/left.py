@@ -5,8 +5,8 @@ nothing in the call depends on what it finds there, which is something else in e
 
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
-* A tensor that is *put* somewhere: it is one more result of the call. No code that ran reads such an attribute but where it has
-  set it before.
+* A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
+  attribute but where it has set it before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .numerals import Numeral
 from .places import Holder, kept, own_dict
 from .torch_private import has_memory
 
@@ -40,7 +41,7 @@ class Put(NamedTuple):
     path: str
     of: object
     name: str
-    new: torch.Tensor | None = None
+    new: torch.Tensor | Numeral | None = None
 
 
 class Left(NamedTuple):
@@ -97,7 +98,7 @@ def _sets_plainly(kind: type) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return type(value) is torch.Tensor and has_memory(value)
+    return (type(value) is torch.Tensor and has_memory(value)) or type(value) is Numeral
 
 
 def kinds(path: str, of: object, names: Sequence[str]) -> Holder:

@@ -25,6 +25,7 @@ from .borrowed import Borrowed, Loan, plain
 from .identity import identity
 from .joint import Joint
 from .left import advance, putting
+from .numerals import reading
 from .pool import Fill, once
 from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
@@ -91,6 +92,8 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
+        if recording.numbers:
+            self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
             self._rebuild = putting(recording.left.puts, self._rebuild, edited=bool(recording.edits))
         self._edits = recording.edits

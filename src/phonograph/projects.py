@@ -58,13 +58,23 @@ def _entry(path: str) -> str | None:
 
 
 def _directories() -> Iterator[str]:
-    return (os.path.join(os.path.abspath(entry), "") for entry in [*sys.path])
+    here = _working_directory()
+    known = (entry for entry in [*sys.path] if here or os.path.isabs(entry))
+    return (os.path.join(os.path.normpath(os.path.join(here, entry)), "") for entry in known)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return ""
 
 
 def _places() -> Iterator[str]:
     """Where the program lies, and where it runs, with the projects around."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    for place in ([os.path.dirname(os.path.abspath(main))] if main else []) + [os.getcwd()]:
+    here, main = _working_directory(), getattr(sys.modules.get("__main__"), "__file__", None)
+    beside = os.path.dirname(os.path.join(here, main)) if main else ""
+    for place in map(os.path.normpath, filter(os.path.isabs, (beside, here))):
         if os.path.dirname(place) != place:  # the root of all says nothing
             yield place
             yield _own_place(place)

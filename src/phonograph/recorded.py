@@ -706,7 +706,7 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
-        if not nodes <= {t.grad_fn for t in call.tensors} and self.options.outputs != "borrow":
+        if nodes and self.options.outputs != "borrow" and not any(t.requires_grad for t in call.tensors):
             history.attached = True  # so that the capture need not find it out
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
@@ -925,6 +925,7 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
+                          numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
             self._packages.before()
             try:

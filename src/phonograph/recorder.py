@@ -43,6 +43,7 @@ from .listening import HEARS_ALL_THREADS, Listener, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, HISTORY, LIVE
+from .numerals import without
 from .opened import layout_of
 from .optimizers import fit_to_step
 from .pool import Lease, unowned
@@ -114,7 +115,8 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. `sibling` is another recording of this signature.
+    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each
+    replay reads. `sibling` is another recording of this signature.
     """
 
     blocked: int = 0
@@ -126,6 +128,7 @@ class Terms:
     notes: Notes | None = None
     retain: bool = False
     expected: int = 0
+    numbers: bool = False
     sibling: Recording | None = None
 
 
@@ -250,6 +253,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         live_parts=captured.watch.parts,
         left=left.after(),
         edits=captured.returned.edits,
+        numbers=captured.numbers,
     )
 
 
@@ -526,12 +530,15 @@ def _capture(
     left: list[Left] = [Left()]
     returned: list[Returned] = []
     known: list[Ran | None] = [None]
+    numbers: list[tuple[int, ...]] = [()]
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
         watch.outermost = sys._getframe().f_code
+        watch.has_backward = tracing is not None or isinstance(function, Backward)
+        watch.numerals = [] if terms.numbers else None
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
@@ -590,11 +597,18 @@ def _capture(
             left[0] = left_by(found_there, all_of_it)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
-        if edited:
+            left[0] = left[0].after()
+        edits = [edit for edit, _ in edited]
+        if edits:
             result = (result, [values for _, values in edited])
-        returned.append(Returned.of(result, [edit for edit, _ in edited], built, outer))
+        edited.clear()
+        result, read = without(result, {*map(identity, built)})
+        returned.append(Returned.of(result, edits, built, outer))
         result = returned[0].leaves
+        numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         wait_for_all(result)
+        if any(ref() is not None for ref in watch.numerals or ()):
+            raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         functions.extend(listener.functions())
         loggers.extend(listener.loggers.values())
         dials.ran(listener.ran)
@@ -628,7 +642,7 @@ def _capture(
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
-        captured = captured._replace(containers=frozenset(given), returned=returned[0])
+        captured = captured._replace(containers=frozenset(given), returned=returned[0], numbers=numbers[0])
         return captured._replace(ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
     except Refusal as refusal:

@@ -156,7 +156,8 @@ class Recording:
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
     with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
     else. `draws` is False if it surely draws no random numbers; `communicates`: with other ranks. Each time it is played, it
-    leaves what the call has `left` in attributes, and makes its `edits` in the arguments' containers.
+    leaves what the call has `left` in attributes, and makes its `edits` in the arguments' containers. Those leaves of the
+    result are `numbers` that are read of tensors.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Recording:
     live_parts: tuple[Any, ...] = ()
     left: Left = field(default_factory=Left)
     edits: tuple[Edit, ...] = ()
+    numbers: tuple[int, ...] = ()
     releases: frozenset[Lease] = frozenset()
     reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,7 @@ from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .listening import unheard
+from .numerals import Numeral, listable, readable
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
@@ -149,6 +150,8 @@ class OperatorWatch(TorchDispatchMode):
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
+        self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
+        self.has_backward = False  # outside, or it is one
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 
     supports_higher_order_operators = True
@@ -427,6 +430,23 @@ class OperatorWatch(TorchDispatchMode):
     def takes(self, check: Check) -> bool:
         """Whether each replay can make this check as a live call does."""
         return check.exact
+
+    def numeral(self, t: torch.Tensor) -> Numeral | None:
+        """What stands for the number in this tensor, if the call may hand it on without knowing it."""
+        if self.numerals is None or not readable(t, self.device):
+            return None
+        found = Numeral(t.detach().clone(), self._reads_number)
+        self.numerals.append(weakref.ref(found))
+        return found
+
+    def listed(self, t: torch.Tensor) -> Any:
+        """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
+        if self.numerals is None or not listable(t, self.device):
+            return None
+        return [self.listed(row) for row in t.unbind()] if t.dim() else self.numeral(t)
+
+    def _reads_number(self) -> NoReturn:
+        raise self.located(operators.reads_value())
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""

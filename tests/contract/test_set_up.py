@@ -2,6 +2,8 @@
 
 import dis
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,34 +121,31 @@ def test_c09_a_package_is_one_wherever_it_lies(device, tmp_path, monkeypatch, ho
     assert torch.equal(recorded(x), torch.tanh(x) * 3 + 1)
 
 
-def counted_snapshots(monkeypatch):
-    taken, snapshot = [], torch.cuda.memory_snapshot
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda *pools: (taken.append(pools), snapshot(*pools))[1])
-    return taken
+ALONE = """
+import torch, phonograph as pg
+from torch import nn
+taken, snapshot = [], torch.cuda.memory_snapshot
+torch.cuda.memory_snapshot = lambda *pools: (taken.append(pools), snapshot(*pools))[1]
+model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(8, 8), nn.Tanh()))).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+@pg.record
+def step(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+x = torch.ones(4, 8, device="cuda")
+step(x)
+before = len(taken)
+step(x)
+assert pg.stats(step).recorded == 1
+print(len(taken) - before)
+"""
 
 
 @pytest.mark.cuda
-def test_c09_the_allocator_is_asked_three_times_for_a_recording(monkeypatch):
-    device = torch.device("cuda")
-    x = torch.ones(2, 4, device=device)
-    first = program(device)
-    for _ in range(3):
-        first(x)
-    recorded = program(device)
-    recorded(x)
-    taken = counted_snapshots(monkeypatch)
-    recorded(x)
-    assert pg.stats(recorded).recorded == 1
-    assert len(taken) <= 3
-
-
-@pytest.mark.cuda
-def test_c09_and_five_times_for_a_warm_up(monkeypatch):
-    device = torch.device("cuda")
-    x = torch.ones(2, 4, device=device)
-    first = program(device)
-    for _ in range(3):
-        first(x)
-    taken = counted_snapshots(monkeypatch)
-    program(device)(x)
-    assert len(taken) <= 5
+def test_c09_the_allocator_is_asked_three_times_for_a_recording():
+    """In a process of its own: where a pool has to grow, or others have left something in it, there is more to ask."""
+    said = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
+    assert int(said.stdout) <= 3

@@ -131,3 +131,14 @@ def test_the_root_of_all_is_no_place_of_the_users(place, monkeypatch):
     on_the_path(monkeypatch, root)
     monkeypatch.chdir("/")
     assert is_of_another(str(root / "lib" / "__init__.py"))
+
+
+def test_a_working_directory_that_is_gone_is_no_place(place, monkeypatch):
+    root = made(place / "checkout", "setup.py", "lib/__init__.py")
+    gone = place / "gone"
+    gone.mkdir()
+    on_the_path(monkeypatch, root, "")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert is_of_another(str(root / "lib" / "__init__.py"))
+    assert where.is_users(str(place / "user" / "scripts" / "train.py"))

@@ -42,7 +42,7 @@ from ..torch_private import below_autograd, has_memory, maker, storage_at, witho
 from ..watch import CHECKS, OperatorWatch, storage_id
 from ..wording import Failure, at_work
 from .base import Captured, Made
-from .host_reads import NUMBERS, READS, host_reads_refused, reads_value
+from .host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
 from .out_variants import Variant, tried
 from .spelling import spelled
 
@@ -542,7 +542,7 @@ class CpuDevice:
         tape.follow(dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, host_reads_refused(tape, READS + NUMBERS, reads_value), collected():
+            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value), collected():
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

@@ -45,7 +45,7 @@ from .cuda_checks import CudaChecks
 from .cuda_constants import filled_in
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
-from .host_reads import LISTED, TRUTH, host_reads_refused, of_the_host
+from .host_reads import ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -371,7 +371,7 @@ class CudaDevice:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, (*LISTED, TRUTH), of_the_host), filled_in():
+                    with watch, host_reads_refused(watch, (*LISTED, ITEM, TRUTH), of_the_host), filled_in():
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")

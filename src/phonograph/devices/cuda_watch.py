@@ -286,6 +286,9 @@ class CudaWatch(OperatorWatch):
         together, and here and now it is drawn from the default one."""
         if not is_of(generator, self.device):
             return super().lent(generator)
+        if self.has_backward:
+            raise self.located(Refusal("draws random numbers from generators of compiled code's own, from which its backward, "
+                                       "that recomputes a part, has to draw them again", "record the whole step"))  # fmt: skip
         if all(not _same(generator, g) for g in self._lent):
             self._lent.append(generator)
         if all(not _same(generator, g) for g in self._registered):
