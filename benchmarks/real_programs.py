@@ -5,13 +5,12 @@
 
 Each program runs in a process of its own, with a time limit; what goes wrong there is its row. It has two passes:
 
-1.  Deterministic algorithms; one variant after the other, each from the same seeds. What every step gave, and what lives on at
-    the end (weights, buffers, optimizer state), is compared with plain's by its bits. Calls, replays, recordings and reasons
-    are of this pass.
+1.  Deterministic algorithms; plain, and with phonograph, each from the same seeds. What every step gave, and what lives on at
+    the end (weights, buffers, optimizer state), is compared by its bits. Calls, replays, recordings and reasons are of it.
 
-2.  As people run it: fresh programs, all variants at once, taking turns. A speed is the median over the turns of plain's time
-    over the variant's in the same turn. Calls and replays within the measured turns are the share that was played. While a
-    program measures no other one runs: they wait for a lock.
+2.  As people run it: fresh programs, the rival's too (if it is ready in time), all at once, taking turns. A speed is the
+    median over the turns of plain's time over the variant's in the same turn. Calls and replays within the measured turns are
+    the share that was played. While a program measures no other one runs: they wait for a lock.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ TARGET = (
     f"all equal to plain; at least {ENOUGH} mostly recorded; none below {LEAST} x plain; above the rival in at least {ABOVE}"
 )
 PLAIN, OURS = "plain", "phonograph"
-TURNS = 7
+TURNS, SECONDS = 7, 4  # at most, and about; three turns in any case
+PATIENCE = 45  # seconds in which a rival must be ready
 
 
 # ---- one program -----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def start_all(program: ModuleType, variants: dict[str, Variant], device: str, ro
     """Fresh programs, past the steps in which things are recorded and compiled."""
     running: dict[str, Iterator[Any]] = {}
     for name, variant in variants.items():
-        with noting(row, name):
+        with noting(row, name), patience(PATIENCE if name not in (PLAIN, OURS) else 0):
             steps = variant.start(program, device)
             for _ in itertools.islice(steps, 1 + max(program.STEPS, program.ROUND)):
                 pass
@@ -180,9 +180,13 @@ def measure(program: ModuleType, running: dict[str, Iterator[Any]], made: Record
     """The second pass: how fast. A first turn, in which the variants get used to each other, is not counted."""
     times: dict[str, list[float]] = {name: [] for name in running}
     before = made.calls(), made.replayed()
-    for turn in range(turns + 1):
+    begin_of_all = time.perf_counter()
+    for turn in itertools.count():
         if turn == 1:
             before = made.calls(), made.replayed()
+            turns = min(turns, max(3, int(SECONDS / (time.perf_counter() - begin_of_all))))
+        if turn > turns:
+            break
         for name, steps in running.items():
             with noting(row, name):
                 begin = time.perf_counter()
@@ -213,6 +217,21 @@ def noting(row: dict[str, Any], name: str) -> Iterator[None]:
 
 
 @contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """A rival that compiles for longer is left out; 0: endless patience."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
 def holding(lock: Path, how: int) -> Iterator[None]:
     with lock.open("a") as file:
         fcntl.flock(file, how)
@@ -235,7 +254,8 @@ def work(name: str, arguments: argparse.Namespace) -> None:
     row["rival"] = program.RIVAL[0]
     with holding(arguments.lock, fcntl.LOCK_SH):
         count = math.ceil(program.STEPS / 2) if arguments.quick else program.STEPS
-        compare(program, variants_of(program, arguments), arguments.device, row, count)
+        both = {name: variant for name, variant in variants_of(program, arguments).items() if name in (PLAIN, OURS)}
+        compare(program, both, arguments.device, row, count)
         arguments.row.write_text(json.dumps(row))
         gc.collect()
         variants = variants_of(program, arguments)
@@ -335,7 +355,7 @@ def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--only", choices=PROGRAMS, nargs="+", default=[*PROGRAMS], metavar="NAME", help="these programs")
     parser.add_argument("--limit", type=float, default=120, help="seconds a program may take (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=None, help="programs at a time, of which one measures (default: 4; cpu: 1)")
+    parser.add_argument("--jobs", type=int, default=None, help="programs at a time, of which one measures (default: 6; cpu: 1)")
     parser.add_argument("--no-times", action="store_true", help="only the first pass")
     parser.add_argument("--logs", type=Path, help="folder for what the programs print")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
@@ -345,7 +365,7 @@ def main() -> int:
     if arguments.program:
         work(arguments.program, arguments)
     begin = time.monotonic()
-    at_once = arguments.jobs or (1 if arguments.device == "cpu" else 4)
+    at_once = arguments.jobs or (1 if arguments.device == "cpu" else 6)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as jobs:
         rows = list(jobs.map(lambda name: run_one(name, arguments, Path(folder)), arguments.only))
     return finish(rows, arguments, time.monotonic() - begin)

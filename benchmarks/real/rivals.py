@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 
@@ -52,12 +54,23 @@ class CudaGraphModule:
             self.results = self.function(*args, **kwargs)
 
 
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """What users of graphs do: distributions do not look at their arguments' values, which would end a capture."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def cuda_graph_module(function: Callable[..., Any]) -> Any:
     try:
         from tensordict.nn import CudaGraphModule as Theirs
     except ImportError:
-        return CudaGraphModule(function)
-    return Theirs(function)
+        return CudaGraphModule(without_validation()(function))
+    return Theirs(without_validation()(function))
 
 
 def reduce_overhead(function: Any) -> Any:

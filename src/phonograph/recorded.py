@@ -694,7 +694,8 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
-        if nodes and self.options.outputs != "borrow" and not any(t.requires_grad for t in call.tensors):
+        whose = self._owner is not None  # a step may run its backward itself and return the spent loss
+        if nodes and whose and self.options.outputs != "borrow" and not any(t.requires_grad for t in call.tensors):
             history.attached = True  # so that the capture need not find it out
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
