@@ -6,8 +6,8 @@
 Each program runs in a process of its own, with a time limit; what goes wrong there is its row. It has two passes:
 
 1.  Deterministic algorithms; one variant after the other, each from the same seeds. What every step gave, and what lives on at
-    the end (weights, buffers, optimizer state), is compared with plain's by its bits. Calls, replays, recordings and the reasons
-    why calls ran live are of this pass.
+    the end (weights, buffers, optimizer state), is compared with plain's by its bits. Calls, replays, recordings and reasons
+    are of this pass.
 
 2.  As people run it: fresh programs, all variants at once, taking turns. A speed is the median over the turns of plain's time
     over the variant's in the same turn. Calls and replays within the measured turns are the share that was played. While a

@@ -51,14 +51,19 @@ class TensorDict:
         return TensorDict(made, (len(rows), *rows[0].batch_size))
 
 
-def _build(values: Any, context: Any) -> TensorDict:
-    names, batch_size, make = context
-    return make(dict(zip(names, values, strict=True)), batch_size)
+def _constructor(source: dict[str, Tensor], batch_size: tuple[int, ...]) -> TensorDict:
+    return TensorDict(source, batch_size)
 
 
-pytree.register_pytree_node(
-    TensorDict, lambda d: (list(d._source.values()), (list(d._source), d.batch_size, lambda s, b: TensorDict(s, b))), _build
-)
+def _flatten(td: TensorDict) -> tuple[list[Tensor], dict[str, Any]]:
+    return list(td._source.values()), {"keys": list(td._source), "batch_size": td.batch_size, "constructor": _constructor}
+
+
+def _unflatten(values: Any, context: dict[str, Any]) -> TensorDict:
+    return context["constructor"](dict(zip(context["keys"], values, strict=True)), context["batch_size"])
+
+
+pytree.register_pytree_node(TensorDict, _flatten, _unflatten)
 
 
 def run(device: str, record, capturable: bool = False) -> Iterator[object]:

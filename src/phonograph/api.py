@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -12,12 +13,14 @@ import torch
 
 from . import torch_private
 from .anew import made_anew
+from .checks import look
 from .observe import Observed, Stats
 from .options import Options
 from .overheard import leave
 from .padding import Padded
 from .recorded import Recorded, counted, live
 from .torch_private import ended_by
+from .where import has_called
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -63,8 +66,8 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         warmup: live calls of each signature before it is recorded.
         fallback: what happens when a call cannot be recorded: ``"live"`` runs it; ``"split"`` records it in
             segments, between which the operators run live that need the host, for as long as what they give has the same
-            shapes, and otherwise runs it; ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between
-            segments in any case.)
+            shapes, and otherwise runs it, and hands on numbers that it reads of tensors (``return loss.item()``);
+            ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between segments in any case.)
         split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
             ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
             operator that counts on the host, for instance.
@@ -102,6 +105,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     for name in ("takes_turns", "live_backward"):  # a schedule's own, and the backend's
         if name in options:
             raise TypeError(f"record() got an unexpected keyword argument {name!r}")
+    has_called(sys._getframe(1))
     chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
     if fn is None:
         return lambda function: _once(function, wrap(function, chosen))
@@ -162,6 +166,7 @@ def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
 @ended_by
 def stats(f: Any) -> Stats:
     """What a recorded function or module did so far, as numbers."""
+    look()
     return _recorded(f).stats()
 
 
@@ -169,6 +174,7 @@ def stats(f: Any) -> Stats:
 def explain(f: Any) -> str:
     """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
     the operator, your source line and the remedy."""
+    look()
     return _recorded(f).explain()
 
 

@@ -7,7 +7,7 @@ held for long keeps no large piece of memory, where there is a smaller one.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 import torch
 
@@ -29,7 +29,10 @@ class Arena:
 
     def __init__(self) -> None:
         self.segments: list[torch.Tensor] = []
-        self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
+        # What is free, in pieces that are never adjacent: where they begin, how long each is, and (bytes, address) of each.
+        self._begins: list[int] = []
+        self._length: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
         self._taken: dict[int, int] = {}
         self.used: list[tuple[int, int]] = []
 
@@ -40,8 +43,8 @@ class Arena:
     def open(self, protected: Spans) -> None:
         """Begin a capture: everything is free but what is protected."""
         self._taken.clear()
-        self.used = []
-        self._free = []
+        self.used, self._begins, self._by_size = [], [], []
+        self._length.clear()
         for s in self.segments:
             at, end = s.data_ptr(), s.data_ptr() + s.nbytes
             for start, length in protected:
@@ -57,17 +60,16 @@ class Arena:
 
     def _take(self, nbytes: int) -> int:
         want = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
-        fitting = [
-            (length, i) for i, (address, length) in enumerate(self._free) if _aligned(address) + want <= address + length
-        ]
-        if fitting:
-            length, i = min(fitting)
-            address, start = self._free[i][0], _aligned(self._free[i][0])
-            rest = (address, start - address), (start + want, address + length - start - want)
-            self._free[i : i + 1] = [piece for piece in rest if piece[1] > 0]
-            self._taken[start] = want
-            self.used.append((start, want))
-            return start
+        for n in range(bisect_left(self._by_size, (want, 0)), len(self._by_size)):
+            length, address = self._by_size[n]
+            start, end = _aligned(address), address + length
+            if start + want <= end:
+                self._forget(address)
+                self._note(address, start - address)
+                self._note(start + want, end - start - want)
+                self._taken[start] = want
+                self.used.append((start, want))
+                return start
         with torch.inference_mode(False):
             self.segments.append(torch.empty(max(want + _ALIGN, _SEGMENT), dtype=torch.uint8, device="cpu"))
         self._give(self.segments[-1].data_ptr(), self.segments[-1].nbytes)
@@ -81,14 +83,27 @@ class Arena:
     def _give(self, address: int, length: int) -> None:
         if length <= 0:
             return
-        insort(self._free, (address, length))
-        merged: list[tuple[int, int]] = []
-        for start, size in self._free:
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._free = merged
+        n = bisect_left(self._begins, address)
+        if n < len(self._begins) and self._begins[n] == address + length:
+            length += self._forget(self._begins[n])
+        if n and self._begins[n - 1] + self._length[self._begins[n - 1]] == address:
+            address = self._begins[n - 1]
+            length += self._forget(address)
+        self._note(address, length)
+
+    def _note(self, address: int, length: int) -> None:
+        """A piece is free, of which no neighbour is."""
+        if length > 0:
+            insort(self._begins, address)
+            insort(self._by_size, (length, address))
+            self._length[address] = length
+
+    def _forget(self, address: int) -> int:
+        """The piece that begins there is free no more. Returns its length."""
+        length = self._length.pop(address)
+        del self._begins[bisect_left(self._begins, address)]
+        del self._by_size[bisect_left(self._by_size, (length, address))]
+        return length
 
     def give_back(self, address: int, nbytes: int) -> None:
         """From now on these bytes, which were protected, are free."""

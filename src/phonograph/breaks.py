@@ -42,6 +42,8 @@ class Break:
         self._grad_mode, self._casts = torch.is_grad_enabled(), casts
         self._shape, self._leaves = shape, leaves  # its arguments
         self._places = [i for i, x in enumerate(leaves) if x is HERE]
+        self._numbers: Sequence[int] = ()  # places where the number in a tensor is given
+        self._read: list[torch.Tensor] = []  # those
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
 
@@ -80,6 +82,8 @@ class Break:
         leaves = [*self._leaves]
         for i, t in zip(self._places, inputs, strict=True):
             leaves[i] = t
+        for i, t in zip(self._numbers, self._read, strict=True):
+            leaves[i] = t.item()
         args, kwargs = unflatten(self._shape, iter(leaves))
         return args, kwargs
 
@@ -100,18 +104,25 @@ class MarkedBreak(Break):
 
     `historied` says of each input whether it has a history.
     `grads` are the gradients that the call has given to parameters before it: a replay leaves them there only at its end.
+    At the places `numbers` it is given the numbers in tensors.
     `keeps` says which arguments somebody has kept in a live call, and `rewritten` which inputs others may write after it.
     """
 
     def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, historied: Sequence[bool],
                  grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
-                 rewritten: Sequence[list[bool]]) -> None:  # fmt: skip
+                 rewritten: Sequence[list[bool]], numbers: Sequence[int] = ()) -> None:  # fmt: skip
         super().__init__(form, shape, leaves, where)
+        self._numbers = numbers
         self._historied = historied
         self.grads = grads
         self._keeps = keeps
         self._rewritten = rewritten
         self._undone: Set[int] = frozenset()  # the arguments that are put back where the call begins again
+
+    def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        count = len(self._places)
+        super().lies(inputs[:count], outputs)
+        self._read = inputs[count:]
 
     def settle(self, undone: Sequence[torch.UntypedStorage]) -> None:
         keys = {storage._cdata for storage in undone}

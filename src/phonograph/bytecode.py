@@ -8,15 +8,16 @@ pushed and taken off does not, so that the arguments of a call are told by that 
 from __future__ import annotations
 
 import dis
-import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "looks_around", "matches", "names_in",
-           "read_at", "set_at", "slight_use_in", "used_in", "words_in", "words_of"]  # fmt: skip
+from .codes import of_code
+
+__all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction", "looks_around",
+           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -35,6 +36,8 @@ _OF_ANY = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir"})
 _AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
                                 "__reduce_ex__"})  # fmt: skip
 
+_WAYS_AROUND = _AROUND_ATTRIBUTES | _AROUND | _BY_NAME | {"dumps"}
+
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RESUME"})
 _CALLS = frozenset({"CALL", "PRECALL", "CALL_FUNCTION", "CALL_METHOD"})  # with arguments by position
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -52,40 +55,79 @@ def all_within(code: CodeType) -> Iterator[CodeType]:
             yield from all_within(const)
 
 
-def names_in(code: CodeType, *, tuples: bool = True) -> set[str]:
+def names_in(code: CodeType, *, tuples: bool = True) -> Set[str]:
     """The names that a code object uses, and the words that it may look something up by. (Among `tuples` are the names of
     keyword arguments in calls.)"""
-    found = set(code.co_names)
-    _add_words(code.co_consts, found, tuples)
-    return found
+    return (_names_in if tuples else _names_beside_tuples)(code).now()
 
 
-def _add_words(constants: Iterable[object], found: set[str], tuples: bool) -> None:
+def words_in(code: CodeType) -> Set[str]:
+    """The words among its constants by which code may look something up (``getattr(package, "RATE")``)."""
+    return _words_in(code).now()
+
+
+class _Words(NamedTuple):
+    """Names, and the words of these texts: what they are, depends on which modules there are."""
+
+    names: frozenset[str]
+    texts: frozenset[str]
+    settled: frozenset[str]
+
+    @staticmethod
+    def of(names: Iterable[str], texts: Iterable[str]) -> _Words:
+        """Of all that has one word only, it is known."""
+        found = {text: _parts(text) for text in texts}
+        settled = frozenset(names).union(text for text, parts in found.items() if parts == {text})
+        open_ = frozenset(text for text, parts in found.items() if parts != {text})
+        return _Words(settled, open_, settled.union(*(found[text] for text in open_)))
+
+    def now(self) -> frozenset[str]:
+        if any(map(sys.modules.__contains__, self.texts)):
+            return self.names.union(*map(words_of, self.texts))
+        return self.settled
+
+
+@of_code
+def _names_in(code: CodeType) -> _Words:
+    within = [*all_within(code)]
+    names = [name for inner in within for name in inner.co_names]
+    return _Words.of(names, _texts([inner.co_consts for inner in within]))
+
+
+@of_code
+def _names_beside_tuples(code: CodeType) -> _Words:
+    within = [*all_within(code)]
+    return _Words.of([name for inner in within for name in inner.co_names], _strings_in(within))
+
+
+@of_code
+def _words_in(code: CodeType) -> _Words:
+    return _Words.of((), _strings_in(all_within(code)))
+
+
+def _strings_in(codes: Iterable[CodeType]) -> Iterator[str]:
+    return (const for code in codes for const in code.co_consts if isinstance(const, str))
+
+
+def _texts(constants: Iterable[object]) -> Iterator[str]:
+    """The strings among constants, and within their tuples."""
     for const in constants:
-        if isinstance(const, CodeType):
-            found |= names_in(const, tuples=tuples)
-        elif isinstance(const, (tuple, frozenset)):
-            if tuples:
-                _add_words(const, found, tuples)
+        if isinstance(const, (tuple, frozenset)):
+            yield from _texts(const)
         elif isinstance(const, str):
-            found |= words_of(const)
+            yield const
 
 
-def words_of(text: str) -> set[str]:
+def words_of(text: str) -> Set[str]:
     """The words of a string by which something may be looked up."""
-    if text in sys.modules:
-        return {text}
+    return {text} if text in sys.modules else _parts(text)
+
+
+def _parts(text: str) -> set[str]:
     parts = re.split("[.:]", text)
     if all(part.isidentifier() for part in parts):
         return set(parts)  # also attrgetter("model.scale"), resolve_name("module:RATE")
     return set(re.findall(r"[^\W\d]\w*", text)) if "{" in text else set()  # "{config.scale}".format(...)
-
-
-@functools.cache
-def words_in(code: CodeType) -> frozenset[str]:
-    """The words among its constants by which code may look something up (``getattr(package, "RATE")``)."""
-    constants = (const for inner in all_within(code) for const in inner.co_consts)
-    return frozenset().union(*(words_of(const) for const in constants if isinstance(const, str)))
 
 
 class Used(NamedTuple):
@@ -114,7 +156,7 @@ class Used(NamedTuple):
     imports: frozenset[tuple[int, str, tuple[str, ...]]]
 
 
-@functools.cache
+@of_code
 def used_in(code: CodeType) -> Used:
     """What code and the functions that it defines do with names."""
     found = [_Reading(inner) for inner in all_within(code)]
@@ -141,6 +183,7 @@ class _Reading:
         self.variables, self.sets, self.asked = set[str](), set[str](), set[str]()
         self.around, self.bare = set[str](), set[str]()
         self.spaces = self.computes = self.modules = False
+        self._code = code
         self._all = [*dis.get_instructions(code)]
         self._last = ""  # the name of what was loaded last
         self._local = False  # it is a local variable, of which nothing else is known
@@ -190,7 +233,7 @@ class _Reading:
             called = _arguments(rest) == []  # `model.modules()`
             self.modules = self.modules or not (called or _one_of_space(self._heard, n))
         goes = _goes_around(i, rest)
-        if goes is not None:
+        if goes is not None and not _forwards(self._code, i, rest):
             self.around.add(goes)
 
     def _names(self, n: int, i: dis.Instruction) -> None:
@@ -247,7 +290,7 @@ class Slight(NamedTuple):
     rest: frozenset[str]
 
 
-@functools.cache
+@of_code
 def slight_use_in(code: CodeType) -> Slight:
     """Of code and the functions that it defines."""
     counts, calls, sets, rest = set[str](), set[str](), set[str](), set(_tuples_and_words(code))
@@ -282,17 +325,18 @@ def _variable(code: CodeType, loading: dis.Instruction) -> str:
     """The local variable that this loads alone, if it is always the same object."""
     loads = loading.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")) and "CLEAR" not in loading.opname
     name = (loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval) if loads else ""
-    return name if name in code.co_varnames[: code.co_argcount] and not _assigns(code, name) else ""
+    return name if name in code.co_varnames[: code.co_argcount] and name not in _assigned(code) else ""
 
 
-@functools.cache
-def _assigns(code: CodeType, name: str) -> bool:
+@of_code
+def _assigned(code: CodeType) -> frozenset[str]:
+    """The local variables to which code assigns, or which it deletes."""
+    found = set[str]()
     for i in dis.get_instructions(code):
         if i.opname.startswith(("STORE_FAST", "DELETE_FAST")):
             names = i.argval if isinstance(i.argval, tuple) else (i.argval,)
-            if name in (names[:1] if i.opname.startswith("STORE_FAST_LOAD") else names):
-                return True
-    return False
+            found.update(names[:1] if i.opname.startswith("STORE_FAST_LOAD") else names)
+    return frozenset(found)
 
 
 def _may_be_skipped(code: CodeType, heard: Instructions, n: int) -> bool:
@@ -306,10 +350,8 @@ _MARKED = 1 if sys.version_info >= (3, 12) else 0  # the bit by which LOAD_ATTR 
 
 
 def _tuples_and_words(code: CodeType) -> set[str]:
-    found = set[str]()
-    for inner in all_within(code):
-        _add_words([const for const in inner.co_consts if not isinstance(const, CodeType)], found, True)
-    return found
+    """(Whatever modules there are: a text may be the name of one.)"""
+    return {word for text in _texts([inner.co_consts for inner in all_within(code)]) for word in (text, *_parts(text))}
 
 
 def _is_counted(around: Instructions) -> bool:
@@ -359,7 +401,14 @@ def _is_dotted(text: str) -> bool:
 def looks_around(code: CodeType) -> bool:
     """Whether code may read or write attributes by names that do not stand in it: uses `vars`, or `getattr` and its like other
     than with a literal name."""
-    return bool(used_in(code).around)
+    return _names_a_way_around(code) and bool(used_in(code).around)
+
+
+@of_code
+def _names_a_way_around(code: CodeType) -> bool:
+    within = [*all_within(code)]
+    named = (names for c in within for names in (c.co_names, c.co_varnames, c.co_cellvars, c.co_freevars))
+    return any(not _WAYS_AROUND.isdisjoint(names) for names in named)
 
 
 def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
@@ -381,6 +430,23 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     if not given or (name in _BY_NAME and _is_literal(name, [*map(_is_word, given)])):
         return None if given else ""
     return _named(given[0]) if name in _OF_ANY else ""
+
+
+def _forwards(code: CodeType, i: dis.Instruction, following: Instructions) -> bool:
+    """Whether this is `getattr(x, name)` in a ``__getattr__(self, name)``, the argument as it was given: whoever reads such an
+    attribute names it."""
+    if i.argval != "getattr" or code.co_name != "__getattr__" or code.co_argcount != 2:
+        return False
+    if code.co_varnames[1] in _assigned(code):
+        return False
+    given = _arguments(following) or []
+    last = given[1] if len(given) >= 2 else []
+    return len(last) == 1 and last[0].opname.startswith("LOAD_FAST") and _variable_loaded(last[0]) == code.co_varnames[1]
+
+
+def _variable_loaded(loading: dis.Instruction) -> str:
+    """The variable that is loaded, or the last of two."""
+    return str(loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval)
 
 
 def _is_literal(name: str, words: list[bool]) -> bool:
@@ -432,7 +498,7 @@ def _named(loading: Instructions) -> str:
 _CATCHING = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "SETUP_FINALLY", "MATCH_")
 
 
-@functools.cache
+@of_code
 def catches(code: CodeType) -> bool:
     """Whether code may go on where something was not there: after an exception (but for `with`), or in a `match`."""
     for inner in all_within(code):
@@ -444,10 +510,16 @@ def catches(code: CodeType) -> bool:
     return False
 
 
-@functools.cache
+@of_code
 def matches(code: CodeType) -> bool:
     """Whether code reads attributes of what it matches by their places (``case State(a, b)``)."""
-    return any(i.opname == "MATCH_CLASS" for inner in all_within(code) for i in dis.get_instructions(inner))
+    return any(has_instruction(inner, "MATCH_CLASS") for inner in all_within(code))
+
+
+def has_instruction(code: CodeType, name: str) -> bool:
+    """Whether there is one of this name in a code object itself."""
+    opcode = dis.opmap.get(name)
+    return opcode is not None and opcode in code.co_code[::2] and any(i.opcode == opcode for i in dis.get_instructions(code))
 
 
 def set_at(code: CodeType, name: str) -> list[int]:

@@ -11,6 +11,7 @@ The public names are those of `phonograph.testing`.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import struct
@@ -181,12 +182,15 @@ def _assert_same_object(actual: Any, expected: Any, where: _Place) -> None:
     if dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         for field in dataclasses.fields(expected):
             _assert_same(getattr(actual, field.name), getattr(expected, field.name), where.at(f".{field.name}"))
-    elif hasattr(expected, "__dict__") and not _defines_equality(type(expected)):
+    elif isinstance(expected, _NAMESPACES) or (hasattr(expected, "__dict__") and not _defines_equality(type(expected))):
         _assert_same(vars(actual), vars(expected), where.at(".__dict__"))
     elif hasattr(expected, "__array__"):  # NumPy's == answers for each element
         _equal((actual.dtype, actual.tolist()), (expected.dtype, expected.tolist()), where)
     elif _defines_equality(type(expected)):
         _equal(actual, expected, where)
+
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)  # whose == is that of their attributes
 
 
 def _defines_equality(kind: type) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
+__all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
            "Unpadded", "Unrecordable"]  # fmt: skip
 
 
@@ -105,6 +105,10 @@ class Elsewhere(Refusal):
     """An operator was about to work on another `device` than that of the call."""
 
     device: Any = None
+
+
+class Again(Refusal):
+    """A capture has met something of which it had to know before: it has come to nothing, and the next one will know."""
 
 
 class Attached(Refusal):

@@ -25,7 +25,7 @@ from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied, state_of
-from .torch_private import are_fake, has_memory, kind_of, say_themselves, transformed
+from .torch_private import are_fake, carried_out, has_memory, is_higher_order, kind_of, say_themselves, transformed
 from .trees import Node, flatten
 from .watch import storage_id
 
@@ -257,6 +257,8 @@ class _Noting(TorchDispatchMode):
         self._notes = notes
         self._casts = Casts()
 
+    supports_higher_order_operators = True
+
     @classmethod
     @contextmanager
     def within(cls, notes: Notes) -> Iterator[None]:
@@ -271,6 +273,9 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and say_themselves(types) and not are_fake(types):  # other operators will come
             return NotImplemented
+        if is_higher_order(func):
+            with self:
+                return carried_out(func, args, kwargs or {})
         kwargs, casts = kwargs or {}, self._casts.within(meaning(func))
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:

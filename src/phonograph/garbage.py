@@ -20,17 +20,19 @@ __all__ = ["collected", "telling_collections", "uncollected"]
 _here = threading.local()  # `starts`: whether it would start in this thread, were it not held off
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside the block it does not start by itself."""
-    collecting, before = gc.isenabled(), _starts()
-    gc.disable()
-    _here.starts = before or collecting
-    try:
-        yield
-    finally:
-        _here.starts = before
-        if collecting:
+class uncollected:  # noqa: N801 - it is used as a function
+    """Inside the block it does not start by itself. (An arena asks for this at each birth and death of a tensor.)"""
+
+    __slots__ = ("_before", "_collecting")
+
+    def __enter__(self) -> None:
+        self._collecting, self._before = gc.isenabled(), _starts()
+        gc.disable()
+        _here.starts = self._before or self._collecting
+
+    def __exit__(self, *_: object) -> None:
+        _here.starts = self._before
+        if self._collecting:
             gc.enable()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import gc
 import sys
 import weakref
@@ -16,7 +15,8 @@ import torch
 import torch.distributions
 import torch.utils.data
 
-from .bytecode import all_within, names_in
+from .bytecode import all_within, has_instruction, names_in
+from .codes import of_code
 from .where import is_users
 
 __all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_users_class",
@@ -57,7 +57,7 @@ _ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "value
 _HANDED_ON = frozenset({"DICT_MERGE", "DICT_UPDATE", "STORE_SUBSCR"})  # (**group)
 
 
-@functools.cache
+@of_code
 def takes_parameters_only(code: CodeType) -> bool:
     """Whether code that takes an optimizer's parameter groups seems to want the parameters in them, and no other entry."""
     names = names_in(code)
@@ -74,12 +74,12 @@ def takes_parameters_only(code: CodeType) -> bool:
     return True
 
 
-@functools.cache
+@of_code
 def asks_identity(code: CodeType) -> bool:
     """Whether code compares objects by identity (``a is b``), or asks for what stands for it."""
     inner = any(asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
     names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
-    return inner or names or any(i.opname == "IS_OP" for i in dis.get_instructions(code))
+    return inner or names or has_instruction(code, "IS_OP")
 
 
 def functions_with(code: CodeType) -> list[FunctionType]:

@@ -15,12 +15,17 @@ import pathlib
 import sys
 import weakref
 from collections import OrderedDict
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Callable, Container
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 import torch
 
-__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "class_of", "nested_key", "plain_key"]
+from .identity import identity
+from .opened import layout_of, parts_of
+
+__all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "class_of", "nested_key", "plain_key", "structure"]
 
 
 class NoSignature(Exception):
@@ -41,8 +46,12 @@ class Identity:
     __slots__ = ("_hash", "_of")
 
     def __init__(self, thing: Any) -> None:
-        self._hash = id(thing)
+        self._hash = identity(thing)
         self._of = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
+
+    def is_of(self, identities: Container[int]) -> bool:
+        """Whether the object has, or had, one of these."""
+        return self._hash in identities
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and (mine := self._of()) is not None and mine is other._of()
@@ -53,7 +62,8 @@ class Identity:
 
 SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
-BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type)
+BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type,
+               MethodDescriptorType, WrapperDescriptorType)  # fmt: skip
 _BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PosixPath, pathlib.WindowsPath,
             pathlib.PurePosixPath, pathlib.PureWindowsPath)  # fmt: skip
 
@@ -89,8 +99,14 @@ def plain_key(value: Any) -> Any:
         return (range, value.start, value.stop, value.step)
     if kind in (frozenset, set):  # and equal sets another order
         return (kind, tuple(map(plain_key, value)))
+    if kind is BuiltinFunctionType and not isinstance(value.__self__, (type(None), ModuleType, type)):
+        return (kind, value.__name__, Identity(value.__self__))  # a method, `results.append`
     if isinstance(value, (*BY_IDENTITY, enum.Enum)):
         return (kind, Identity(value))
+    if kind is MethodType:
+        return (kind, Identity(value.__func__), Identity(value.__self__))
+    if kind is partial:
+        return (kind, plain_key(value.func), nested_key(value.args, Identity), nested_key(value.keywords, Identity))
     if kind in _BY_TEXT:
         return (kind, repr(value))
     numpy = sys.modules.get("numpy")
@@ -100,13 +116,23 @@ def plain_key(value: Any) -> Any:
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
 
 
-def nested_key(value: Any) -> Any:
-    """The same for what may be nested in tuples, lists and dictionaries, but has no state of its own."""
+def nested_key(value: Any, of_object: Callable[[Any], Any] = plain_key) -> Any:
+    """The same for what may be nested in tuples, lists and dictionaries; a tensor in them stands for itself, and for an object
+    what `of_object` says."""
     kind = type(value)
     if kind in (tuple, list):
-        return (kind, tuple(map(nested_key, value)))
+        return (kind, tuple([nested_key(x, of_object) for x in value]))
     if kind in (dict, OrderedDict):
-        return (kind, tuple([(nested_key(k), nested_key(v)) for k, v in value.items()]))
-    if isinstance(value, BY_IDENTITY) and not isinstance(value, type):
-        raise NoSignature(f"takes an object of class {class_of(value)}", "pass what the function needs of it")
-    return plain_key(value)
+        return (kind, tuple([(nested_key(k, of_object), nested_key(v, of_object)) for k, v in value.items()]))
+    if isinstance(value, torch.Tensor):
+        return (kind, Identity(value))
+    return plain_key(value) if layout_of(kind) is None else of_object(value)
+
+
+def structure(value: Any) -> Any:
+    """What identifies an object by what is in it."""
+    layout = layout_of(type(value))
+    if layout is None:
+        return plain_key(value)
+    names, values, items, itself = parts_of(value, layout)
+    return (type(value), names, *[nested_key(x, structure) for x in (values, items, itself)])

@@ -86,7 +86,7 @@ class KnownCall:
         has to be begun again, or has to be refused."""
         if call.lent or call.again or any(type(t) is not torch.Tensor for t in call.tensors):
             return None
-        if any(player.recording.live_parts or player.half_attached(call) for player in players):
+        if any(player.recording.live_parts or player.half_attached(call) or _needs_arguments(player) for player in players):
             return None
         try:
             given = _arguments(call)
@@ -256,6 +256,12 @@ class Undescribed:
 
 def _kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [*map(type, args)], [*kwargs], [*map(type, kwargs.values())]
+
+
+def _needs_arguments(player: Player) -> bool:
+    """Whether a result is a container among the arguments, or something is put into one."""
+    recording = player.recording
+    return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
 
 
 def _not_transformed() -> bool:

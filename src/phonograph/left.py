@@ -5,8 +5,8 @@ nothing in the call depends on what it finds there, which is something else in e
 
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
-* A tensor that is *put* somewhere: it is one more result of the call. No code that ran reads such an attribute but where it has
-  set it before.
+* A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
+  attribute but where it has set it before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .numerals import Numeral
 from .places import Holder, kept, own_dict
 from .torch_private import has_memory
 
@@ -40,7 +41,7 @@ class Put(NamedTuple):
     path: str
     of: object
     name: str
-    new: torch.Tensor | None = None
+    new: torch.Tensor | Numeral | None = None
 
 
 class Left(NamedTuple):
@@ -97,7 +98,7 @@ def _sets_plainly(kind: type) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return type(value) is torch.Tensor and has_memory(value)
+    return (type(value) is torch.Tensor and has_memory(value)) or type(value) is Numeral
 
 
 def kinds(path: str, of: object, names: Sequence[str]) -> Holder:
@@ -118,16 +119,18 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere])."""
+def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, edited: bool = False) -> Callable[[list[Any]], Any]:
+    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]); where
+    arguments are `edited`, into (that, what else there is)."""
     where = [(put.of, put.name) for put in puts]
 
     def rebuilt(leaves: list[Any]) -> Any:
-        result, tensors = rebuild(leaves)
+        result = rebuild(leaves)
+        (result, tensors), rest = result if edited else (result, None)
         for (of, name), tensor in zip(where, tensors, strict=True):
             own = own_dict(of)
             assert own is not None
             own[name] = tensor
-        return result
+        return (result, rest) if edited else result
 
     return rebuilt

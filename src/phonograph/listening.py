@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from _queue import SimpleQueue
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import (
@@ -50,7 +51,10 @@ from .where import is_users, users_line
 __all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python"]
 
 
-_FOLLOWED = ASKING.union(SETS)  # functions of which each start is heard, and no effect by itself
+# By identity: a code's hash goes through all its instructions.
+_FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which each start is heard, and no effect by itself
+_READ = frozenset(map(identity, READS))
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
@@ -98,23 +102,23 @@ class Listener:
         self._follower = follower
         self.found: list[Refusal] = []
         self.loggers: dict[tuple[int, int | None], Question] = {}
-        self._met: dict[int, CodeType] = {}  # by identity: a code's hash goes through all its instructions
-        self.ran: Collection[CodeType] = self._met.values()
+        self.by_identity: dict[int, CodeType] = {}  # all functions that ran: a code's hash goes through all its instructions
+        self.ran: Collection[CodeType] = self.by_identity.values()
         self.elsewhere: dict[int, CodeType] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
         self.more = more
-        self._outer = outer
+        self.outer = outer
         self._thread = threading.get_ident()
         self._collecting = collecting
 
     def called(self, function: Any, owner: Any, frame: FrameType) -> None:
-        self._judge(of_call(function, owner, frame, self._outer), frame)
+        self._judge(of_call(function, owner, frame, self.outer), frame)
 
     def started(self, frame: FrameType) -> None:
         if frame.f_code in ASKING and self.concerned():
-            put = question(frame, self._outer)
+            put = question(frame, self.outer)
             if put is not None:
                 self.loggers[identity(put[0]), put[1]] = put
         if frame.f_code in SETS and self.concerned():
@@ -142,16 +146,16 @@ class Listener:
 
     def functions(self) -> list[tuple[CodeType, dict[str, Any]]]:
         """The code of all functions that ran, and the globals of each."""
-        return [(code, self._globals[key]) for key, code in self._met.items()]
+        return [(code, self._globals[key]) for key, code in self.by_identity.items()]
 
     def is_new(self, code: CodeType) -> bool:
         """Whether no function with this code has started yet."""
-        return identity(code) not in self._met
+        return identity(code) not in self.by_identity
 
     def met(self, frame: FrameType) -> None:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
         self._globals[identity(frame.f_code)] = frame.f_globals
-        self._met[identity(frame.f_code)] = frame.f_code
+        self.by_identity[identity(frame.f_code)] = frame.f_code
         left_out = self._left_out(frame)
         if left_out is not None:
             if isinstance(left_out, Refusal):
@@ -199,9 +203,9 @@ def _monitoring(listener: Listener) -> Iterator[None]:
                 listener.elsewhere[identity(code)] = code
                 return None  # another thread, or the collector, is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
-        if identity(code) in listener.caching or code in _FOLLOWED:
+        if identity(code) in listener.caching or identity(code) in _FOLLOWED:
             return listener.started(sys._getframe(1))
-        if code in READS:
+        if identity(code) in _READ:
             heard.append(code)
             return _monitors.set_local_events(tool, code, events.PY_RETURN)
         if mentions(code.co_filename, code.co_names):
@@ -270,22 +274,26 @@ def unheard() -> Any:
 def _profiling(listener: Listener) -> Iterator[None]:
     global _ours
     before: Any = sys.getprofile()
-    outer, starts, is_new, caching = _ours, listener.starts, listener.is_new, listener.caching
+    outer, starts, caching = _ours, listener.starts, listener.caching
+    met, there = listener.by_identity, listener.outer
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
             if arg.__name__ in told_names:
-                listener.called(arg, arg.__self__, frame)
+                owner = arg.__self__
+                if type(owner) not in _CONTAINERS or identity(owner) in there:
+                    listener.called(arg, owner, frame)
         elif event == "call":
             code = frame.f_code
-            if is_new(code):
+            key = identity(code)
+            if key not in met:
                 if listener.concerned():
                     listener.met(frame)
                 else:
-                    listener.elsewhere[identity(code)] = code
-            if code.co_name in starts or identity(code) in caching or code in _FOLLOWED:
+                    listener.elsewhere[key] = code
+            if code.co_name in starts or key in caching or key in _FOLLOWED:
                 listener.started(frame)
-        elif event == "return" and frame.f_code in READS and arg is not None:
+        elif event == "return" and arg is not None and identity(frame.f_code) in _READ:
             listener.returned(frame, arg)
 
     def chained(frame: FrameType, event: str, arg: Any) -> None:

@@ -21,7 +21,10 @@ _CHECKPOINT = "torch.utils.checkpoint"
 class Marked:
     """Such a function. Between the segments of a recording it is what an operator is there that needs the host."""
 
+    any_made = False  # whether there is one, or was
+
     def __init__(self, function: Callable[..., Any]) -> None:
+        Marked.any_made = True
         self.function = function
         self.run: Any = None  # what `pg.live` has made of it
 

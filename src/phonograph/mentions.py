@@ -80,7 +80,7 @@ class Mentions:
         self._added: list[CodeType] = []
         self._known: set[tuple[object, ...]] = set()  # what was added, and the functions in it
 
-    def add(self, code: CodeType, name: str) -> tuple[set[str], Used]:
+    def add(self, code: CodeType, name: str) -> tuple[Set[str], Used]:
         """A function of the user's called `name` is in reach. Returns what it mentions, and what it does with that."""
         named, used = names_in(code), used_in(code)
         self.names |= named
@@ -200,7 +200,7 @@ class Mentions:
                 if is_users(code.co_filename) and looks_around(code):
                     found.add(_ANYTHING)
             if is_users(code.co_filename):
-                found |= names_in(code).intersection(CYCLED) - self.names
+                found |= (names_in(code) & {*CYCLED}) - self.names
                 if not self.reads_settings and _reads_settings(code):
                     found.add("param_groups")
         return frozenset(found)

@@ -10,7 +10,8 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from .errors import Attached, Refusal
 from .identity import identity
 from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, class_of, plain_key
+from .opened import layout_of
 from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
 from .reliance import Grads
+from .returned import Given, Returned
 from .signature import Call, attributes
 from .spans import Spans
 from .torch_private import has_memory, is_shape, kind_of, share_version
-from .trees import containers, flatten, inside, labels
+from .trees import inside, labels
 from .views import View, root
 from .watch import storage_id
 
@@ -50,9 +53,10 @@ def plan(
         Attached: one is, and it was not.
         Refusal: a leaf that a replay could not hand out.
     """
-    _lasting(captured.result, reach)
+    _lasting(captured.returned, reach)
     outer = {identity(x) for x in reach.met}
-    returned = [identity(c) for c in (*containers(captured.result), *(leaf for leaf in leaves if type(leaf) is set))]
+    made = [c for c in captured.returned.containers if not isinstance(c, tuple)]
+    returned = [identity(c) for c in (*made, *(leaf for leaf in leaves if type(leaf) is set))]
     if not captured.containers.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
@@ -72,18 +76,25 @@ def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Ten
     return tuple(found)
 
 
-def _lasting(result: Any, reach: Reach) -> None:
+def _lasting(returned: Returned, reach: Reach) -> None:
     """Refuse containers with keys, or other things besides their children, that were made by the call, or can be changed."""
-    first, again = [*labels(flatten(result, []))], [*labels(flatten(result, []))]
-    if not all(type(x) in _NESTS or _outlives(x, reach) for label in first for x in inside(label.value)):
+    first, again = [*labels(returned.shape)], [*labels(returned.again())]
+    if not all(_is_made_again(label, x) or _outlives(x, reach) for label in first for x in inside(label.value)):
         raise Refusal("returns a dictionary with a key that the call made, or an object with something else of that kind",
                       "use names or numbers as keys")  # fmt: skip
     # What pytree gives of an object is the object's own, if it is the same a second time.
-    changing = {
-        identity(x) for label in first if not label.copied for x in inside(label.value) if isinstance(x, (list, dict, set))
-    }
+    changing = {identity(x) for label in first if not label.copied for x in inside(label.value) if _can_change(x)}
     if any(identity(x) in changing for label in again for x in inside(label.value)):
         raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
+
+
+def _is_made_again(label: Any, x: Any) -> bool:
+    """Whether this, as a label or in one, is of a kind that is found anew each time the object is taken apart."""
+    return type(x) in _NESTS or (label.of_pytree and layout_of(type(x)) is not None)
+
+
+def _can_change(x: Any) -> bool:
+    return isinstance(x, (list, dict, set)) or layout_of(type(x)) is not None
 
 
 def _outlives(leaf: Any, reach: Reach) -> bool:
@@ -91,14 +102,16 @@ def _outlives(leaf: Any, reach: Reach) -> bool:
 
 
 def _value(leaf: Any, reach: Reach) -> Output:
+    if type(leaf) is Given:
+        return Output("given", index=leaf.number) if leaf.number >= 0 else Output("value", leaf.thing)
     if not _outlives(leaf, reach):
-        raise Refusal(f"returns an object of class {class_of(leaf)}",
-                      _REMEDIES.get(type(leaf).__module__, "return tensors, numbers, containers or dataclasses"))  # fmt: skip
+        made_of = "return tensors, numbers, containers or objects of these"
+        raise Refusal(f"returns an object of class {class_of(leaf)}", _REMEDIES.get(type(leaf).__module__, made_of))
     return Output("value", leaf)
 
 
 def _is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, BY_IDENTITY):
+    if isinstance(leaf, (*BY_IDENTITY, MethodType, partial)):
         return False  # it may have been made by the call, and hold what belongs to it
     try:
         plain_key(leaf)

@@ -158,11 +158,19 @@ def forwards_of(kinds: Iterable[type]) -> Iterator[Value]:
             yield Value(f"{base.__qualname__}.forward", base, "forward")
 
 
-def _globals(space: dict[str, Any], names: Set[str], ran: Set[int]) -> Iterator[Value]:
+class _Methods(dict[type, frozenset[int]]):
+    """The code of what each class itself has, by identity."""
+
+    def __missing__(self, kind: type) -> frozenset[int]:
+        found = self[kind] = frozenset(identity(code) for member in list(vars(kind).values()) for code in _code_of(member))
+        return found
+
+
+def _globals(space: dict[str, Any], names: Set[str], ran: Set[int], methods: _Methods) -> Iterator[Value]:
     """What code of a module that uses these names may read of what lies in it. It is their code that has the names of what all
     classes in it have, and objects of which a method `ran` (code, by identity)."""
     module = str(space.get("__name__"))
-    own = {n for n, v in space.items() if (v.__module__ == module if _is(v, type) else _ran_for(v, ran))}
+    own = {n for n, v in space.items() if (v.__module__ == module if _is(v, type) else _ran_for(v, ran, methods))}
     for name in sorted(n for n in (names & space.keys()) | own if not n.startswith("__")):
         value, path = space[name], f"{module}.{name}"
         if _is(value, ModuleType):
@@ -179,13 +187,12 @@ def _globals(space: dict[str, Any], names: Set[str], ran: Set[int]) -> Iterator[
             yield from _inside(path, value, names)
 
 
-def _ran_for(thing: Any, ran: Set[int]) -> bool:
+def _ran_for(thing: Any, ran: Set[int], methods: _Methods) -> bool:
     """Whether a method of this object ran."""
     kind = type(thing)
     if kind.__module__ in _NEVER or _is(thing, (FunctionType, ModuleType)) or not is_anothers(kind):
         return False
-    members = [member for base in kind.__mro__ if base is not object for member in list(vars(base).values())]
-    return any(identity(code) in ran for member in members for code in _code_of(member))
+    return not all(ran.isdisjoint(methods[base]) for base in kind.__mro__ if base is not object)
 
 
 def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
@@ -332,8 +339,9 @@ class Packages:
                 names |= names_in(code)
                 codes.add(identity(code))
         found: dict[Key, Value] = {}
+        methods = _Methods()
         for space, names, codes in spaces.values():
-            found |= {v.key: v for v in _globals(space, names, codes)}
+            found |= {v.key: v for v in _globals(space, names, codes, methods)}
         read = set[str]().union(*(names for _, names, _ in spaces.values()))
         for kind in kinds:  # whose methods may lie in other modules
             found |= {v.key: v for v in attributes_of(kind, read)}

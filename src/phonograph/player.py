@@ -25,6 +25,7 @@ from .borrowed import Borrowed, Loan, plain
 from .identity import identity
 from .joint import Joint
 from .left import advance, putting
+from .numerals import reading
 from .pool import Fill, once
 from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
@@ -91,8 +92,11 @@ class Player:
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
+        if recording.numbers:
+            self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
-            self._rebuild = putting(recording.left.puts, self._rebuild)
+            self._rebuild = putting(recording.left.puts, self._rebuild, edited=bool(recording.edits))
+        self._edits = recording.edits
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
         recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
         self._dials = recording.reliances.dials or None
@@ -101,6 +105,7 @@ class Player:
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
+        self._given = [(i, o.index) for i, o in enumerate(recording.outputs) if o.kind == "given"]
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and indices == [*range(len(recording.program.outs))]
@@ -330,7 +335,16 @@ class Player:
             self.joint.attach(made, tensors, call.lent if call is not None else ())
         for i, o in self._late:
             made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
-        return self._rebuild(made)
+        for i, number in self._given:
+            assert call is not None
+            made[i] = call.containers[number]
+        result = self._rebuild(made)
+        if self._edits:
+            assert call is not None
+            result, values = result
+            for edit, new in zip(self._edits, values, strict=True):
+                edit.repeat(call.containers[edit.number], new)
+        return result
 
     def _make(self, o: Output, tensors: Sequence[Any], lent: dict[int, Borrowed], targets: list[torch.Tensor]) -> Any:
         if o.kind == "lease":
@@ -344,7 +358,7 @@ class Player:
         if o.kind == "empty":
             with torch.inference_mode(o.value):
                 return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-        return None  # until there is what it is a view of
+        return None  # until there is what it is a view of, or which container it is
 
     def _lend(self, o: Output) -> torch.Tensor:
         assert o.lease is not None

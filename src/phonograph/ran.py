@@ -11,10 +11,12 @@ import argparse
 import copy
 import copyreg
 import dataclasses
+import functools
 import inspect
 import pickle
 from collections.abc import Collection, Set
 from types import CodeType
+from typing import NamedTuple
 
 from .bytecode import looks_around, matches, names_in, slight_use_in
 from .mentions import likeness
@@ -32,6 +34,14 @@ _REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals"
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
+class _Use(NamedTuple):
+    """Whether all that code does with an attribute is to count it, to call it, to set it."""
+
+    counts: bool
+    calls: bool
+    sets: bool
+
+
 class Ran:
     """All code that ran in a call."""
 
@@ -44,10 +54,9 @@ class Ran:
         self._likenesses = {*map(likeness, codes)}
         self._names: Set[str] = _NONE.union(*map(names_in, others))
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
-        uses = [slight_use_in(code) for code in others]
-        counts, calls, sets, rest = (_NONE.union(*names) for names in zip(*uses, strict=True)) if uses else [_NONE] * 4
-        rest |= _NONE.union(*map(names_in, elsewhere))
-        self._counts, self._sets, self._calls = counts - sets - rest, sets - counts - calls - rest, calls - counts - sets - rest
+        self._others = others
+        self._uses: dict[str, _Use] = {}
+        self._elsewhere = _NONE.union(*map(names_in, elsewhere))
         around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
         self.looks_around = around or any(map(_goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
@@ -66,18 +75,38 @@ class Ran:
 
     def counts(self, attribute: str, *, of_module: bool) -> bool:
         """Whether it does nothing with such an attribute but to add numbers to it, and to call what has it."""
-        return attribute in self._counts and not (of_module and attribute in self._torchs)
+        return self._use_of(attribute).counts and not (of_module and attribute in self._torchs)
 
     def sets(self, attribute: str, *, of_module: bool) -> bool:
         """Whether it sets it, and does not read it before it has."""
-        return attribute in self._sets and not (of_module and attribute in self._torchs)
+        return self._use_of(attribute).sets and not (of_module and attribute in self._torchs)
 
     def slightly(self, attribute: str, value: object, *, of_module: bool) -> bool:
         """Whether no more than the kind of what this attribute holds can matter: a number that is counted, or what is no
         function, where code calls what has this name in another object."""
         if type(value) is int and self.counts(attribute, of_module=of_module):
             return True
-        return attribute in self._calls and not callable(value) and not (of_module and attribute in self._torchs)
+        return self._use_of(attribute).calls and not callable(value) and not (of_module and attribute in self._torchs)
+
+    def _use_of(self, attribute: str) -> _Use:
+        """What it does with such an attribute: told from the code that names it, where that is asked for."""
+        use = self._uses.get(attribute)
+        if use is None:
+            found = [slight_use_in(code) for code in self._naming.get(attribute, ())]
+            counts, calls, sets = (any(attribute in one[i] for one in found) for i in range(3))
+            rest = attribute in self._elsewhere or any(attribute in one.rest for one in found)
+            use = self._uses[attribute] = _Use(counts and not (sets or rest), calls and not (counts or sets or rest),
+                                               sets and not (counts or calls or rest))  # fmt: skip
+        return use
+
+    @functools.cached_property
+    def _naming(self) -> dict[str, list[CodeType]]:
+        """By names, the code that has them."""
+        found: dict[str, list[CodeType]] = {}
+        for code in self._others:
+            for name in names_in(code):
+                found.setdefault(name, []).append(code)
+        return found
 
 
 def is_resumed(code: CodeType) -> bool:

@@ -16,7 +16,7 @@ import ctypes
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from types import CodeType, FrameType
@@ -116,20 +116,30 @@ def held(generators: list[torch.Generator]) -> list[torch.Generator]:
 class Known:
     """The states that some generators of the GPU have when this is made, before or after a capture: a graph knows them."""
 
-    def __init__(self, generators: list[torch.Generator]) -> None:
+    def __init__(self, generators: list[torch.Generator], lone: Sequence[torch.Generator] = ()) -> None:
+        """Those that are `lone` have states of their own for ever: nobody knows them but the code that has made them."""
         self.generators = generators
+        self.lone = [g for g in generators if any(g is one for one in lone)]
+        self._others = [g for g in generators if all(g is not one for one in self.lone)]
         self._states = [(g, g.graphsafe_get_state()) for g in generators]
         self._together = self._which_share()
-        self._distinct = [
-            (g, own) for i, (g, own) in enumerate(self._states) if not any(share_state(g, other) for other in generators[:i])
-        ]
+        again = {j for _, j in self._together}
+        distinct = [*self.lone, *(g for j, g in enumerate(self._others) if j not in again)]
+        self._distinct = [(g, own) for g, own in self._states if any(g is one for one in distinct)]
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether there are several that may get one state, or have one."""
+        return len(self._others) > 1
 
     def mixed(self) -> bool:
         """Whether some of them have one state that had two, or the other way round: a graph cannot follow that."""
         return self._which_share() != self._together
 
-    def _which_share(self) -> list[bool]:
-        return [share_state(a, b) for a, b in combinations(self.generators, 2)]
+    def _which_share(self) -> set[tuple[int, int]]:
+        """Pairs of those that are not alone, by their places."""
+        pairs = combinations(enumerate(self._others), 2)
+        return {(i, j) for (i, a), (j, b) in pairs if share_state(a, b)}
 
     def drawn(self) -> list[torch.Generator]:
         """Those from whose states something was drawn so far, in the middle of a capture: there, a state counts from its

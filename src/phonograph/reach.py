@@ -164,6 +164,8 @@ class Reach(Objects):
         has `left`."""
         if ran.reflects:
             return None
+        if not (left.names or self._selected or any(self._kinds.values())):
+            return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left)
         reads = part._any_attribute or any(map(part._named_otherwise, left.names))
         return None if left.names and reads else part
@@ -408,7 +410,7 @@ class Reach(Objects):
             else:
                 self._module_named = self._module_named or _may_be_module(path, g)
 
-    def _imported(self, named: set[str], used: Used, g: dict[str, Any]) -> None:
+    def _imported(self, named: Set[str], used: Used, g: dict[str, Any]) -> None:
         """Modules that a function imports, or that something is looked up in by its name."""
         package = str(g.get("__package__") or "")
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []

@@ -31,6 +31,8 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
+from .checks import look, lookouts
+from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
 from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
 from .forms import Notes, noted_here, noting
@@ -44,6 +46,7 @@ from .keys import NoSignature
 from .known import KnownCalls, Undescribed
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
+from .opened import layout_of
 from .operators import meaning
 from .options import Options, overloads, switched_off
 from .overheard import Overhearing
@@ -51,14 +54,16 @@ from .packages import Packages
 from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
-from .recording import Entangled, Recording
+from .recording import MEMORY, Entangled, Recording
+from .regulars import Regulars
 from .segments import Cuts, Diverged, Unmarked, Unseen
 from .shelf import Found, Shelf
-from .signature import Call, describe, modes
+from .signature import Call, describe, modes, stands_in
 from .standing import Grounds
 from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
-from .trees import flatten, kinds, path_to
+from .trees import flatten, kinds, labels, path_to
+from .trees import inside as within_label
 from .verify import verified
 from .where import is_users, users_level, users_line
 from .within import Within, inside
@@ -82,6 +87,7 @@ _COMPILE_FIRST = (
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
+_UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
 
@@ -179,7 +185,9 @@ class Recorded(Observed, Generic[P, R]):
         self._reasons: dict[str, Refusal] = {}
         self._changes: dict[str, _Change] = {}  # what recordings have relied on and changed, by name
         self._unplayed = 0
+        self._displaced = 0  # recordings of forwards that gave way to others, because of tensors that were held
         self._heard: frozenset[str] = frozenset()  # names by which code that ran may have read what was overlooked
+        self._regulars = Regulars()
         self._packages = Packages()
         self._met: list[weakref.ref[Any]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._unrepeated = 0  # signatures that were met and did not come again...
@@ -271,6 +279,8 @@ class Recorded(Observed, Generic[P, R]):
             return (other or self._function)(*args, **kwargs)
         if other is not None:
             return self._of_another(other, args, kwargs)
+        if lookouts:
+            look()
         if self._for_good is not None and (self._never is not None or torch.is_grad_enabled()):
             self._count_free(self._for_good)
             return self._function(*args, **kwargs)
@@ -322,6 +332,13 @@ class Recorded(Observed, Generic[P, R]):
                 call = self._described(args, kwargs)
                 with Ours("looked for a recording"):
                     found = self._shelf.find(call)
+                    if found.broken is not None and self._regulars.moved(call.leaves):
+                        call = describe(args, kwargs, self._named, self._regulars)
+                        found = self._shelf.find(call)
+                    clearing = False
+                    if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
+                        clearing = cleared(obstructed)
+                        found = self._shelf.find(call)
                 if found.player is not None:
                     if found.player.grads_held():
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
@@ -332,6 +349,8 @@ class Recorded(Observed, Generic[P, R]):
                     if history.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
                         self._known_calls.learn(call, _NONE, self._entangled, history)
                     raise refusal
+                if clearing and any(map(obstructing, self._shelf.of(call.key))):  # not yet: what is there now, others hold
+                    return True, self._warm_up(call, args, kwargs)
                 found.broken = self._broken(found, history)
                 if history.warm and not history.repeats:
                     self._note_again(history)
@@ -346,6 +365,7 @@ class Recorded(Observed, Generic[P, R]):
                     return True, self._warm_up(call, args, kwargs)
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
+                gone = gone or found.broken == MEMORY  # to which nothing of the user's has happened
                 if found.broken is not None and not gone and self.options.warmup and not history.warm_again:
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
@@ -402,11 +422,16 @@ class Recorded(Observed, Generic[P, R]):
         self._eligible()
         try:
             with Ours("described the call"):
-                call = describe(args, kwargs, self._named)
+                call = describe(args, kwargs, self._named, self._regulars)
         except NoSignature as e:
             if self.options.fallback != "error":
                 self._undescribed.note(args, kwargs, Refusal(str(e), e.remedy))
             raise
+        if self._regulars.gone:  # what was recorded for them keeps them, and they are no small things
+            self._drop(self._shelf.discard_all(lambda key: stands_in(key, self._regulars.gone)))
+            self._regulars.gone.clear()
+        if self._regulars.bind(filter(self._entangled.reaches, call.containers)):
+            return self._described(args, kwargs)
         if self._entangled and any(map(self._entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
         if call.lent and self._marked:
@@ -461,7 +486,7 @@ class Recorded(Observed, Generic[P, R]):
         return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
 
     def _made(self, call: Call, found: Found, history: History, gone: bool = False) -> Player:
-        """A new recording of this call, because none fits: perhaps because all gradients are `gone`."""
+        """A new recording of this call, because none fits: perhaps because all gradients are `gone`, or the memory of one."""
         if found.broken is not None and (gone or not self.options.warmup):
             self._count_change(found.broken, history, call)
         if self._watches_sizes and not self._shelf.of(call.key) and not self._shelf.has_room(history.since):
@@ -474,7 +499,9 @@ class Recorded(Observed, Generic[P, R]):
         spoiled = self._shelf.discard(call.key, lambda player: player.recording.spoiled)
         self._drop(spoiled)
         if history.attached:  # the new one will not be, and two have room for the activations of one
-            self._drop(self._shelf.discard(call.key, Player.obstructed))
+            displaced = self._shelf.discard(call.key, Player.obstructed)
+            self._displaced += len(displaced)
+            self._drop(displaced)
         crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
         apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.apart)
         history.tried = True
@@ -595,22 +622,24 @@ class Recorded(Observed, Generic[P, R]):
     def _warm_up(self, call: Call, args: Any, kwargs: Any) -> R:
         self._counters.live += 1
         optimizers.stepped(self._function)
+        history = self._history(call.key)
         try:
             with Ours("looked at what the function can reach"):
-                reach = self._reach(call)
-                device = self._device(call, reach)
+                reach = None if self._runs_alike_anyway(call, history) else self._reach(call)
+                device = device_for(torch.device("cpu")) if reach is None else self._device(call, reach)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
             with Within(waits=True):
                 return self._function(*args, **kwargs)
-        history = self._history(call.key)
-        self._marked = self._marked or reach.marked
+        place: Any = nullcontext()
+        if reach is not None:
+            self._marked = self._marked or reach.marked
+            # Other threads know nothing of a stream of ours, nor does code that names the caller's: that stays on the caller's.
+            elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
+            lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
+            place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
         history.notes = notes
-        # Other threads know nothing of a stream of ours, nor does code that names the caller's: that is left on the caller's.
-        elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
-        lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
-        place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
         before = device.allocated
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
@@ -620,6 +649,11 @@ class Recorded(Observed, Generic[P, R]):
             self._history(key, history)
         self._follow(call, result, device, history)
         return result
+
+    def _runs_alike_anyway(self, call: Call, history: History) -> bool:
+        """Whether a live call does the same whatever the function can reach: the CPU is all there is, and nothing is marked."""
+        marked = Marked.any_made or self._marked or history.split
+        return not (marked or torch.cuda.is_initialized()) and all(t.device.type == "cpu" for t in call.tensors)
 
     def _follow(self, call: Call, result: Any, device: Any, history: History) -> None:
         """Hear of the backward of a live call, which runs where that did. A backward that is itself to be differentiated has to
@@ -634,6 +668,8 @@ class Recorded(Observed, Generic[P, R]):
                 nodes.add(leaf.grad_fn if isinstance(leaf, torch.Tensor) else None)
         nodes.discard(None)
         left = set(map(identity, nodes))
+        if nodes and self.options.outputs != "borrow" and not any(t.requires_grad for t in call.tensors):
+            history.attached = True  # so that the capture need not find it out
         reads = [t.detach() for t in call.tensors if nodes and device.pool.lease_of(t) is None]
 
         @ended_by
@@ -753,6 +789,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _reach(self, call: Call) -> Reach:
         objects = [(f"argument {i}", leaf) for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)]
+        objects += [("a key of an argument", x) for label in labels(call.shape) for x in within_label(label.value)]
         parameters = [(f"argument {i}", t) for i, t in enumerate(call.tensors) if isinstance(t, torch.nn.Parameter)]
         classes = [(kind.__qualname__, kind) for kind in kinds(call.shape)]
         found = [x for ref in self._met if (x := ref()) is not None]
@@ -760,6 +797,7 @@ class Recorded(Observed, Generic[P, R]):
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
+        self._regulars.bind(filter(_among(reach.met), call.containers))
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip
@@ -790,6 +828,8 @@ class Recorded(Observed, Generic[P, R]):
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
         with Ours("made a recording"), uncollected():
             reach = self._reach(call)
+            if self._regulars.stands_any(call.containers):
+                raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
             with _relying_on(reach):
                 device = self._device(call, reach)
             device.tidy()
@@ -861,6 +901,7 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
+                          numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None))  # fmt: skip
             self._packages.before()
             try:
@@ -871,6 +912,8 @@ class Recorded(Observed, Generic[P, R]):
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
                 if recording.communicates and self.options.verify:
                     raise Refusal("communicates with other ranks, which verify would do twice", "record it without verify")
+                if recording.edits and self.options.verify:
+                    raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:
                     raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
                 return recording
@@ -918,10 +961,11 @@ class Recorded(Observed, Generic[P, R]):
             self._grounded.clear()
             self._reasons.clear()
             self._changes.clear()
-            self._unrepeated, self._counted_from = 0, self._counters.calls
+            self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
             self._growth = Growth()
             self._stopped = self._for_good = None
             self._packages = Packages()
+            self._regulars = Regulars()
             self._unplayed = 0
             for mine in (*self._bound, *self._backwards):
                 mine.reset()
@@ -946,6 +990,9 @@ class Recorded(Observed, Generic[P, R]):
         if self._unrepeated > 2 and self._differs:
             calls = self._counters.calls - self._counted_from
             lines.append(f"{self._unrepeated} of the last {calls} calls had a signature of their own: {self._differs}")
+        if self._displaced > _UNSETTLED:
+            lines.append(f"recorded anew {self._displaced}x: what is held of other results, or of gradients, lay where its "
+                         "recordings work; drop it, or keep a clone, before the next call")  # fmt: skip
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
         lines += [str(p.recording) for p in list(self._shelf)]
         lines += [backward.explain() for backward in list(self._backwards)]
@@ -983,6 +1030,12 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def _has_code(x: object) -> bool:
     """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
     return issubclass(type(x), (FunctionType, type))
+
+
+def _among(things: Sequence[Any]) -> Callable[[Any], bool]:
+    """What says whether something is one of these objects."""
+    known = {identity(x) for x in things}
+    return lambda thing: layout_of(type(thing)) is not None and identity(thing) in known
 
 
 def _there(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from . import outputs
 from .backward import Backward
 from .bytecode import set_at
 from .dials import Dials, probing
-from .errors import Overlooked, Refusal
+from .errors import Again, Overlooked, Refusal
 from .forms import Notes
 from .identity import identity
 from .left import Left, before, left_by
@@ -43,6 +43,8 @@ from .listening import HEARS_ALL_THREADS, Listener, alone, watching_python
 from .loggers import Question, levels
 from .marked import Marked
 from .mentions import CYCLED, HISTORY, LIVE
+from .numerals import without
+from .opened import layout_of
 from .optimizers import fit_to_step
 from .pool import Lease, unowned
 from .ran import Ran
@@ -51,6 +53,7 @@ from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
 from .reliance import Grads, Reliances, Snapshot, not_heard
+from .returned import Returned
 from .segments import Cuts, Unseen
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
@@ -67,7 +70,7 @@ from .torch_private import (
     wait_for_all,
 )
 from .tracing import Tracing
-from .trees import containers, flatten, unflatten
+from .trees import Edit, Opening, entries, flatten, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
@@ -112,7 +115,8 @@ class Terms:
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. `sibling` is another recording of this signature.
+    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each
+    replay reads. `sibling` is another recording of this signature.
     """
 
     blocked: int = 0
@@ -124,6 +128,7 @@ class Terms:
     notes: Notes | None = None
     retain: bool = False
     expected: int = 0
+    numbers: bool = False
     sibling: Recording | None = None
 
 
@@ -143,6 +148,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             terms = replace(terms, follow=e.fewer)
         except _ReadAgain:
             terms = replace(terms, retain=True)
+        except Again:
+            continue
 
 
 def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -193,7 +200,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         grads.settle(touched, captured.watch.written.keys(), looks, reads)
         leases: dict[int, Lease] = {}
         leaves: list[Any] = []
-        shape = flatten(captured.result, leaves)
+        leaves += captured.result
         with _placed(lambda _: returned_at(function)):
             plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
@@ -201,8 +208,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         captured.program.copies(outputs.moulds(plan, copied))
         entangled = _entangling(captured.watch, reach)
         _separate(call, entangled)
-        snapshot = snapshot if relied is None else Snapshot(relied)
         relied = relied or reach
+        snapshot = snapshot if relied is reach else Snapshot(relied)
         snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
@@ -227,7 +234,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         device=device.torch_device,
         program=captured.program,
         slots=slots,
-        shape=shape,
+        shape=captured.returned.shape,
         outputs=plan,
         leases=() if terms.borrow else tuple(leases.values()),
         copied=copied,
@@ -245,6 +252,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         releases=frozenset() if release is None else frozenset(release.given),
         live_parts=captured.watch.parts,
         left=left.after(),
+        edits=captured.returned.edits,
+        numbers=captured.numbers,
     )
 
 
@@ -519,13 +528,17 @@ def _capture(
     loggers: list[Question] = []
     listeners: list[Listener] = []
     left: list[Left] = [Left()]
+    returned: list[Returned] = []
     known: list[Ran | None] = [None]
+    numbers: list[tuple[int, ...]] = [()]
     watches: list[OperatorWatch] = []
 
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
         watch.outermost = sys._getframe().f_code
+        watch.has_backward = tracing is not None or isinstance(function, Backward)
+        watch.numerals = [] if terms.numbers else None
         leaves, seen = list(call.leaves), slots
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
@@ -541,8 +554,10 @@ def _capture(
             leaves[place] = leaves[call.places[number]]
         sets = {identity(x): set(x) for x in leaves if type(x) is set}
         leaves = [sets.get(identity(x), x) for x in leaves]
-        args, kwargs = unflatten(call.shape, iter(leaves))
-        given.update(identity(c) for c in (*containers((args, kwargs)), *sets.values()))
+        built: list[Any] = []
+        args, kwargs = unflatten(call.shape, iter(leaves), built)
+        held = [entries(c) for c in built]
+        given.update(map(identity, sets.values()))
         metadata, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
@@ -572,9 +587,7 @@ def _capture(
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
-        given_back: list[Any] = []
-        flatten(result, given_back)
-        wait_for_all(given_back)
+        edited = _edits(call, (args, kwargs), leaves, built, held)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in said:
             raise refusal
@@ -584,6 +597,18 @@ def _capture(
             left[0] = left_by(found_there, all_of_it)
         if left[0].puts:
             result = (result, [put.new for put in left[0].puts])
+            left[0] = left[0].after()
+        edits = [edit for edit, _ in edited]
+        if edits:
+            result = (result, [values for _, values in edited])
+        edited.clear()
+        result, read = without(result, {*map(identity, built)})
+        returned.append(Returned.of(result, edits, built, outer))
+        result = returned[0].leaves
+        numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
+        wait_for_all(result)
+        if any(ref() is not None for ref in watch.numerals or ()):
+            raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         functions.extend(listener.functions())
         loggers.extend(listener.loggers.values())
         dials.ran(listener.ran)
@@ -592,11 +617,9 @@ def _capture(
             raise overlooked
         if modes() != modes_before:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
-        _arguments_are_as_before(call, (args, kwargs), leaves, seen, metadata)
+        _arguments_are_as_before(call, sets, seen, metadata)
         if tracing is not None:
-            found: list[Any] = []
-            flatten(result, found)
-            tracing.ended(found, listener.ran, watch.outside, reach.mentions.names)
+            tracing.ended(result, listener.ran, watch.outside, reach.mentions.names)
         return _with(result, seen, slots) if not state else _with(result, [*seen, *stands], [*slots, *state])
 
     def leaving(result: Any) -> list[torch.Tensor]:
@@ -619,7 +642,8 @@ def _capture(
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)
         named = any("grad" in code.co_names for code in chain(*ran))
-        return captured._replace(containers=frozenset(given), ran_backward=backward, sets_hooks=hooks, names_gradients=named,
+        captured = captured._replace(containers=frozenset(given), returned=returned[0], numbers=numbers[0])
+        return captured._replace(ran_backward=backward, sets_hooks=hooks, names_gradients=named,
                                  seen=tuple(stood), ran=functions, loggers=loggers, left=left[0], known=known[0])  # fmt: skip
     except Refusal as refusal:
         refusal.places = [levels(listener.loggers.values()) for listener in listeners]
@@ -666,11 +690,29 @@ def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
 
 
-def _arguments_are_as_before(call: Call, args: Any, leaves: list[Any], slots: list[torch.Tensor], before: list[Any]) -> None:
-    """A function may write into its arguments; what else it does to them cannot be repeated for the caller."""
+def _edits(
+    call: Call, args: Any, leaves: list[Any], built: list[Any], held: list[dict[Any, Any] | None]
+) -> list[tuple[Edit, list[Any]]]:
+    """What the call has done to its arguments' containers, which are these, and what each `held`; with the new values."""
     now: list[Any] = []
-    as_given = flatten(args, now) == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves))
-    if not as_given or any(type(x) is set and x != y for x, y in zip(now, call.leaves, strict=True)):
+    shut = {identity(x) for x in call.leaves if not isinstance(x, torch.Tensor)}
+    if flatten(args, now, Opening(shut)) == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves)):
+        return []
+    found = []
+    for i, (container, then) in enumerate(zip(built, held, strict=True)):
+        after = entries(container)
+        edit = Edit.between(i, then, after) if then is not None and after is not None else None
+        if edit is not None and after is not None:
+            found.append((edit, [after[at] for at in edit.new]))
+    if not found:
+        raise Refusal("changes a container that is an argument", "return the new value")
+    return found
+
+
+def _arguments_are_as_before(call: Call, sets: dict[int, set[Any]], slots: list[torch.Tensor], before: list[Any]) -> None:
+    """A function may write into its arguments, and change containers; what else it does to them cannot be repeated for the
+    caller."""
+    if any(sets[identity(x)] != x for x in call.leaves if type(x) is set):
         raise Refusal("changes a container that is an argument", "return the new value")
     for slot, was in zip(slots, before, strict=True):
         if _metadata(slot) != was:
@@ -718,7 +760,8 @@ def _entangling(watch: Any, reach: Reach) -> Entangled:
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
     theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
-    return Entangled([t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else (), storages.values())
+    tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
+    return Entangled(tensors, storages.values(), [x for x in reach.met if layout_of(type(x)) is not None])
 
 
 @contextmanager

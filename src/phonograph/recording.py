@@ -14,7 +14,7 @@ from .left import Left
 from .pool import Lease
 from .reliance import Reliances
 from .spans import Spans
-from .trees import Node
+from .trees import Edit, Node
 from .views import View
 
 __all__ = ["MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
@@ -70,7 +70,8 @@ class Output:
 
     `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
     ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
-    `index`), ``"outside"`` (the very tensor `value`), ``"same"`` (the object that output `index` became), ``"view"`` (on the
+    `index`), ``"outside"`` (the very tensor `value`), ``"given"`` (the caller's own container number `index`), ``"same"``
+    (the object that output `index` became), ``"view"`` (on the
     memory of output `index`, made by `view`). `consumed` outputs get the history of one whose backward already ran; `lazy`
     (conjugation, negation) is applied last. The recording's `backward` is that of the `attached` ones.
     """
@@ -97,9 +98,12 @@ def memory_of(t: torch.Tensor) -> tuple[int, int]:
 
 class Entangled:
     """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
-    share. Weakly: when a storage is gone, its memory is somebody else's."""
+    share; objects likewise, which may not be taken apart. Weakly: when a storage is gone, its memory is somebody else's."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = ()) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (), objects: Iterable[Any] = ()
+    ) -> None:  # fmt: skip
+        self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
         self._spans = Spans(self._storages)
@@ -111,6 +115,7 @@ class Entangled:
 
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
+        self._objects |= other._objects
         self._storages |= other._storages
         self._spans = Spans(self._storages)
         return self
@@ -118,6 +123,11 @@ class Entangled:
     def _forget_the_dead(self) -> None:
         self._storages = {place: storage for place, storage in self._storages.items() if storage() is not None}
         self._spans = Spans(self._storages)
+
+    def reaches(self, thing: Any) -> bool:
+        """Whether an object is such a one."""
+        known = self._objects.get(identity(thing))
+        return known is not None and known() is thing
 
     def meets(self, t: torch.Tensor) -> bool:
         """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
@@ -146,7 +156,8 @@ class Recording:
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
     with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
     else. `draws` is False if it surely draws no random numbers; `communicates`: with other ranks. Each time it is played, it
-    leaves what the call has `left` in attributes.
+    leaves what the call has `left` in attributes, and makes its `edits` in the arguments' containers. Those leaves of the
+    result are `numbers` that are read of tensors.
     """
 
     name: str
@@ -168,6 +179,8 @@ class Recording:
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Any, ...] = ()
     left: Left = field(default_factory=Left)
+    edits: tuple[Edit, ...] = ()
+    numbers: tuple[int, ...] = ()
     releases: frozenset[Lease] = frozenset()
     reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)

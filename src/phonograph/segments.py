@@ -27,6 +27,7 @@ from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .marked import Marked
+from .numerals import tensors_of
 from .randomness import put
 from .reach import Reach
 from .recording import Tensors
@@ -233,6 +234,8 @@ class Cuts:
         form, values = self._form(operator, runs)
         leaves: list[Any] = []
         shape = flatten((args, kwargs), leaves)
+        numbers = tensors_of(leaves)
+        leaves = [None if i in numbers else x for i, x in enumerate(leaves)]
         for x in leaves:
             self._passable(x, runs, isinstance(operator, Marked))
         watch.dials_lost(leaves)
@@ -259,12 +262,12 @@ class Cuts:
             rewritten = [[True] if others else watch.shown(t) for t, others in zip(mine, outside, strict=True)]
             keeps = self._notes.keeps[self._before - 1]  # type: ignore[union-attr]
             historied = [t.requires_grad for t in mine]
-            part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten)
+            part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
         part.said = said
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
-        made = iter(watch.interrupt(part, str(part), mine, [m for m, _ in new], [v for _, v in new]))
+        made = iter(watch.interrupt(part, str(part), [*mine, *numbers.values()], [m for m, _ in new], [v for _, v in new]))
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
 

@@ -99,6 +99,10 @@ class Shelf:
             del self._by_key[key]
         return gone
 
+    def discard_all(self, unwanted: Callable[[Any], bool]) -> list[Player]:
+        """Take out all recordings of such signatures; returns them."""
+        return [player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)]
+
     def clear(self) -> list[Player]:
         gone = list(self)
         self._by_key.clear()

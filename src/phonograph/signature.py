@@ -11,7 +11,7 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from .borrowed import Borrowed, plain
 from .casting import USED_WHEN_ON, autocast, set_autocast
 from .identity import identity
-from .keys import NoSignature, plain_key
+from .keys import Identity, NoSignature, plain_key
 from .pool import copy_of
+from .regulars import Regulars
 from .spans import Spans
 from .torch_private import (
     default_device,
@@ -36,7 +37,7 @@ from .torch_private import (
     saved_tensors_hooks,
     state_guard,
 )
-from .trees import Node, flatten, path_to, unhashable
+from .trees import Node, Opening, path_to, unhashable
 from .where import written_out
 from .wording import Naming
 
@@ -50,6 +51,7 @@ __all__ = [
     "has_gradient_or_hooks",
     "modes",
     "put_back",
+    "stands_in",
     "tensor_key",
     "unchanged",
     "unseen",
@@ -63,7 +65,8 @@ class Call(NamedTuple):
     """One use of a recorded function, taken apart.
 
     `tensors` are the argument tensors in order, each once, `leaves` all leaves, `places` the index in `leaves` of each
-    tensor, `like` the arguments as they came. `again` are (place, tensor) pairs for tensors that are given more than once.
+    tensor, `like` the arguments as they came, `containers` what of them was taken apart, each before what is in it. `again` are
+    (place, tensor) pairs for tensors that are given more than once.
     """
 
     key: tuple[Any, ...]
@@ -74,6 +77,7 @@ class Call(NamedTuple):
     like: Any = None
     again: tuple[tuple[int, int], ...] = ()
     lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
+    containers: Sequence[Any] = ()
 
     def lent_within(self, spans: Spans) -> list[int]:
         """Which arguments are borrowed outputs that lie there."""
@@ -90,17 +94,48 @@ class Call(NamedTuple):
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming) -> Call:
-    """The signature of a call, and its tensors.
+def describe(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming, regulars: Regulars | None = None
+) -> Call:
+    """The signature of a call, and its tensors. Of the objects that are given the `regulars` are known, which stand for
+    themselves.
 
     Raises:
         NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
     """
-    leaves: list[Any] = []
-    try:
-        shape = flatten((args, dict(kwargs)), leaves)
-    except RecursionError:
-        raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
+    regulars = Regulars() if regulars is None else regulars
+    while True:
+        opening, leaves = Opening(regulars.standing), list[Any]()
+        try:
+            shape = opening.flatten((args, dict(kwargs)), leaves)
+        except RecursionError:
+            whole = opening.unfinished()
+            if whole is not None and regulars.seal(whole, ()):
+                continue
+            raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
+        if (opening.spans or regulars.standing) and regulars.note(opening, leaves):
+            continue
+        try:
+            return _described(args, kwargs, shape, leaves, opening, regulars.standing)
+        except _Unplaced as e:
+            whole = opening.outermost(e.at) if e.at >= 0 else None
+            if whole is None or not regulars.seal(whole[0], leaves[whole[1] : whole[2]]):
+                raise _placed(e.of, shape, e.at, naming()) from None
+
+
+class _Unplaced(Exception):
+    """A leaf, of this number, cannot be described; or, if that is less than 0, what is no leaf."""
+
+    def __init__(self, of: NoSignature, at: int) -> None:
+        super().__init__()
+        self.of = of
+        self.at = at
+
+
+def _described(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Node | None, leaves: list[Any], opening: Opening,
+    standing: Mapping[int, Any],
+) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
@@ -123,18 +158,26 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
+            elif standing and identity(leaf) in standing:
+                keys.append((type(leaf), Identity(leaf)))
             else:
                 keys.append(plain_key(leaf))
         at = -1
         key = (shape, tuple(keys), aliases(tensors), modes())
         hash(key)
     except NoSignature as e:
-        raise _placed(e, shape, at, naming()) from None
+        raise _Unplaced(e, at) from None
     except TypeError as e:
         if at >= 0:
             raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent)
+    containers = opening.containers
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers)
+
+
+def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
+    """Whether an object of these identities stands for itself in a signature."""
+    return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:

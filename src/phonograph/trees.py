@@ -1,15 +1,17 @@
 """Nested arguments and results, taken apart and put together again.
 
 A *tree* is any nesting of tuples, lists, dicts, named tuples and dataclasses; everything else is a leaf. Exact
-types are kept (an OrderedDict comes back as one), and so is the order of dictionary keys, which a function may see.
+types are kept (an OrderedDict comes back as one), and so is the order of dictionary keys, which a function may see. With an
+`Opening` ordinary objects are taken apart as well (`opened`), which may refer to each other in circles.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree
 
+from .identity import identity
 from .introspection import slots_of
-from .keys import NoSignature, nested_key
+from .keys import NoSignature, nested_key, structure
+from .opened import Layout, layout_of, made_of, parts_of, put_into, replace
 from .where import written_out
 
-__all__ = ["Field", "Node", "containers", "flatten", "inside", "kinds", "labels", "path_to", "rebuilding", "unflatten",
-           "unhashable"]  # fmt: skip
+__all__ = ["Edit", "Field", "Node", "Opening", "can_be_opened", "containers", "entries", "flatten", "inside", "kinds", "labels",
+           "path_to", "rebuilding", "unflatten", "unhashable"]  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -33,11 +37,92 @@ class Node(NamedTuple):
     children: tuple[Node | None, ...]
 
 
-def flatten(tree: Any, leaves: list[Any]) -> Node | None:
+class _Opened(Node):
+    """An object that was opened. Its names are those of its attributes, and, if it is a dictionary as well, whether that is
+    where it has them, and the keys."""
+
+    __slots__ = ()
+
+
+class _Back:
+    """As the kind of a node: an object that the tree has already, by its number among all containers, or a weak reference."""
+
+
+class Opening:
+    """Lets ordinary objects be opened. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list, a
+    tuple or a dictionary. Afterwards `containers` are all containers met, each before what is in it, and `spans` the objects
+    among them that can be leaves instead, with the first of their leaves and the first after them."""
+
+    def __init__(self, shut: Container[int] = (), lasts: Container[int] = ()) -> None:
+        self.shut = shut
+        self.lasts = lasts
+        self.containers: list[Any] = []
+        self.spans: list[tuple[Any, int, int]] = []
+        self._numbers: dict[int, int] = {}
+
+    def is_opened(self, thing: Any) -> bool:
+        """Whether this is an object that was opened."""
+        return identity(thing) in self._numbers
+
+    def outermost(self, at: int) -> tuple[Any, int, int] | None:
+        """The outermost object that has the leaf of this number in it."""
+        return next((span for span in reversed(self.spans) if span[1] <= at < span[2]), None)
+
+    def unfinished(self) -> Any:
+        """The outermost object that was not taken apart to its end."""
+        ended = {identity(thing) for thing, _, _ in self.spans}
+        return next((c for c in self.containers if self.is_opened(c) and identity(c) not in ended), None)
+
+    def flatten(self, tree: Any, leaves: list[Any]) -> Node | None:
+        kind = type(tree)
+        if kind in _LEAVES or identity(tree) in self.shut or (identity(tree) in self.lasts and kind not in _PLAIN):
+            leaves.append(tree)
+            return None
+        if kind is weakref.ref and (number := self._numbers.get(identity(tree()))) is not None:
+            return Node(_Back, (number, True), ())
+        parts, layout = _parts(tree), None
+        if parts is None and (layout := layout_of(kind)) is not None:
+            if (number := self._numbers.get(identity(tree))) is not None:
+                return Node(_Back, (number, False), ())
+            self._numbers[identity(tree)] = len(self.containers)
+            parts = _parts_of(tree, layout)
+        if parts is None:
+            leaves.append(tree)
+            return None
+        if len(self.containers) > _MANY:
+            raise RecursionError
+        self.containers.append(tree)
+        start = len(leaves)
+        children = tuple([self.flatten(value, leaves) for value in parts[1]])
+        if layout is not None or _is_dataclass(kind):
+            self.spans.append((tree, start, len(leaves)))
+        return (Node if layout is None else _Opened)(kind, parts[0], children)
+
+
+_MANY = 4096  # containers of one tree; objects that lead to more are as large as a program
+_PLAIN = (tuple, list, dict, OrderedDict, defaultdict)
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None)})
+
+
+def can_be_opened(thing: Any) -> bool:
+    """Whether this is a container, or an object that can be taken apart."""
+    return _parts(thing) is not None or layout_of(type(thing)) is not None
+
+
+def _parts_of(tree: Any, layout: Layout) -> tuple[tuple[Any, ...], list[Any]]:
+    names, values, items, itself = parts_of(tree, layout)
+    if items is None:
+        return names, values
+    return (*names, itself, *map(_name, items)), [*values, *items.values()]
+
+
+def flatten(tree: Any, leaves: list[Any], opening: Opening | None = None) -> Node | None:
     """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf).
 
     The shape is hashable when all dictionary keys are.
     """
+    if opening is not None:
+        return opening.flatten(tree, leaves)
     parts = _parts(tree)
     if parts is None:
         leaves.append(tree)
@@ -46,9 +131,105 @@ def flatten(tree: Any, leaves: list[Any]) -> Node | None:
     return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
 
 
-def unflatten(node: Node | None, leaves: Iterator[Any]) -> Any:
-    """Rebuild the tree of shape `node` from `leaves`."""
-    return next(leaves) if node is None else _build(node, [unflatten(child, leaves) for child in node.children])
+def unflatten(node: Node | None, leaves: Iterator[Any], built: list[Any] | None = None) -> Any:
+    """Rebuild the tree of shape `node` from `leaves`. Its containers are added to `built`, each before what is in it."""
+    return next(leaves) if node is None else _unflatten(node, leaves, [] if built is None else built)
+
+
+def _unflatten(node: Node | None, leaves: Iterator[Any], built: list[Any]) -> Any:
+    if node is None:
+        return next(leaves)
+    if node.kind is _Back:
+        number, weak = node.names
+        return weakref.ref(built[number]) if weak else built[number]
+    at = len(built)
+    built.append(made_of(node.kind) if type(node) is _Opened else None)
+    values = [_unflatten(child, leaves, built) for child in node.children]
+    if type(node) is _Opened:
+        _fill(built[at], node.names, values)
+    else:
+        built[at] = _build(node, values)
+    return built[at]
+
+
+def _fill(made: Any, names: tuple[Any, ...], values: list[Any]) -> None:
+    own, itself, keys = _divided(names)
+    items = None if itself is None else dict(zip(keys, values[len(own) :], strict=True))
+    put_into(made, dict(zip(own, values, strict=False)), items, bool(itself))
+
+
+def _divided(names: tuple[Any, ...]) -> tuple[tuple[str, ...], bool | None, list[Any]]:
+    """The attributes of an opened object, whether its items are that, and their keys; None if it has none."""
+    at = next((i for i, name in enumerate(names) if type(name) is bool), None)
+    return (names, None, []) if at is None else (names[:at], names[at], [*map(_key, names[at + 1 :])])
+
+
+def entries(container: Any) -> dict[tuple[bool, Any], Any] | None:
+    """What a container holds, by what it is called: (whether that is an item, its key or name). None if it cannot be set."""
+    kind = type(container)
+    if kind in (list, tuple):
+        return {(True, i): value for i, value in enumerate(container)} if kind is list else None
+    if kind in _DICTS:
+        return {(True, key): value for key, value in container.items()}
+    parts = _parts(container)
+    if parts is not None and _is_dataclass(kind):
+        return {(False, name): value for name, value in zip(*parts, strict=True)}
+    if parts is not None:
+        return _mapped(container, parts[1])
+    layout = layout_of(kind)
+    if layout is None:
+        return None
+    names, values, items, _ = parts_of(container, layout)
+    return {(False, n): v for n, v in zip(names, values, strict=True)} | {(True, k): v for k, v in (items or {}).items()}
+
+
+def _mapped(container: Any, values: list[Any]) -> dict[tuple[bool, Any], Any] | None:
+    """What an object of a class that is registered with pytree holds, if it does so under the keys that it has."""
+    if not issubclass(type(container), MutableMapping):
+        return None
+    keys = list(container.keys())
+    if len(keys) != len(values) or not all(type(k) is str and container[k] is v for k, v in zip(keys, values, strict=True)):
+        return None
+    return {(True, key): value for key, value in zip(keys, values, strict=True)}
+
+
+class Edit(NamedTuple):
+    """What a call has done to the container of this number: of `all` the entries that it then has, in this order, these are
+    `new`."""
+
+    number: int
+    all: tuple[tuple[bool, Any], ...]
+    new: tuple[tuple[bool, Any], ...]
+
+    @classmethod
+    def between(cls, number: int, before: dict[Any, Any], now: dict[Any, Any]) -> Edit | None:
+        new = tuple([at for at, value in now.items() if at not in before or before[at] is not value])
+        return cls(number, tuple(now), new) if new or list(before) != list(now) else None
+
+    def repeat(self, container: Any, values: Sequence[Any]) -> None:
+        """Do the same to another container that held the same, with these new values."""
+        found, new = entries(container) or {}, dict(zip(self.new, values, strict=True))
+        now = {at: new[at] if at in new else found[at] for at in self.all}
+        items = {key: value for (is_item, key), value in now.items() if is_item}
+        attributes = {name: value for (is_item, name), value in now.items() if not is_item}
+        kind = type(container)
+        if kind is list:
+            container[:] = items.values()
+        elif kind in _DICTS:
+            replace(container, items)
+        elif kind in _pytree.SUPPORTED_NODES:
+            for _, key in found.keys() - now.keys():
+                del container[key]
+            for _, key in self.new:
+                container[key] = items[key]
+        elif _is_dataclass(kind):
+            for _, name in found.keys() - now.keys():
+                object.__delattr__(container, name)
+            for _, name in self.new:
+                object.__setattr__(container, name, attributes[name])
+        else:
+            _, _, theirs, itself = parts_of(container, layout_of(kind) or Layout((), False))
+            put_into(container, attributes, None if theirs is None else items, itself)
 
 
 def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
@@ -58,6 +239,8 @@ def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
         return itemgetter(0)
     if node.kind in (tuple, list) and len(node.children) == given and not any(node.children):
         return node.kind
+    if _is_circular(node):
+        return lambda leaves: unflatten(node, iter(leaves))
     names: dict[str, Any] = {}
     expression, _ = _written(node, 0, names, 0)
     rebuild: Callable[[list[Any]], Any] = written_out(f"lambda m: {expression}", names)
@@ -79,13 +262,17 @@ def _written(node: Node | None, at: int, names: dict[str, Any], depth: int) -> t
     return ("(%s)" if node.kind is tuple else "[%s]") % "".join(parts), at
 
 
+def _is_circular(node: Node | None) -> bool:
+    return node is not None and (node.kind is _Back or any(map(_is_circular, node.children)))
+
+
 def _size(node: Node | None) -> int:
     return 1 if node is None else sum(map(_size, node.children))
 
 
 def kinds(node: Node | None) -> Iterator[type]:
     """The types of all containers of a tree."""
-    if node is not None:
+    if node is not None and node.kind is not _Back:
         yield node.kind
         for child in node.children:
             yield from kinds(child)
@@ -120,7 +307,10 @@ def _steps(node: Node) -> Sequence[Any]:
         return range(len(node.children))
     if node.kind in _DICTS:
         return [_key(name) for name in node.names][: len(node.children)]
-    if dataclasses.is_dataclass(node.kind) and node.kind not in _pytree.SUPPORTED_NODES:
+    if type(node) is _Opened:
+        own, _, keys = _divided(node.names)
+        return [*map(Field, own), *keys]
+    if _is_dataclass(node.kind):
         return [Field(name) for name in node.names]
     fields = getattr(node.kind, "_fields", ())
     return [Field(name) for name in fields] if len(fields) == len(node.children) else range(len(node.children))
@@ -146,9 +336,13 @@ def labels(node: Node | None) -> Iterator[_Key]:
 
 
 def inside(value: Any) -> Iterator[Any]:
-    """The value of a label and, where it is a container, all that is in it."""
+    """The value of a label and, where it is a container or an object, all that is in it."""
     yield value
-    if isinstance(value, (tuple, list, set, frozenset, dict)):
+    layout = layout_of(type(value))
+    if layout is not None:
+        for part in parts_of(value, layout).values:
+            yield from inside(part)
+    elif isinstance(value, (tuple, list, set, frozenset, dict)):
         for part in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from inside(part)
 
@@ -160,6 +354,10 @@ def _fresh(context: Any) -> Any:
     if type(context) in (dict, OrderedDict):
         return type(context)((key, _fresh(value)) for key, value in context.items())
     return set(context) if type(context) is set else context
+
+
+def _is_dataclass(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES
 
 
 def _is_namedtuple(kind: type) -> bool:
@@ -198,8 +396,9 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         if kind is OrderedDict and tree.__dict__:  # as state_dict() has them
             return (*map(_name, tree), _Attributes(tree.__dict__)), [*tree.values(), None]
         return tuple(map(_name, tree)), list(tree.values())
-    if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
-        if kind.__new__ is not object.__new__ or isinstance(tree, torch.nn.Module):
+    if _is_dataclass(kind):
+        makes: Any = kind.__new__
+        if makes is not object.__new__ or isinstance(tree, torch.nn.Module):
             return None  # more than its fields: a dictionary, an exception, a module
         names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(tree, f.name))
         if {n for base in kind.__mro__ for n, _ in slots_of(base)} - set(names):
@@ -208,7 +407,7 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         return names, [getattr(tree, n) for n in names]
     if kind in _pytree.SUPPORTED_NODES:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
-        return (_Key(context),), list(values)
+        return (_Context(context),), list(values)
     return None
 
 
@@ -225,6 +424,7 @@ class _Key:
     __slots__ = ("_of", "value")
     copied = False
     """Whether what is built from it has a copy."""
+    of_pytree = False
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -232,14 +432,27 @@ class _Key:
 
     def _identity(self) -> Any:
         if self._of is None:
-            self._of = nested_key(self.value)
+            self._of = self._described()
         return self._of
+
+    def _described(self) -> Any:
+        return nested_key(self.value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and (self is other or bool(self._identity() == other._identity()))
 
     def __hash__(self) -> int:
         return hash(self._identity())
+
+
+class _Context(_Key):
+    """What pytree says of an object besides its children."""
+
+    __slots__ = ()
+    of_pytree = True
+
+    def _described(self) -> Any:
+        return nested_key(self.value, structure)
 
 
 class _Attributes(_Key):

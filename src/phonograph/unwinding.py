@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from .bytecode import all_within
-from .where import LIBRARY, STDLIB, is_torchs, origin
+from .codes import of_code
+from .where import LIBRARY, STDLIB, is_ours, is_torchs, origin
 
-__all__ = ["comes_to_something", "generators_catch"]
+__all__ = ["comes_to_something", "generators_catch", "is_caught_by_torch"]
 
 _NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError", "OSError",
                                  "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt",
@@ -36,6 +37,7 @@ _VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOA
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH")
+_RAISE_AGAIN = ("_call_impl",)
 
 
 def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, any_kind: bool) -> bool:
@@ -57,6 +59,19 @@ def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, a
         if found:
             return True
         frame = frame.f_back
+    return False
+
+
+def is_caught_by_torch(frame: FrameType | None, at: int, outermost: CodeType | None) -> bool:
+    """Whether torch itself catches an exception that is raised at this instruction of the frame, before it leaves the frame of
+    `outermost`. (The call of a module raises it again.)"""
+    while frame is not None and frame.f_code is not outermost:
+        code = frame.f_code
+        torchs = is_torchs(code.co_filename) and not is_ours(code.co_filename) and code.co_name not in _RAISE_AGAIN
+        if torchs and _clauses_around(code, at) - {_FINALLY, _EXCEPT_OTHERS}:
+            return True
+        frame = frame.f_back
+        at = frame.f_lasti if frame is not None else -1
     return False
 
 
@@ -85,7 +100,7 @@ def _clauses_around(code: CodeType, at: int) -> frozenset[str]:
     return frozenset(clauses[target] for target in targets)
 
 
-@functools.cache
+@of_code
 def _clauses(code: CodeType) -> dict[int, str]:
     """Where the ``except`` and ``finally`` clauses of this code itself begin, and their kinds."""
     instructions = _instructions(code)
@@ -206,12 +221,12 @@ def _regions(code: CodeType, at: int) -> list[Any] | None:
     return found
 
 
-@functools.cache
+@of_code
 def _table(code: CodeType) -> Any:
     return getattr(dis.Bytecode(code), "exception_entries", None)
 
 
-@functools.cache
+@of_code
 def _with_handlers(code: CodeType) -> frozenset[int]:
     return frozenset(i.offset for i, after in pairwise(_instructions(code))
                      if i.opname == "PUSH_EXC_INFO" and after.opname == "WITH_EXCEPT_START")  # fmt: skip

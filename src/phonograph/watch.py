@@ -19,31 +19,37 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators
 from .casting import Casts
+from .checks import Check
 from .collectives import refusal
 from .dials import Dials
 from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .listening import unheard
+from .numerals import Numeral, listable, readable
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
 from .torch_private import (
     are_fake,
+    carried_out,
     has_memory,
+    is_higher_order,
+    is_missing,
     is_spread,
     is_valueless,
     kind_of,
     not_compiled_by_itself,
     say_themselves,
     waits_by_itself,
+    without_modes,
 )
 from .trees import flatten
 from .unwinding import comes_to_something
@@ -54,7 +60,7 @@ if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["OperatorWatch", "storage_id"]
+__all__ = ["CHECKS", "OperatorWatch", "storage_id"]
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -85,6 +91,8 @@ _REMEDIES = {
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/limits.md)",
 }
+
+CHECKS = "a check of torch's"  # in reasons
 
 _HISTORIC = Effect("reads a tensor outside that has a history of its own", "pass it as an argument, or detach it", ANYONE)
 
@@ -142,7 +150,11 @@ class OperatorWatch(TorchDispatchMode):
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
         self.refusal: Refusal | None = None
+        self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
+        self.has_backward = False  # outside, or it is one
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -159,6 +171,8 @@ class OperatorWatch(TorchDispatchMode):
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
+        if is_higher_order(func):
+            return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
             return self._of_classes(func, classes, args, kwargs)
         blamed: Any = None
@@ -202,6 +216,30 @@ class OperatorWatch(TorchDispatchMode):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+
+    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that is given functions, or other operators: what it calls comes here next."""
+        listening = unheard()
+        kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
+        try:
+            if listening is not None:
+                sys.setprofile(listening)  # the functions may be the user's
+            with self:
+                return carried_out(func, args, kwargs)
+        except NotImplementedError as e:
+            if not is_missing(e):
+                raise
+            raise self.located(Refusal(f"{at_work(f'torch.ops.higher_order.{func.name()}')} has no code of its own for "
+                                       f"{self.device.type}", "compile what calls it (torch.compile)")) from None  # fmt: skip
+        finally:
+            if listening is not None:
+                sys.setprofile(listening)
+
+    def lent(self, generator: torch.Generator) -> torch.Generator:
+        """A higher-order operator draws from this one's state. Returns from whose it does so here and now."""
+        if all(generator is not g and _cdata(generator) != _cdata(g) for g in self.generators):
+            self.meet(generator)
+        return generator
 
     def follow(self, dials: Dials) -> None:
         """What stands for hyper-parameters and step counts in this call."""
@@ -250,7 +288,7 @@ class OperatorWatch(TorchDispatchMode):
         else:
             out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
-            self._born(t)
+            self._begins(t.untyped_storage())
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
@@ -283,9 +321,10 @@ class OperatorWatch(TorchDispatchMode):
     def _born(self, t: torch.Tensor, name: str = "") -> None:
         """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
         the call ends, and its identity is then given to another storage."""
-        if not has_memory(t):
-            return
-        storage = t.untyped_storage()
+        if has_memory(t):
+            self._begins(t.untyped_storage(), name)
+
+    def _begins(self, storage: torch.UntypedStorage, name: str = "") -> None:
         key = storage._cdata
         if key not in self.known:
             self.known[key] = name
@@ -370,6 +409,52 @@ class OperatorWatch(TorchDispatchMode):
         any: a replay knows of no code that would do it."""
         forked = any(state() is not None for state in self._forked)
         return forked or self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
+
+    def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
+        """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if
+        it has to read it.
+
+        Raises:
+            Refusal: something would have to be done after the exception.
+        """
+        check = Check.asked(frame, self.outermost)
+        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
+            return None
+        if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
+            if not t.is_cpu or self.known.get(storage_id(t), ""):
+                return None
+            with without_modes():
+                return bool(t.item())
+        return self.checks(check, t)
+
+    def takes(self, check: Check) -> bool:
+        """Whether each replay can make this check as a live call does."""
+        return check.exact
+
+    def numeral(self, t: torch.Tensor) -> Numeral | None:
+        """What stands for the number in this tensor, if the call may hand it on without knowing it."""
+        if self.numerals is None or not readable(t, self.device):
+            return None
+        found = Numeral(t.detach().clone(), self._reads_number)
+        self.numerals.append(weakref.ref(found))
+        return found
+
+    def listed(self, t: torch.Tensor) -> Any:
+        """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
+        if self.numerals is None or not listable(t, self.device):
+            return None
+        return [self.listed(row) for row in t.unbind()] if t.dim() else self.numeral(t)
+
+    def _reads_number(self) -> NoReturn:
+        raise self.located(operators.reads_value())
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """Have this looked at in each replay. Returns what the call goes on with."""
+        if self.caught(any_kind=False):
+            raise self.located(Refusal(f"{CHECKS} may raise depending on data, and an except or finally clause or a context "
+                                       "manager of yours is around it",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
+        return check.good
 
     def dials_lost(self, values: Sequence[Any]) -> None:
         """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""
@@ -497,7 +582,12 @@ def _forgetting(watch: weakref.ref[OperatorWatch]) -> Callable[[_Birth], None]:
 
     def gone(birth: _Birth) -> None:
         if (mine := watch()) is not None:
-            mine.died(birth.key)
+            listening = unheard()
+            try:
+                mine.died(birth.key)
+            finally:
+                if listening is not None:
+                    sys.setprofile(listening)
 
     return gone
 

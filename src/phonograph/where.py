@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+from .projects import is_of_another, is_the_users
 from .torch_private import on_thread_of_autograds
 
-__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "called_by", "is_compiled", "is_ours", "is_torchs", "is_users", "origin",
-           "runs_through", "users_frame", "users_level", "users_line", "works_for", "written_out"]  # fmt: skip
+__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "called_by", "has_called", "is_compiled", "is_ours", "is_torchs",
+           "is_users", "origin", "runs_through", "users_frame", "users_level", "users_line", "works_for",
+           "written_out"]  # fmt: skip
 
 BACKWARD = "_engine_run_backward"
 """The function of torch's that each backward goes through."""
@@ -38,9 +40,28 @@ def is_users(filename: str) -> bool:
     if filename.startswith(("<frozen", "<string>")):
         return filename == "<string>"
     path = os.path.abspath(filename) if not filename.startswith("<") else filename
-    if any(part in path for part in (*_LIBRARIES, *_COMPILED)):
-        return False
-    return not path.startswith((_OURS, _TORCH, *_STDLIB))
+    return not _is_known_as_anothers(path) and not is_of_another(path)
+
+
+def _is_known_as_anothers(path: str) -> bool:
+    return any(part in path for part in (*_LIBRARIES, *_COMPILED)) or path.startswith((_OURS, _TORCH, *_STDLIB))
+
+
+def has_called(frame: FrameType | None) -> None:
+    """Code that runs in this frame calls us, perhaps by functions of ours: it is the user's."""
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    filename = frame.f_code.co_filename if frame is not None else "<"
+    if filename in _callers or filename.startswith("<"):
+        return
+    _callers.add(filename)
+    path = os.path.abspath(filename)
+    if not _is_known_as_anothers(path) and is_the_users(path):
+        for whose in (is_users, origin, _elsewhere):
+            whose.cache_clear()
+
+
+_callers: set[str] = set()
 
 
 @cache
@@ -51,7 +72,13 @@ def is_ours(filename: str) -> bool:
 
 def written_out(expression: str, names: dict[str, Any]) -> Any:
     """The value of a Python expression that this library has made: code that it defines is code of this library."""
-    return eval(compile(expression, __file__, "eval"), names)
+    return eval(_code_of(expression), names)
+
+
+@lru_cache(maxsize=1024)
+def _code_of(expression: str) -> CodeType:
+    """(Most differ in nothing but how many values they read.)"""
+    return compile(expression, __file__, "eval")
 
 
 @cache

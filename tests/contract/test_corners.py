@@ -1345,17 +1345,6 @@ def test_c11_values_that_python_reads(device, read):
 
 
 @may_run_live
-def test_c11_a_distribution_that_looks_at_its_arguments(device, monkeypatch):
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off
-    f = pg.record(lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), warmup=0)
-    f(ramp(device, 3))
-    assert "validate_args=False" in reasons(f)
-    g = pg.record(lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False).log_prob(x), warmup=0)
-    g(ramp(device, 3))
-    assert pg.stats(g).recorded == 1, reasons(g)
-
-
-@may_run_live
 def test_c11_what_a_distribution_reads_otherwise(device):
     """Turning its checks off would not help."""
     x = torch.tensor([0.2, 0.8], device=device)

@@ -237,23 +237,29 @@ def in_a_helper(device):
         call(ramp(device, 4))
 
 
-@way("value", remedy="error_if_nonfinite")
+@way("a check of torch's", "except", remedy="error_if_nonfinite")
 def clipping_that_looks(device):
     net = nn.Linear(4, 1, device=device)
 
     def step(x):
         net.zero_grad()
         net(x).sum().backward()
-        return nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)  # here
+        try:
+            return nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)  # here
+        except RuntimeError:
+            return x.sum()
 
     for call in recorded(step):
         call(ramp(device, 4))
 
 
-@way("Categorical", remedy="validate_args=False")
+@way("a check of torch's", "except", remedy="validate_args=False")
 def a_distribution(device):
     def f(x):
-        return torch.distributions.Categorical(probs=x / x.sum(), validate_args=True).entropy()  # here
+        try:
+            return torch.distributions.Categorical(probs=x / x.sum(), validate_args=True).entropy()  # here
+        except ValueError:
+            return x.sum()
 
     for call in recorded(f):
         call(ramp(device, 4))
@@ -578,8 +584,11 @@ def a_generator(device):
 class Config:
     """Of the user's."""
 
+    def __init__(self):
+        self.log = io.StringIO()
 
-@way("Config as `batch['meta'][1]`", remedy="tensors")
+
+@way("StringIO as `batch['meta'][1].log`", remedy="tensors")
 def an_object_in_a_batch(device):
     for call in recorded(lambda batch, scale: batch["x"] * scale):
         call({"x": ramp(device, 4), "meta": [1, Config()]}, scale=2.0)  # here
@@ -591,13 +600,13 @@ class Batch:
     config: object
 
 
-@way("Config as `batch.config`", remedy="tensors")
+@way("StringIO as `batch.config.log`", remedy="tensors")
 def an_object_in_a_dataclass(device):
     for call in recorded(lambda batch: batch.x * 2):
         call(Batch(ramp(device, 4), Config()))  # here
 
 
-@way("Config as `rest[1]`", remedy="tensors")
+@way("StringIO as `rest[1].log`", remedy="tensors")
 def an_object_among_many(device):
     def f(x, *rest):
         return x * rest[0]
@@ -617,12 +626,6 @@ def an_array(device):
     numpy = pytest.importorskip("numpy")
     for call in recorded(lambda x, y: x * 2):
         call(ramp(device, 4), numpy.ones(3))  # here
-
-
-@way("function", "key of `d`", remedy="keys")
-def a_function_as_a_key(device):
-    for call in recorded(lambda x, d: d[len] * 2):
-        call(ramp(device, 4), {len: ramp(device, 4), max: 2})  # here
 
 
 @way("Config", "key of `d`", remedy="keys")
@@ -663,16 +666,6 @@ def overlapping_arguments(device):
     x = ramp(device, 4)
     for call in recorded(f):
         call(x[:3], x[1:])
-
-
-@way("container", "argument", remedy="return")
-def an_argument_that_grows(device):
-    def f(d):  # here
-        d["y"] = d["x"] * 2
-        return d["y"]
-
-    for call in recorded(f):
-        call({"x": ramp(device, 4)})
 
 
 @way("meta", remedy="on the CPU or a GPU")
@@ -1010,7 +1003,7 @@ def a_value_that_changes(device):
 # Results
 
 
-@way("Config", remedy="dataclasses")
+@way("StringIO", remedy="objects")
 def returns_an_object(device):
     def f(x):
         result = Config()
@@ -1028,15 +1021,6 @@ def returns_a_subclass(device):
 
     for call in recorded(f):
         call(ramp(device, 4))
-
-
-@way("container", "argument", remedy="new container")
-def returns_its_argument(device):
-    def f(batch):
-        return batch  # here
-
-    for call in recorded(f):
-        call({"x": ramp(device, 4)})
 
 
 @way("attributes", remedy="return the values")

@@ -787,7 +787,10 @@ def test_c11_clipping_that_raises_where_the_norm_is_not_finite(device, way):
     x, y = batch(device, 4)
     assert isinstance(twins(x * float("nan"), y), Raised)
     twins.train(5, 6)
-    twins.assert_live("on the host")
+    if device.type == "cuda":  # there it would come when the optimizer has made its step
+        twins.assert_live("on the host")
+    else:
+        twins.assert_recorded(5)
 
 
 @both_ways

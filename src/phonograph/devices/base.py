@@ -43,7 +43,8 @@ class Captured(NamedTuple):
     `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
     `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
     globals of each. `loggers`: what these were asked. What the call has `left` in attributes is not there any more; tensors
-    among it are in the result, as (the function's own, [tensors]). `known`: all code that ran, if that is certain.
+    among it are in the result, as (the function's own, [tensors]). `known`: all code that ran, if that is certain. `returned`:
+    the `Returned` of which `result` are the leaves. Those leaves are `numbers`, to be read.
     """
 
     result: Any
@@ -63,6 +64,8 @@ class Captured(NamedTuple):
     loggers: Sequence[Question] = ()
     left: Left = Left()
     known: Ran | None = None
+    returned: Any = None
+    numbers: tuple[int, ...] = ()
 
 
 class Device(Protocol):

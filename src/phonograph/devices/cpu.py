@@ -23,6 +23,7 @@ from .. import operators
 from ..arena import Arena
 from ..breaks import Break
 from ..casting import Casts
+from ..checks import Check
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Elsewhere, Refusal
@@ -37,11 +38,11 @@ from ..reliance import changed
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import below_autograd, has_memory, maker, storage_at
-from ..watch import OperatorWatch, storage_id
+from ..torch_private import below_autograd, has_memory, maker, storage_at, without_modes
+from ..watch import CHECKS, OperatorWatch, storage_id
 from ..wording import Failure, at_work
 from .base import Captured, Made
-from .host_reads import NUMBERS, READS, host_reads_refused, reads_value
+from .host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
 from .out_variants import Variant, tried
 from .spelling import spelled
 
@@ -122,10 +123,11 @@ class Tape(OperatorWatch):
     def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
         tensors = super()._see(m, args, kwargs)
-        named = kwargs.get("device")
-        found = [torch.device(named)] if named is not None else []
-        for device in (*found, *(t.device for t in tensors)):
-            self._stays_here(m, device)
+        if kwargs and (named := kwargs.get("device")) is not None:
+            self._stays_here(m, torch.device(named))
+        for t in tensors:
+            if not t.is_cpu:
+                self._stays_here(m, t.device)
         return tensors
 
     def _stays_here(self, m: Meaning, device: torch.device) -> None:
@@ -142,8 +144,11 @@ class Tape(OperatorWatch):
             return func(*args, **kwargs)
         if _may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._nothing_to_clear_up(m.name)
-        self._save(operators.written_by(m, args, kwargs))
-        noted = self._note(args), self._note(kwargs)
+        reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
+        noted: tuple[Any, Any] = (), {}
+        if not reads_only:
+            self._save(operators.written_by(m, args, kwargs))
+            noted = self._note(args), self._note(kwargs)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
         if m.others:
@@ -151,17 +156,29 @@ class Tape(OperatorWatch):
                 raise Refusal(f"{at_work(m.name)}, which may be code that asks for it, is called while {place} is changed "
                               "for a time", "change it outside, around the call")  # fmt: skip
         casts = self.casts.within(m)
-        with Casts.restored(casts) if casts else nullcontext():
+        if casts:
+            with Casts.restored(casts):
+                out = func(*args, **kwargs)
+        else:
             out = func(*args, **kwargs)
-        results = operators.tensors_in(out, [])
-        made = {*map(identity, self.memory_in(m, results))}
+        results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
+        made = self.memory_in(m, results)
         if results and not made:
             return out  # nothing that a replay would compute
         for t in results:
-            self._stays_here(m, t.device)
-        fresh = [identity(t) in made and storage_id(t) not in self.known for t in results]
+            if not t.is_cpu:
+                self._stays_here(m, t.device)
+        if len(made) < len(results):
+            is_made = set(map(identity, made))
+            fresh = [identity(t) in is_made and storage_id(t) not in self.known for t in results]
+        else:
+            fresh = [storage_id(t) not in self.known for t in results]
+        if reads_only:
+            if results and not any(fresh):
+                return out  # views
+            noted = self._note(args), self._note(kwargs)
         variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
-        if func in _NOTHING and _fills_memory():
+        if identity(func) in _NOTHING and _fills_memory():
             return self._constant(out)
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
@@ -174,9 +191,25 @@ class Tape(OperatorWatch):
         if self.caught(any_kind=False):
             raise Refusal(f"{at_work(name)} may raise depending on data, and an except or finally clause or a context manager "
                           "of yours is around it", "let the exception out, and catch it around the call")  # fmt: skip
+        self._nothing_is_changed(at_work(name))
+
+    def _nothing_is_changed(self, said: str) -> None:
         for place in changed(self._before):
-            raise Refusal(f"{at_work(name)} may raise depending on data, while {place} is changed for a time",
+            raise Refusal(f"{said} may raise depending on data, while {place} is changed for a time",
                           "change it outside, around the call")  # fmt: skip
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """It is looked at where it is: a replay raises there, as eager does."""
+        with without_modes():
+            found = bool(answer.item())
+        good = super().checks(check, answer)
+        self._nothing_is_changed(CHECKS)
+        if found is not good:  # here and now: the live call raises
+            raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
+        given = [self._note(t) if storage_id(t) in self._places else None for t in check.given]
+        check.given.clear()
+        self._steps.append(_Step(check, (self._note(answer), given), {}, []))
+        return good
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         super().state_read(state, of)
@@ -214,7 +247,7 @@ class Tape(OperatorWatch):
         storage = t.untyped_storage()
         if storage._cdata not in self._places or storage._cdata not in self.known:
             self._places[storage._cdata] = _Place(self._arena.take(storage.nbytes()), storage.nbytes(), planned=True)
-            self._born(t)
+            self._begins(storage)
         return _Operand(self._places[storage._cdata], t)
 
     def died(self, key: int) -> None:
@@ -225,10 +258,12 @@ class Tape(OperatorWatch):
 
     def _note(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if not has_memory(value):
-                return value  # it is the same at each replay
-            key = storage_id(value)
-            place = self._places.get(key)
+            place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
+            if place is None:
+                if not has_memory(value):
+                    return value  # it is the same at each replay
+                key = storage_id(value)
+                place = self._places.get(key)
             if place is None:
                 # Not kept alive: a recording whose tensors outside are gone is never played (reliance.py).
                 storage = value.untyped_storage()
@@ -279,12 +314,12 @@ class Tape(OperatorWatch):
         return made
 
 
-_FILLS: dict[Any, Callable[[Any, Any], Any]] = {
+_FILLS: dict[int, Callable[[Any, Any], Any]] = {identity(func): value for func, value in {
     aten.zeros.default: lambda a, k: 0, aten.zeros_like.default: lambda a, k: 0, aten.new_zeros.default: lambda a, k: 0,
     aten.ones.default: lambda a, k: 1, aten.ones_like.default: lambda a, k: 1, aten.new_ones.default: lambda a, k: 1,
     aten.full.default: lambda a, k: a[1], aten.full_like.default: lambda a, k: a[1],
     aten.new_full.default: lambda a, k: a[2], aten.scalar_tensor.default: lambda a, k: a[0],
-}  # fmt: skip
+}.items()}  # fmt: skip
 # Operators that look at values on the CPU and raise an exception: indices out of range, singular matrices, divisions by 0.
 _RAISING = tuple(f"aten::{name}" for name in (
     "embedding", "index", "gather", "scatter", "take", "put", "nll_loss", "linalg_", "_linalg_", "cholesky", "inverse",
@@ -303,9 +338,9 @@ def _may_raise(name: str, args: Any) -> bool:
     return name.startswith(_RAISING) and name != "aten::linalg_vector_norm"
 
 
-_COPIES = {aten.clone.default, aten._to_copy.default}
-_NOTHING = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
-            aten.new_empty_strided.default}  # fmt: skip
+_COPIES = frozenset(map(identity, (aten.clone.default, aten._to_copy.default)))
+_NOTHING = frozenset(map(identity, (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+                                    aten.new_empty.default, aten.new_empty_strided.default)))  # fmt: skip
 
 
 def _asks_for_modes(func: Any) -> bool:
@@ -384,7 +419,8 @@ class TapeProgram:
 
     def _call(self, step: _Step) -> partial[Any] | None:
         """What a replay does for a step; None where the operator only allocates."""
-        if step.func in _NOTHING:
+        which = identity(step.func)  # an overload's own hash is Python code
+        if which in _NOTHING:
             return None
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
@@ -395,9 +431,9 @@ class TapeProgram:
             return partial(step.func, *args, **kwargs)
         if step.func is _read_state:
             return partial(_read_state, outs[0])
-        if step.func in _FILLS:
-            return partial(aten.fill_.Scalar, outs[0], _FILLS[step.func](step.args, step.kwargs))
-        if step.func in _COPIES:
+        if which in _FILLS:
+            return partial(aten.fill_.Scalar, outs[0], _FILLS[which](step.args, step.kwargs))
+        if which in _COPIES:
             return partial(aten.copy_.default, outs[0], args[0])
         if step.variant is not None:
             return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
@@ -506,7 +542,7 @@ class CpuDevice:
         tape.follow(dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, host_reads_refused(tape, READS + NUMBERS, reads_value), collected():
+            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value), collected():
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

@@ -41,9 +41,11 @@ from ..watch import OperatorWatch, storage_id
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
+from .cuda_checks import CudaChecks
+from .cuda_constants import filled_in
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
-from .host_reads import LISTED, host_reads_refused, of_the_host
+from .host_reads import ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -51,7 +53,7 @@ _STEP = 4  # numbers that a thread draws at once
 
 _FAILURES = (
     Failure("Cannot copy between CPU and CUDA tensors", "copies between the CPU and the GPU",
-            "make constants by torch.full(..., device=), or once outside: torch.tensor(..., device=) copies from the CPU"),
+            "make constants by torch.full(..., device=), or once outside: torch.tensor([...], device=) copies from the CPU"),
     Failure("operation not permitted when stream is capturing", "waits for the GPU",
             f"do that outside the recorded function, {MARKED}"),
     Failure("due to a previous error during capture", "comes after something that failed while it was captured, and was caught",
@@ -155,6 +157,7 @@ class CudaDevice:
         self._anchor = _Anchor(self.index, self._stream)
         torch_private.silence_stream_mismatch()
         self._generators: list[torch.Generator] = []
+        self._lent: list[torch.Generator] = []  # those of compiled code's own among them
         self._made.append(self)
         self._pool_spans = Spans()  # the pool's memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
@@ -168,6 +171,7 @@ class CudaDevice:
         self._reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
+        self._checks = CudaChecks(torch_device)
 
     # -- live calls
 
@@ -270,8 +274,11 @@ class CudaDevice:
         """Give back what is cached for the capture stream outside of the pool: what backwards of warm-up calls have worked in
         that had to leave it, and the gradients that they gave. Nobody else would use it. (torch can only give back what is
         cached for other streams as well.)"""
-        if self._strayed and cuda_memory.is_cached(self.index, self._stream.cuda_stream):
-            torch.cuda.empty_cache()
+        if self._strayed:
+            used = cuda_memory.outside(self.index, self._stream.cuda_stream)
+            if not all(used):
+                torch.cuda.empty_cache()
+            self._strayed = any(used)  # what is in use there may be cached later
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -338,10 +345,13 @@ class CudaDevice:
         states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
+        if self._checks.full:
+            self._checks = CudaChecks(self.torch_device)
+        self._checks.make_room()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
-            self._make_room(expected)
-            before = cuda_memory.blocks(handle)
+            made_room = self._make_room(expected)
+            before = cuda_memory.blocks(handle) if held is None or made_room else held.there
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with self._allocations() as allocated:
                 with torch_private.route_to_pool(self.index, handle), torch.inference_mode(False):
@@ -350,27 +360,30 @@ class CudaDevice:
                              for t, b, s, c in zip(arguments, borrowed, shared, common, strict=True)]  # fmt: skip
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
-                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, free, rewind, stream)
+                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, self._lent, free, rewind,
+                                  stream)  # fmt: skip
                 watch.follow(dials)
                 filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
+                watch.answers = graphs.answers = self._checks.answers()
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, LISTED, of_the_host):
+                    with watch, host_reads_refused(watch, (*LISTED, ITEM, TRUTH), of_the_host), filled_in():
                         result = call(slots, watch)
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
                     graphs.join()
+                    graphs.look_at_answers()
                     out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
                 self._end_workspace()
             if watch.refusal is not None:
                 raise watch.refusal
-            footprint = self._footprint(handle, allocated)
+            footprint = self._footprint(handle, allocated, before)
             footprint |= Spans(memory_of(s) for s, c in zip(slots, common, strict=True) if c)
         self._no_strangers(watch, footprint)
         made = {}
@@ -408,15 +421,17 @@ class CudaDevice:
                 self._generators.append(g)
         others = [g for device in self._made if device is not self for g in device._generators]
         self._generators[:] = [g for g in self._generators if not any(share_state(g, other) for other in others)]
-        return Known([*dict.fromkeys((default, *here, *self._generators))])
+        self._lent[:] = [g for g in self._lent if any(g is known for known in self._generators)]
+        return Known([*dict.fromkeys((default, *here, *self._generators))], self._lent)
 
-    def _make_room(self, expected: int) -> None:
+    def _make_room(self, expected: int) -> bool:
         """Let there be so many bytes, and take what is missing in one piece: segments of the allocator's own size have ends in
-        which nothing fits."""
+        which nothing fits. Returns whether that was necessary."""
         missing = expected - cuda_memory.free_bytes(self._anchor.handle) if expected > cuda_memory.SEGMENT else 0
         if missing > cuda_memory.SEGMENT:
             with suppress(torch.OutOfMemoryError), torch_private.route_to_pool(self.index, self._anchor.handle):
                 torch_private.raw_free(torch_private.raw_alloc(missing, self._stream.cuda_stream))
+        return missing > cuda_memory.SEGMENT
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in
@@ -425,7 +440,7 @@ class CudaDevice:
         now = generator.get_state()
         self._leave_backwards()
         with self._on_stream():
-            states = Known([generator, *self._generators])
+            states = Known([generator, *self._generators], self._lent)
             graphs = Graphs(self._stream, torch.cuda.graph_pool_handle(), self._generators, states)
             with self._capturing(graphs, states):
                 result = call()
@@ -520,10 +535,14 @@ class CudaDevice:
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
 
-    def _footprint(self, handle: tuple[int, int], allocated: list[tuple[int, int]]) -> Spans:
+    def _footprint(
+        self, handle: tuple[int, int], allocated: list[tuple[int, int]], before: list[cuda_memory.Block]
+    ) -> Spans:  # fmt: skip
         """The bytes of the pool that a launch may write, but for the workspace that all share: whatever was allocated in it
-        since the capture began."""
-        inside = Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
+        since the capture began. It has more than it had `before` only if something was allocated elsewhere."""
+        inside = Spans((b.address, b.nbytes) for b in before)
+        if not all(inside.covers(a, n) for a, n in allocated):
+            inside |= Spans((b.address, b.nbytes) for b in cuda_memory.blocks(handle))
         found = Spans((a, n) for a, n in allocated if inside.meets(a, n))
         return found if self._anchor.workspace is None else found - Spans([self._anchor.workspace])
 

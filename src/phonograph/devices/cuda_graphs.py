@@ -38,6 +38,7 @@ from ..recording import Tensors
 from ..spans import Spans
 from ..torch_private import OnStream, address, current_device, maker, raw_stream
 from . import driver
+from .cuda_checks import Answers
 from .cuda_watch import CudaWatch
 
 __all__ = ["Graph", "GraphProgram", "Graphs", "quietly"]
@@ -123,6 +124,7 @@ class _Segment:
         self.edges = edges
         self.steps: set[int] = set()
         self.drawn: list[torch.Generator] = []
+        self.lent: list[torch.Generator] = []  # those of compiled code's own
 
 
 class Graphs:
@@ -141,6 +143,7 @@ class Graphs:
         self._states = states
         self._dials = dials
         self._open = False
+        self.answers: Answers | None = None  # of the checks that the call makes
 
     def begin(self) -> None:
         graph = Graph(keep_graph=True)
@@ -161,8 +164,14 @@ class Graphs:
         for other in self.others.values():
             self._on.wait_stream(other)
 
+    def look_at_answers(self) -> None:
+        """To be called before the end of each, and before what is copied out."""
+        if self.answers is not None and self.answers.new:
+            with torch_private.without_modes(), OnStream(self._on):
+                self.answers.keep()
+
     def end(self) -> None:
-        self.segments[-1].drawn = self._states.drawn()
+        self.segments[-1].drawn, self.segments[-1].lent = self._states.drawn(), self._states.lone
         self._end()
 
     def _end(self) -> None:
@@ -172,6 +181,7 @@ class Graphs:
     def next(self) -> None:
         with torch_private.without_modes(), OnStream(self._on):  # a generator's numbers are put into the graph by operators
             self.join()
+            self.look_at_answers()
             self.end()
             self.begin()
             for other in self.others.values():
@@ -237,8 +247,8 @@ class GraphProgram:
         graph.instantiate()
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
-        self._states = Known(segment.drawn)
-        self.mixed: Callable[[], bool] | None = self._states.mixed if len(segment.drawn) > 1 else None
+        self._states = Known(segment.drawn, segment.lent)
+        self.mixed: Callable[[], bool] | None = self._states.mixed if self._states.may_mix else None
         self._numbers: driver.KernelNumbers | None = None
         self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         self._random = bool(segment.drawn)

@@ -34,7 +34,7 @@ from .. import torch_private
 from ..spans import Spans
 from ..torch_private import Handle, segments
 
-__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "hold_large", "is_cached", "is_part",
+__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "hold_large", "is_part", "outside",
            "pool_bytes", "taken"]  # fmt: skip
 
 SMALL = 1 << 20
@@ -87,12 +87,12 @@ def free_bytes(pool: Handle) -> int:
     return sum(b.nbytes for b in blocks(pool) if b.free and not b.small)
 
 
-def is_cached(device: int, stream: int) -> bool:
-    """Whether memory is cached for this stream, outside of all graphs' pools."""
-    return any(
-        s["stream"] == stream and s["device"] == device and not s["allocated_size"] and tuple(s["segment_pool_id"]) == (0, 0)
-        for s in torch.cuda.memory_snapshot()
-    )
+def outside(device: int, stream: int) -> list[int]:
+    """How much is allocated in each of this stream's segments outside of all graphs' pools: nothing, in what is cached."""
+    return [
+        s["allocated_size"] for s in torch.cuda.memory_snapshot()
+        if s["stream"] == stream and s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]  # fmt: skip
 
 
 class Hold:
@@ -101,6 +101,7 @@ class Hold:
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
         self._wanted = Spans()
+        self.there: list[Block] = []  # the pool, as it is while all that is wanted is held
 
     def __contains__(self, address: int) -> bool:
         return address in self._held
@@ -154,7 +155,7 @@ def hold(
         held.drop(workspace[0])
         torch_private.take_cublas_workspace()
     held.keep_only(wanted)
-    there = blocks(pool)
+    held.there = there = blocks(pool)
     taken, mine = Spans((b.address, b.nbytes) for b in there if not b.free), Spans((b.address, b.nbytes) for b in there)
     if all(taken.covers(a, n) for a, n in everything if mine.meets(a, n)):  # a retired pool's bytes are not in danger
         return held
@@ -171,15 +172,24 @@ def hold_all(pool: Handle, places: Spans | None = None) -> tuple[Hold, list[Bloc
     blocks in which these lie, and all that fit better: held memory counts as allocated, and the peak of that is looked at."""
     held, there = Hold(), blocks(pool)
     last = max((b.order for b in there if b.free and (places is None or places.meets(b.address, b.nbytes))), default=(False, 0))
+    as_meant = True
     try:
         for _ in range(4):
             free = [b for b in there if b.free and b.order <= last and (b.small or b.nbytes > SMALL)]
             free.sort(key=attrgetter("order"))
             if not free:
                 break
+            addresses = {b.address for b in free}
+            found = [b for b in there if b.address not in addresses]
             for b in free:
+                at = b.address
                 for piece in _pieces(b.nbytes, b.small):
-                    held.take(piece, b.stream)
+                    took = held.take(piece, b.stream)
+                    as_meant = as_meant and took == at
+                    found.append(b._replace(address=at, nbytes=piece, free=False))
+                    at += piece
+            if as_meant:  # there is nothing to look at again
+                return held, sorted(found)
             there = blocks(pool)
     except BaseException:
         held.release()

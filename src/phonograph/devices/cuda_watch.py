@@ -28,9 +28,10 @@ import torch
 
 from .. import torch_private
 from ..breaks import Break
+from ..checks import Check
 from ..collectives import COLLECTIVES, called, refusal
 from ..effects import ANYONE, Effect, Starts
-from ..errors import Refusal
+from ..errors import Again, Refusal
 from ..identity import identity
 from ..naming import is_of
 from ..operators import Meaning, operands, tensors_in
@@ -44,6 +45,7 @@ from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
 from . import driver
+from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
 
@@ -63,7 +65,7 @@ class CudaWatch(OperatorWatch):
 
     def __init__(
         self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
-        free: Spans, rewind: Rewind | None, stream: int,
+        lent: list[Any], free: Spans, rewind: Rewind | None, stream: int,
     ) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
         self._rewind = rewind
@@ -71,6 +73,8 @@ class CudaWatch(OperatorWatch):
         self._draws: set[bool] = set()  # the values that this had when something was drawn
         self.sets_states = False
         self._registered = generators
+        self._lent = lent  # those of compiled code's own
+        self._unknown: list[torch.Generator] = []  # those that this capture was not told of
         self.known_states: Known | None = None  # of the generators, as the capture has begun with them
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
@@ -79,6 +83,7 @@ class CudaWatch(OperatorWatch):
         self._events: list[Any] = []  # which the call has made
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
+        self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
 
     def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -202,6 +207,16 @@ class CudaWatch(OperatorWatch):
                     self.writes(t)
         return False
 
+    def takes(self, check: Check) -> bool:
+        """Its exception comes late, when what follows the check is done: an update that it was to prevent, say."""
+        return check.validates
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        assert self.answers is not None
+        self._look_at_stream()
+        self.answers.add(check, answer)
+        return super().checks(check, answer)
+
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
@@ -265,6 +280,25 @@ class CudaWatch(OperatorWatch):
         if code not in self._lines:
             self._lines[code] = frame.f_code, users_line(frame)
         return self._lines[code][1]
+
+    def lent(self, generator: torch.Generator) -> torch.Generator:
+        """Compiled code has one for each place where its backward draws again what its forward has drawn: they are noted all
+        together, and here and now it is drawn from the default one."""
+        if not is_of(generator, self.device):
+            return super().lent(generator)
+        if self.has_backward:
+            raise self.located(Refusal("draws random numbers from generators of compiled code's own, from which its backward, "
+                                       "that recomputes a part, has to draw them again", "record the whole step"))  # fmt: skip
+        if all(not _same(generator, g) for g in self._lent):
+            self._lent.append(generator)
+        if all(not _same(generator, g) for g in self._registered):
+            self._registered.append(generator)
+            self._unknown.append(generator)
+            self.refusal = self.refusal or Again("uses random generators that were not known before the capture",
+                                                 "call it once more", final=False)  # fmt: skip
+        if any(_same(generator, g) for g in self._unknown):
+            return torch.cuda.default_generators[self.device.index].graphsafe_get_state()
+        return generator
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)

@@ -5,6 +5,7 @@ A `TorchFunctionMode` would be simpler, but some of torch's modules take another
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,24 +16,29 @@ import torch
 
 from .. import operators
 from ..errors import Refusal
-from ..torch_private import has_memory
+from ..torch_private import has_memory, on_thread_of_autograds
 from ..watch import OperatorWatch, storage_id
 from ..wording import at_work
 
-__all__ = ["LISTED", "NUMBERS", "READS", "host_reads_refused", "of_the_host", "reads_value"]
+__all__ = ["ITEM", "LISTED", "NUMBERS", "READS", "TRUTH", "host_reads_refused", "of_the_host", "reads_value"]
 
 # On CUDA these copy to the host, but for tensors that lie there; and of those `tolist` alone needs no operator. `tensor_split`
 # reads if it is given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexes like
 # `[t, ...]`.
 LISTED = ("tolist",)
+ITEM = "item"  # gives a number, which may be handed on
+_NUMBERS_OF = (ITEM, *LISTED)
 READS = ("numpy", *LISTED, "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
-NUMBERS = ("__float__", "__int__", "__index__", "__bool__", "__complex__")
+TRUTH = "__bool__"  # which torch asks for in order to raise, too
+NUMBERS = ("__float__", "__int__", "__index__", TRUTH, "__complex__")
 
 Judge = Callable[[OperatorWatch, str, Any, Any], Refusal | None]
 
 
 def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
     """Why a call of the CPU device cannot read any tensor."""
+    if name == ITEM:
+        return None  # an operator reads it
     if name == "tensor_split" and not any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
         return None
     if name in NUMBERS:
@@ -43,6 +49,8 @@ def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refu
 
 def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
     """Why a call of a GPU's cannot read a tensor that lies on the host, outside of the call."""
+    if name in (ITEM, TRUTH):
+        return None  # an operator reads it
     t = args[0]
     found = watch.known.get(storage_id(t)) if t.is_cpu and has_memory(t) else None
     if not found:
@@ -59,6 +67,14 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
     def asking(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(read)
         def ask(*args: Any, **kwargs: Any) -> Any:
+            if name == TRUTH and (threading.get_ident() == mine or on_thread_of_autograds()):
+                answer = watch.answered(args[0], sys._getframe(1))
+                if answer is not None:
+                    return answer
+            if name in _NUMBERS_OF and threading.get_ident() == mine and len(args) == 1:
+                numerals = (watch.numeral if name == ITEM else watch.listed)(args[0])
+                if numerals is not None:
+                    return numerals
             refusal = judge(watch, name, args, kwargs) if threading.get_ident() == mine else None
             if refusal is None:
                 return read(*args, **kwargs)

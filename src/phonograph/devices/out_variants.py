@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..identity import identity
 from ..operators import tensors_in
 from ..torch_private import is_composite, storage_at
 
@@ -47,14 +47,23 @@ def tried(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before
         return None
     if any(t.is_conj() or t.is_neg() or t.layout is not torch.strided for t in results):
         return None
-    key = (func, *_described(args), *_described(kwargs), *_described(results))
+    key = (identity(func), *_described(args), *_described(kwargs), *_described(results))
     if key not in _tried:
         _tried[key] = variant if _agrees(variant, args, kwargs, results, before) else None
     return _tried[key]
 
 
-@cache
 def _variant(func: Any) -> Variant | None:
+    known = _variants.get(identity(func))
+    if known is None:
+        known = _variants[identity(func)] = func, _found(func)
+    return known[1]
+
+
+_variants: dict[int, tuple[Any, Variant | None]] = {}  # by identity: an overload's own hash is Python code
+
+
+def _found(func: Any) -> Variant | None:
     if is_composite(func):
         return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
     if any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
@@ -101,11 +110,11 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _described(value: Any) -> tuple[Any, ...]:
     """What a variant's behaviour may depend on besides the values: kinds and shapes, and the numbers among the arguments."""
-    found: list[Any] = []
-    for t in tensors_in(list(value.values()) if isinstance(value, dict) else value, []):
-        found += [t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()]
-    return (*found, repr([v for v in (value.items() if isinstance(value, dict) else value) if not _holds_tensors(v)]))
-
-
-def _holds_tensors(value: Any) -> bool:
-    return bool(tensors_in(value, []))
+    found, plain = list[Any](), list[Any]()
+    for item in value.items() if isinstance(value, dict) else value:
+        tensors = tensors_in(item, [])
+        if not tensors:
+            plain.append(item)
+        for t in tensors:
+            found += (t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
+    return (*found, repr(plain)) if plain else tuple(found)

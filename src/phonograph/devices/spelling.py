@@ -6,8 +6,9 @@ training step. But a binding chooses the overload by rules of its own, so none i
 that hears what arrives at the dispatcher and executes nothing. If that is the noted overload with the noted arguments,
 and nothing else, the same kernel runs with the same arguments; otherwise the replay calls the overload itself.
 
-Asked are only operators that return what they wrote, because those can be answered without running them. Numbers among
-the arguments may be replaced afterwards by others of the same type: a binding chooses by types alone.
+Asked are only operators that return what they wrote, because those can be answered without running them. A binding chooses by
+types alone, so that what was found for one call holds for all whose arguments are of these types; and numbers among the
+arguments may be replaced afterwards by others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..identity import identity
 from ..reliance import same
 from ..torch_private import bindings
 
@@ -34,18 +36,37 @@ def spelled(calls: Sequence[partial[Any]]) -> list[partial[Any]]:
         return [_shortest(call, listener) if isinstance(call.func, torch._ops.OpOverload) else call for call in calls]
 
 
+_found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}  # by an overload's identity, and types
+
+
 def _shortest(call: partial[Any], listener: _Listener) -> partial[Any]:
     func: Any = call.func
+    sort = identity(func), *map(_sort_of, call.args), *call.keywords, *map(_sort_of, call.keywords.values())
+    if (binding := _found.get(sort, func)) is None:
+        return partial(func._op, *call.args, **call.keywords)
     outs, candidates = _candidates(func)
     written = [call.keywords[name] for name in outs]
     kwargs = {name: value for name, value in call.keywords.items() if name not in outs}
     if written:
         kwargs["out"] = written[0] if len(written) == 1 else tuple(written)
+    if binding is not func:
+        return partial(binding, *call.args, **kwargs)
     for binding in candidates:
         spelling = partial(binding, *call.args, **kwargs)
         if listener.hears(spelling, call, written or call.args[:1]):
+            _found[sort] = binding
             return spelling
+    _found[sort] = None
     return partial(func._op, *call.args, **call.keywords)
+
+
+def _sort_of(value: Any) -> Any:
+    """What a binding may go by. (A tensor without dimensions may stand for a number.)"""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.dim() == 0, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_sort_of, value)
+    return value if value is None or type(value) in (bool, str) else type(value)
 
 
 @cache

@@ -1,0 +1,186 @@
+"""C1, C11: numbers that a call reads of tensors and only hands on, with `fallback="split"`: `return loss.item()`, a dictionary
+of metrics, an attribute, an argument of a function that is marked `@pg.live`. Each replay reads them anew. Whatever depends on
+such a number runs live, as before."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import counts, may_run_live, ramp, reasons
+
+
+def recorded(function, **options):
+    return pg.record(function, fallback="split", **options)
+
+
+HANDED_ON = {
+    "item": lambda x: x.sum().item(),
+    "with the tensor": lambda x: (x * 2, x.sum().item()),
+    "metrics": lambda x: {"sum": x.sum().item(), "most": x.max().item(), "of": [len(x), x.min().item()]},
+    "an integer": lambda x: (x.long().sum().item(), x.sum().item()),
+    "a truth": lambda x: (x > 2).all().item(),
+    "a complex number": lambda x: (x[0] + 2j).item(),
+    "a list": lambda x: (x * 2).tolist(),
+    "lists of lists": lambda x: {"table": x.view(-1, 1).expand(3, 2).tolist()},
+    "one that is written afterwards": lambda x: ((y := x.sum()).item(), y.add_(1)),
+    "an argument's": lambda x: x[1:2].item(),
+}
+
+
+@pytest.mark.parametrize("function", HANDED_ON.values(), ids=HANDED_ON)
+def test_c01_numbers_in_a_result(device, function):
+    f = recorded(function)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        ours, theirs = f(x), function(x)
+        assert_same(ours, theirs)
+        assert repr(ours) == repr(theirs)
+    assert counts(f) == (1, 1, 4), reasons(f)
+
+
+def test_c01_a_training_step_that_returns_its_loss(device):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).to(device)
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            opt.zero_grad()
+            out = model(x)
+            loss = (out - y).square().mean()
+            loss.backward()
+            opt.step()
+            return {"loss": loss.item(), "bias": model.bias.item(), "error": (out - y).abs().max().item()}
+
+        return step
+
+    plain, f = made(), recorded(made())
+    for n in range(6):
+        x, y = ramp(device, 5, 4, start=n) / 9, ramp(device, 5, 1, start=n)
+        assert f(x, y) == plain(x, y)
+    assert counts(f) == (1, 1, 5), reasons(f)
+
+
+def test_c09_a_number_in_an_attribute(device):
+    class Meter:
+        def __init__(self):
+            self.last = 0.0
+
+        def step(self, x):
+            self.last = x.sum().item()
+            return x * 2
+
+    ours, theirs = Meter(), Meter()
+    f = recorded(ours.step)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), theirs.step(x))
+        assert ours.last == theirs.last
+        assert type(ours.last) is float
+    assert counts(f) == (1, 1, 4), reasons(f)
+
+
+def test_c11_a_number_for_a_marked_function(device):
+    seen = []
+
+    @pg.live
+    def log(name, value):
+        seen.append(f"{name}: {value:.2f}")
+
+    def step(x, every):
+        y = (x * 2).sum()
+        if every:
+            log("loss", y.item())
+        y.mul_(3)
+        return y
+
+    f = recorded(step)
+    for n in range(6):
+        assert_same(f(ramp(device, 3, start=n), n % 2 == 0), (ramp(device, 3, start=n) * 2).sum() * 3)
+    assert seen == [f"loss: {2 * (3 * n + 3):.2f}" for n in (0, 2, 4)]
+    assert counts(f) == (2, 2, 4), reasons(f)
+
+
+class Steps:
+    rate = 1.0
+
+
+DEPEND = {
+    "an operator": lambda x: x * x.sum().item(),
+    "a branch": lambda x: x * 2 if x.sum().item() > 9 else x,
+    "a truth": lambda x: x * 2 if (x > 2).all().item() else x,
+    "arithmetic": lambda x: x.sum().item() + 1,
+    "text": lambda x: f"{x.sum().item():.3f}",
+    "an index": lambda x: x[int(x[0].item()) % 3],
+    "the standard library": lambda x: math.isnan(x.sum().item()),
+    "a shape": lambda x: torch.ones(int(x[0].item()) + 1, device=x.device),
+    "a constant": lambda x: torch.full((2,), x.sum().item(), device=x.device),
+    "a list that is added up": lambda x: sum(x.tolist()),
+    "a rounded one": lambda x: round(x.sum().item(), 1),
+    "a set": lambda x: len({x.sum().item(), 6.0}),
+    "a list in a list": lambda x: x * x.view(1, 3).tolist()[0][1],
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", DEPEND.values(), ids=DEPEND)
+def test_c11_what_depends_on_a_number_gets_it(device, function):
+    f = recorded(function)
+    for n in (1, 1, 2, 5, 1):
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), function(x))
+    assert pg.stats(f).replayed == 0
+
+
+@may_run_live
+def test_c11_a_number_that_is_kept_elsewhere(device):
+    seen, table = [], {}
+
+    def f(x):
+        seen.append(x.sum().item())
+        table["last"] = x.sum().item()
+        return x * 2
+
+    g = recorded(f)
+    for n in range(5):
+        g(ramp(device, 3, start=n))
+    assert seen == [float(3 * n + 3) for n in range(5)]
+    assert table == {"last": 15.0}
+
+
+@may_run_live
+def test_c11_a_container_that_is_returned_twice(device):
+    def f(x):
+        found = {"sum": x.sum().item()}
+        return found, found
+
+    g = recorded(f)
+    for n in range(4):
+        a, b = g(ramp(device, 3, start=n))
+        assert a is b
+        assert a == {"sum": 3.0 * n + 3}
+
+
+def test_c06_beside_a_backward_that_runs_outside(device):
+    def made():
+        torch.manual_seed(0)
+        return nn.Linear(3, 3).to(device)
+
+    def forward(model, x):
+        y = model(x)
+        return y, y.max().item()
+
+    ours, theirs = made(), made()
+    f = recorded(lambda x: forward(ours, x))
+    for n in range(5):
+        x = ramp(device, 2, 3, start=n)
+        (y, most), (z, other) = f(x), forward(theirs, x)
+        assert most == other
+        y.sum().backward()
+        z.sum().backward()
+        assert_same(ours.weight.grad, theirs.weight.grad)
+    assert pg.stats(f).replayed >= 3, reasons(f)

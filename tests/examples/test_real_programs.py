@@ -1,0 +1,73 @@
+"""The real programs still run, equal to plain by their bits, and what can be recorded is played but for the first calls."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.test_examples import environment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAYED = {"c51": 1, "gpt_fast": 1, "pinn": 1}
+"""Quick ones, whose calls are all alike, and how many of these run live."""
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in (BENCHMARKS / "real").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    out = tmp_path_factory.mktemp("real")
+    command = [sys.executable, str(BENCHMARKS / "real_programs.py"), "--device", DEVICE, "--quick", "--no-times"]
+    command += ["--out", str(out), "--only", *PLAYED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {row["program"]: row for row in json.loads((out / "real.json").read_text())["rows"]}
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_program_is_equal_to_plain_and_played(name: str, rows: dict[str, dict]) -> None:
+    row = rows[name]
+    assert not row["errors"]
+    assert not row["reasons"]
+    assert row["equal"] == {"phonograph": True}
+    assert row["calls"] - row["replayed"] == PLAYED[name]
+    assert row["recorded"] <= 2
+
+
+def test_every_program_is_listed_and_has_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    real = importlib.import_module("real")
+    assert set(names()) - {"__init__", "rivals", "worlds", "gpt"} == set(real.PROGRAMS)
+    for name in real.PROGRAMS:
+        program = importlib.import_module(f"real.{name}")
+        rival, wrap, options = program.RIVAL
+        assert isinstance(rival, str)
+        assert callable(wrap)
+        assert isinstance(options, dict)
+        assert program.STEPS >= program.ROUND // 2
+
+
+def test_table_of_the_readme_is_made_from_the_committed_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("real_table")
+    names = list(importlib.import_module("real").PROGRAMS)
+    whole = {"rival": "CudaGraphModule", "equal": {"phonograph": True}}
+    rows: list[dict] = [{"program": name, "speed": {"phonograph": 2.0}, **whole} for name in names]
+    rows[0] |= {"speed": {"phonograph": 3.0, "CudaGraphModule": 2.5}, "played": 0.9}
+    rows[1]["equal"] = {"phonograph": False}
+    made = script.table({"rows": rows})
+    assert "| 3.00 | 2.50 cgm |" in made
+    assert "| differs | fails cgm |" in made
+    assert made.count("(2.00)") == len(names) - 2  # mostly live
+    readme = script.README.read_text()
+    if script.RESULT.exists() and script.BEGIN in readme:
+        assert script.put(readme, script.table(json.loads(script.RESULT.read_text()))) == readme
