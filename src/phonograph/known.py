@@ -229,12 +229,6 @@ class KnownCalls:
         self._by_key, self._all, self._last = {}, (), None
 
 
-def _needs_arguments(player: Player) -> bool:
-    """Whether a result is a container among the arguments, or something is put into one."""
-    recording = player.recording
-    return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
-
-
 class Undescribed:
     """Calls that have no signature, because of an argument. Where there were several in a row, not each of the next ones with
     arguments of the same classes is tried again."""
@@ -264,6 +258,12 @@ class Undescribed:
 
 def _kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [*map(type, args)], [*kwargs], [*map(type, kwargs.values())]
+
+
+def _needs_arguments(player: Player) -> bool:
+    """Whether a result is a container among the arguments, or something is put into one."""
+    recording = player.recording
+    return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
 
 
 def _not_transformed() -> bool:

@@ -70,7 +70,7 @@ class Part(NamedTuple):
     read: Callable[[], Values]
     of: Callable[[Values], Values]
     named: Callable[[str, int, Values], str]
-    spot: Find
+    spot: Find | None = None
 
 
 class Contents(NamedTuple):
