@@ -164,12 +164,17 @@ def test_c04_a_model_output_is_one_again(device: torch.device) -> None:
     assert pg.stats(model).replayed == 3, pg.explain(model)
 
 
-def test_c11_a_cache_in_the_result_is_refused_with_the_option_that_omits_it(device: torch.device) -> None:
+def test_c04_a_cache_in_the_result_is_one_again(device: torch.device) -> None:
     mask = padded(device)[:, None, None] & torch.ones(8, 8, dtype=torch.bool, device=device).tril()
-    model = pg.record(llama(device))
-    calls(model, device, attention_mask=mask)
-    assert pg.stats(model).replayed == 0
-    assert "pass use_cache=False, or set model.config.use_cache = False" in reasons(model)
+    model = llama(device)
+    expected = calls(model, device, attention_mask=mask)
+    pg.record(model)
+    for one, other in zip(calls(model, device, attention_mask=mask), expected, strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert type(one.past_key_values) is type(other.past_key_values)
+        pairs = zip(one.past_key_values.layers, other.past_key_values.layers, strict=True)
+        assert all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+    assert pg.stats(model).replayed == 3, pg.explain(model)
 
     for option in ({"use_cache": False}, {}):
         model = pg.record(llama(device, use_cache=bool(option)))
