@@ -667,7 +667,7 @@ def _capture(
         if edits:
             result = (result, [values for _, values in edited])
         edited.clear()
-        gained = _gained(seen) if tracing is None else []
+        gained = _gained(call, seen) if tracing is None else []
         if gained:
             result = (result, [seen[i].grad for i in gained])
             for i in gained:
@@ -781,10 +781,11 @@ def _edits(
     return found
 
 
-def _gained(slots: list[torch.Tensor]) -> list[int]:
-    """Which arguments have a gradient now: they had none, or would stand for themselves."""
-    leaves = [(i, t) for i, t in enumerate(slots) if type(t) is torch.Tensor and t.is_leaf and t.requires_grad]
-    return [i for i, t in leaves if t.grad is not None]
+def _gained(call: Call, slots: list[torch.Tensor]) -> list[int]:
+    """Which arguments have a gradient now: they had none, or would stand for themselves. (What stands for one with a history is
+    a leaf as well, but the gradient is not for that: a backward goes on from there.)"""
+    leaves = [(i, t) for i, (t, given) in enumerate(zip(slots, call.tensors, strict=True)) if given.is_leaf]
+    return [i for i, t in leaves if type(t) is torch.Tensor and t.is_leaf and t.requires_grad and t.grad is not None]
 
 
 def _arguments_are_as_before(call: Call, sets: dict[int, set[Any]], slots: list[torch.Tensor], before: list[Any]) -> None:
