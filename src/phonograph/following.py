@@ -17,6 +17,7 @@ A number of which anything else becomes is baked in after all, with the reason n
 
 from __future__ import annotations
 
+import dis
 import math
 import re
 import sys
@@ -65,6 +66,10 @@ _SPECIAL["aten::pow_"] = _SPECIAL["aten::pow"]
 # What takes numbers in C, or asks of which class they are, in code that names it.
 _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_into", "Decimal", "timedelta", "array", "ops",
                      "type", "__class__", "id"})  # fmt: skip
+# By what code asks whether something looks at torch's functions: whoever does not hand over to that then goes another way. Of
+# torch's own, autocast and devices ask for modes of theirs.
+_ASKS = "has_torch_function"
+_ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
 # What of Python's own library runs between others, and looks at none of what it hands on.
 _HARMLESS = frozenset(str(getattr(sys.modules.get(name), "__file__", "")) for name in (
     "abc", "collections", "_collections_abc", "contextlib", "copy", "enum", "functools", "inspect", "linecache", "logging",
@@ -274,6 +279,15 @@ def _derived(dials: Dials, function: Any) -> Any:
     return called
 
 
+def _unseen_by(code: CodeType) -> frozenset[str]:
+    """What of that this code names; but for `device.type`."""
+    found = _UNSEEN.intersection(code.co_names)
+    if "type" not in found or "builtins" in code.co_names:
+        return found
+    named = {i.opname for i in dis.get_instructions(code) if i.argval == "type" and i.opname != "LOAD_CONST"}
+    return found - {"type"} if named <= {"LOAD_ATTR", "LOAD_METHOD"} else found
+
+
 _NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil", "trunc", "frexp", "modf", "gcd", "lcm",
                         "isqrt", "comb", "perm", "factorial", "fsum", "prod", "dist", "sumprod"})  # fmt: skip
 
@@ -286,9 +300,12 @@ def judged(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, Any]]], hooked:
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
     for code in (*(code for code, _ in ran), *(f.__code__ for f in more if type(f) is FunctionType)):
+        asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
+        if any(name.startswith(asks) for name in code.co_names) and "handle_torch_function" not in code.co_names:
+            dials.stray_all("is read where code asks for modes")
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
             continue
-        if unseen := _UNSEEN.intersection(code.co_names):
+        if unseen := _unseen_by(code):
             dials.stray_all(f"may be taken by {min(unseen)}")
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
             dials.stray_all("may be formatted by %")

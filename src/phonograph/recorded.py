@@ -625,7 +625,10 @@ class Recorded(Observed, Generic[P, R]):
                           "tensors; pad tensors to a few shapes (shapes=)", users_line())  # fmt: skip
 
     def _growing(self, call: Call, history: History) -> None:
-        """A signature comes for the first time: perhaps it is one of which each call has another, one longer than the last."""
+        """A signature comes for the first time: perhaps it is one of which each call has another, one longer than the last.
+        (That is a guess, for which no call is to fail: these sizes may come again.)"""
+        if self.options.fallback == "error":
+            return
         refusal = self._growth.of(call, self._counters.calls, self._named())
         if refusal is not None:
             history.warm += 1

@@ -36,7 +36,7 @@ from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
 from .dials import Dial, Dials, probing
-from .errors import Again, Overlooked, Refusal
+from .errors import Again, Attached, Elsewhere, Overlooked, Refusal
 from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
 from .identity import identity
@@ -147,20 +147,35 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Overlooked: it has to be looked at again, with these names, and at these functions.
         Carries: it carries state in these attributes as well.
     """
+    doubted: dict[Any, str] = {}
     while True:  # what one attempt has made is gone before the next
         try:
             with _placed(lambda said: _mentioned_at(reach, said) or defined_at(function)):
-                return _attempt(name, function, call, reach, device, terms)
+                recording = _attempt(name, function, call, reach, device, terms)
+            _unfollowed(terms, doubted)
+            return recording
         except _Unfollowed as e:
             terms = replace(terms, follow=e.fewer)
         except Unfollowed as e:
-            for at, why in e.spots.items():
-                terms.following.fail(at, why)  # type: ignore[union-attr]
+            _unfollowed(terms, e.spots)
             terms = replace(terms, baked=terms.baked | e.spots.keys())
         except _ReadAgain:
             terms = replace(terms, retain=True)
         except Again:
             continue
+        except Refusal as e:
+            followed = terms.following.wanted() - terms.baked if terms.following is not None else frozenset()
+            if not followed or isinstance(e, (Attached, Elsewhere, Fixed)):
+                raise
+            e.let_go()  # perhaps it is only because of what stood in the place of numbers
+            doubted = dict.fromkeys(followed, e.reason)
+            terms = replace(terms, baked=terms.baked | followed)
+
+
+def _unfollowed(terms: Terms, spots: dict[Any, str]) -> None:
+    """What lies there could not be followed in a capture, for these reasons."""
+    for at, why in spots.items():
+        terms.following.fail(at, why)  # type: ignore[union-attr]
 
 
 def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -620,15 +635,15 @@ def _capture(
         metadata, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
         heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
-        cuts = Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward))
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
         by_name = dict(kwargs)
         standing.append(terms.carried.stand(by_name))
         found_there = before(snapshot.holders)
         with (
+            guarding(dials, reach),
             watch.casts.following(),
             saving,
-            cuts,
+            Cuts(terms.notes, reach, watch, outer, isinstance(function, Backward)),  # which finds that as it is within
             releasing,
             watching_python(outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
@@ -640,8 +655,7 @@ def _capture(
             if tracing is not None and state:
                 called = called.with_state(stands := [*map(tracing.parameter, state)])
             try:
-                with guarding(dials, reach):
-                    result = called(*args, **by_name)
+                result = called(*args, **by_name)
             except BaseException as e:
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
@@ -667,7 +681,7 @@ def _capture(
         if edits:
             result = (result, [values for _, values in edited])
         edited.clear()
-        gained = _gained(seen) if tracing is None else []
+        gained = _gained(call, seen) if tracing is None else []
         if gained:
             result = (result, [seen[i].grad for i in gained])
             for i in gained:
@@ -781,10 +795,11 @@ def _edits(
     return found
 
 
-def _gained(slots: list[torch.Tensor]) -> list[int]:
-    """Which arguments have a gradient now: they had none, or would stand for themselves."""
-    leaves = [(i, t) for i, t in enumerate(slots) if type(t) is torch.Tensor and t.is_leaf and t.requires_grad]
-    return [i for i, t in leaves if t.grad is not None]
+def _gained(call: Call, slots: list[torch.Tensor]) -> list[int]:
+    """Which arguments have a gradient now: they had none, or would stand for themselves. (What stands for one with a history is
+    a leaf as well, but the gradient is not for that: a backward goes on from there.)"""
+    leaves = [(i, t) for i, (t, given) in enumerate(zip(slots, call.tensors, strict=True)) if given.is_leaf]
+    return [i for i, t in leaves if type(t) is torch.Tensor and t.is_leaf and t.requires_grad and t.grad is not None]
 
 
 def _arguments_are_as_before(call: Call, sets: dict[int, set[Any]], slots: list[torch.Tensor], before: list[Any]) -> None:

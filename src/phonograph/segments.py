@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import operators
 from .breaks import HERE, Break, Done, MarkedBreak, Torn
-from .dials import Dials
+from .dials import Dials, reals
 from .errors import Refusal
 from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
@@ -238,7 +238,7 @@ class Cuts:
         leaves: list[Any] = []
         shape = flatten((args, kwargs), leaves)
         numbers = tensors_of(leaves)
-        leaves = [None if i in numbers else x for i, x in enumerate(leaves)]
+        leaves = [None if i in numbers else reals(x, "is given to what runs live") for i, x in enumerate(leaves)]
         for x in leaves:
             self._passable(x, runs, isinstance(operator, Marked))
         watch.dials_lost(leaves)

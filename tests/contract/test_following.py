@@ -491,3 +491,96 @@ def test_c07_what_becomes_of_an_argument_is_never_stale(device, how):
         return lambda x, t: function(x, weight, SimpleNamespace(t=t, cos=math.cos))
 
     called(device, made, lambda n: (((0.25, 0.3125, 0.75, 0.5)[n % 4],), {}), 24)
+
+
+@pytest.mark.parametrize("given", ["the number", "what was made of it"])
+@pytest.mark.parametrize("place", ["attribute", "argument"])
+def test_c09_a_number_in_a_function_that_is_recorded_in_segments(device, given, place):
+    """It is baked in, as before it has changed: what runs between segments finds no mode, and a number like any other."""
+
+    def make():
+        log = []
+
+        @pg.live
+        def note(y, by):
+            log.append((float(y.sum()), by, torch._C._len_torch_function_stack()))
+            assert type(by) is float
+
+        def f(x, by):
+            y = x * by
+            note(y, by if given == "the number" else 2.0)
+            return y + 1
+
+        held = SimpleNamespace(by=1.0)
+        return (lambda x: f(x, held.by)) if place == "attribute" else f, held, log
+
+    (f, held, log), (plain, theirs, other) = make(), make()
+    recorded = pg.record(f)
+    for n in range(24):
+        held.by = theirs.by = 1.0 + n // 4 / 8
+        args = (torch.ones(3, device=device) + n, *([held.by] if place == "argument" else []))
+        assert_same(recorded(*args), plain(*args))
+    assert log == other
+    assert pg.stats(recorded).replayed >= 12, pg.explain(recorded)
+    assert not pg.stats(recorded).refusals or place == "argument", pg.explain(recorded)
+
+
+@pytest.mark.parametrize("how", ["kept", "looked at"])
+def test_c09_what_is_refused_because_of_a_number_that_is_followed_is_recorded_without(device, how):
+    """Code that keeps the number, as the value it has been so far, or that asks of which class it is."""
+    held = SimpleNamespace(by=1.0, last=1.0)
+
+    def kept(x):
+        held.last = held.by * 1.0
+        return x * held.last
+
+    def looked_at(x):
+        if str(held.by.__class__) != "<class 'float'>":
+            raise TypeError("a number is expected")
+        return x * held.by
+
+    f = pg.record(kept if how == "kept" else looked_at)
+    for n in range(24):
+        held.by = 1.0 + n // 4 / 8
+        x = torch.ones(3, device=device) + n
+        assert_same(f(x), x * held.by)
+        assert type(held.last) is float
+    assert pg.stats(f).replayed >= 16, pg.explain(f)
+    assert not pg.stats(f).refusals, pg.explain(f)
+
+
+@pytest.mark.parametrize("kind", ["layer", "attention"])
+def test_c01_torchs_own_way_through_attention_is_the_same_where_a_number_is_followed(device, kind):
+    """In evaluation these modules have a faster way, which they do not take where something looks at torch's functions."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(device).eval()
+    attention = nn.MultiheadAttention(64, 4, batch_first=True).to(device).eval()
+    held = SimpleNamespace(by=1.0)
+
+    @torch.no_grad()
+    def f(x):
+        x = x * held.by
+        return layer(x) if kind == "layer" else attention(x, x, x, need_weights=False)[0]
+
+    recorded = pg.record(f)
+    for n in range(24):
+        held.by = 1.0 + n // 4 / 8
+        x = torch.randn(8, 33, 64, device=device)
+        assert_same(recorded(x), f(x), f"call {n}")
+    assert pg.stats(recorded).replayed >= 16, pg.explain(recorded)
+
+
+def test_c09_a_number_is_followed_under_autocast(device):
+    torch.manual_seed(0)
+    net, held = nn.Linear(8, 8).to(device), SimpleNamespace(by=1.0)
+
+    def f(x):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return (net(x) * held.by).detach()
+
+    recorded = pg.record(f)
+    for n in range(12):
+        held.by = 1.0 + n / 8
+        x = torch.randn(4, 8, device=device)
+        assert_same(recorded(x), f(x), f"call {n}")
+    assert_followed(recorded, 12)

@@ -193,3 +193,21 @@ def test_c06_a_gradient_is_there_only_where_the_call_leaves_one(device):
         both(w, ramp(device, 3) + n, 1 + n % 2)
         assert (w.recorded.grad is None) == (w.live.grad is None) == (n % 2 == 0)
     assert counts(both)[2] == 6
+
+
+@may_run_live
+@pytest.mark.parametrize("first", ["leaf", "history"])
+def test_c06_a_gradient_goes_on_into_the_history_of_an_argument(device, first):
+    """It is no gradient of the argument's own, as that of a leaf is. A signature of one is none of the other."""
+    w, u = leaf(device, 3), leaf(device, 3)
+    f = pg.record(lambda y: (w * y).sum().backward())
+    for n in range(12):
+        w.grad = u.grad = None
+        given = leaf(device, 3) if (first == "leaf") == (n % 8 < 4) else u * (n + 1)
+        f(given)
+        assert_same(w.grad, given.detach())
+        if given.is_leaf:
+            assert_same(given.grad, w.detach())
+            assert u.grad is None
+        else:
+            assert_same(u.grad, w.detach() * (n + 1))

@@ -237,7 +237,7 @@ def in_a_helper(device):
         call(ramp(device, 4))
 
 
-@way("a check of torch's", "except", remedy="error_if_nonfinite")
+@way("a check of torch's", "except", remedy="error_if_nonfinite", only="cpu")
 def clipping_that_looks(device):
     net = nn.Linear(4, 1, device=device)
 
@@ -248,6 +248,19 @@ def clipping_that_looks(device):
             return nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)  # here
         except RuntimeError:
             return x.sum()
+
+    for call in recorded(step):
+        call(ramp(device, 4))
+
+
+@way("value", remedy="error_if_nonfinite", only="cuda")
+def clipping_that_looks_on_a_gpu(device):
+    net = nn.Linear(4, 1, device=device)
+
+    def step(x):
+        net.zero_grad()
+        net(x).sum().backward()
+        return nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)  # here
 
     for call in recorded(step):
         call(ramp(device, 4))
@@ -654,6 +667,13 @@ def a_number_that_changes(device):
 def a_shape_that_changes(device):
     f = pg.record(lambda batch: batch["x"] * 2, warmup=1)
     for n in range(1, 80):
+        f({"x": ramp(device, 1 + 37 * n % 127)})  # here
+
+
+@way("size that grows", "dimension 0 of `batch['x']` by 1", remedy="pad")
+def a_size_that_grows(device):
+    f = pg.record(lambda batch: batch["x"] * 2, warmup=1)
+    for n in range(1, 10):
         f({"x": ramp(device, n)})  # here
 
 
@@ -995,7 +1015,7 @@ def a_value_that_changes(device):
     config = Config()
     f = pg.record(lambda x: x * config.scale, warmup=1)  # here
     for n in range(30):
-        config.scale = float(n)
+        config.scale = n
         f(ramp(device, 4))
 
 

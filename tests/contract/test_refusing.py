@@ -861,7 +861,7 @@ def test_c12_a_refused_function_does_not_keep_its_arguments(device):
 
 class _Weighing:
     def __init__(self):
-        self.weight = 0.0
+        self.weight = 0
 
     def loss(self, x):
         return x * self.weight  # read here
@@ -870,7 +870,7 @@ class _Weighing:
 @may_run_live
 @pytest.mark.parametrize("way", ["an attribute", "a closure variable", "an item"])
 def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(device, way):
-    weighing, scale, settings = _Weighing(), 0.0, {"scale": 0.0}
+    weighing, scale, settings = _Weighing(), 0, {"scale": 0}  # whole numbers, which are not followed
 
     def by_closure(x):
         return x * scale
@@ -885,14 +885,14 @@ def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(
     }[way]
     f = pg.record(reads)
     for n in range(6):
-        weighing.weight = scale = settings["scale"] = float(n)
+        weighing.weight = scale = settings["scale"] = n
         assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
     told = pg.explain(f)
     assert re.search(rf"^changed \dx: .* \(read at {re.escape(__file__)}:{line}\)$", told, re.MULTILINE), told
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", pg.RunsLive)
         for n in range(30):
-            weighing.weight = scale = settings["scale"] = float(n)
+            weighing.weight = scale = settings["scale"] = n
             assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
     (message,) = [str(w.message) for w in said]
     assert f"changes from call to call at {__file__}:{line} (" in message

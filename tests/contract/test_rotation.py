@@ -50,8 +50,9 @@ def test_c18_the_line_that_is_recommended_helps(device):
 
 
 @may_run_live
-def test_c18_sizes_that_come_again_after_they_grew_are_recorded(device):
-    f = pg.record(lambda x: x * 2)
+@pytest.mark.parametrize("fallback", ["live", "error"])
+def test_c18_sizes_that_come_again_after_they_grew_are_recorded(device, fallback):
+    f = pg.record(lambda x: x * 2, fallback=fallback)
     for _ in range(4):
         for n in range(3, 9):
             assert_same(f(ramp(device, n)), ramp(device, n) * 2)

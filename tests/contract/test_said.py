@@ -55,15 +55,32 @@ def test_c19_a_number_that_is_another_nearly_each_time_beside_a_call_that_comes_
 
     def loop():
         for n in range(200):
-            assert_same(f(x, scale=n / 400), x * (n / 400))
+            assert_same(f(x, scale=n + 2), x * (n + 2))
             if n % often == 0:
-                assert_same(f(x, scale=1.0), x)
+                assert_same(f(x, scale=1), x)
 
     (message,) = said(loop)
     assert "is called with another value of `scale` nearly each time" in message
     assert f"at {__file__}:{loop.__code__.co_firstlineno + 2} (" in message
     assert "as tensors" in message
     assert "nearly each time" in reasons(f)
+
+
+@pytest.mark.parametrize("often", [2, 3, 10])
+@pytest.mark.parametrize("kind", ["positional", "by name", "method"])
+def test_c19_a_float_is_followed_and_not_complained_of(device, kind, often):
+    f = {"positional": pg.record(scaled), "by name": pg.record(scaled_by_name), "method": Scales().scaled}[kind]
+    x = ramp(device, 4)
+
+    def loop():
+        for n in range(200):
+            assert_same(f(x, scale=n / 400), x * (n / 400))
+            if n % often == 0:
+                assert_same(f(x, scale=1.0), x)
+
+    assert said(loop) == []
+    assert pg.stats(f).recorded <= 3, pg.explain(f)
+    assert pg.stats(f).replayed >= 190, pg.explain(f)
 
 
 def test_c19_a_size_that_is_another_nearly_each_time(device):
