@@ -146,6 +146,7 @@ class OperatorWatch(TorchDispatchMode):
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
+        self.repeated = False  # whether such code runs now, as it will in each replay: there it may read numbers
         self.dials: Dials | None = None
         self._counts: Set[int] = frozenset()  # the storages of step counts that they follow
         self._constants: set[int] = set()  # those of tensors that were made of numbers
