@@ -340,7 +340,8 @@ class Recorded(Observed, Generic[P, R]):
                         call = self._taken_apart(args, kwargs)
                         found = self._shelf.find(call)
                     clearing = False
-                    if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
+                    there = self._shelf.of(call.key) if found.blocked else _NONE
+                    if (obstructed := [p for p in there if p.obstructed()]) and not any(p.awaited() for p in there):
                         clearing = cleared(obstructed)
                         found = self._shelf.find(call)
                 if found.player is not None:
