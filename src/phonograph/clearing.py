@@ -5,6 +5,8 @@ are played. But gradients that are added up over several micro-batches stay whil
 keeps of its last evaluation. To record the forward once more, clear of that, does not help for long: its own backward lies
 where the new one works, and so on at each step. So it is the younger that has to go: it is made once more, apart from all
 others, and the older stays. Gradients that are held by then can be moved; a call that finds anything else in its way runs live.
+
+(Not where several forwards of the same are in flight, as in a pipeline: its first step needs one recording for each anyway.)
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ class Recorded(Observed, Generic[P, R]):
                         call = self._taken_apart(args, kwargs)
                         found = self._shelf.find(call)
                     clearing = False
-                    if found.blocked and (obstructed := [p for p in self._shelf.of(call.key) if p.obstructed()]):
+                    waiting = found.waiting
+                    if (obstructed := [p for p in waiting if p.obstructed()]) and not any(p.awaited() for p in waiting):
                         clearing = cleared(obstructed)
                         found = self._shelf.find(call)
                 if found.player is not None:
@@ -353,7 +354,7 @@ class Recorded(Observed, Generic[P, R]):
                     if history.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
                         self._known_calls.learn(call, _NONE, self._entangled, history)
                     raise refusal
-                if clearing and any(map(obstructing, self._shelf.of(call.key))):  # not yet: what is there now, others hold
+                if clearing and any(map(obstructing, found.waiting)):  # not yet: what is there now, others hold
                     return True, self._warm_up(call, args, kwargs)
                 found.broken = self._broken(found, history)
                 if history.warm and not history.repeats:

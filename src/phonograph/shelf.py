@@ -20,11 +20,12 @@ __all__ = ["Found", "Shelf"]
 class Found:
     """The answer of a look-up: a player, or why there is none."""
 
-    __slots__ = ("blocked", "broken", "player")
+    __slots__ = ("blocked", "broken", "player", "waiting")
 
-    def __init__(self, player: Player | None, blocked: int, broken: str | None) -> None:
+    def __init__(self, player: Player | None, waiting: list[Player], broken: str | None) -> None:
         self.player = player
-        self.blocked = blocked  # how many would fit but for held outputs in their way
+        self.waiting = waiting  # those that would fit but for held outputs in their way
+        self.blocked = len(waiting)
         self.broken = broken  # what no longer holds, of a recording of this signature
 
 
@@ -46,17 +47,17 @@ class Shelf:
     def find(self, call: Call) -> Found:
         """A recording of this call's signature that may be played now."""
         players = self._by_key.get(call.key, ())
-        blocked, broken = 0, None
+        waiting, broken = list[Player](), None
         for player in players:
             player.take(call)
             now = player.broken()
             if now is not None:
                 broken = now
             elif player.blocked(call):
-                blocked += 1
+                waiting.append(player)
             else:
-                return Found(player, blocked, None)
-        return Found(None, blocked, None if blocked else broken)
+                return Found(player, waiting, None)
+        return Found(None, waiting, None if waiting else broken)
 
     def add(self, key: Any, player: Player) -> list[Player]:
         """Put a recording on the shelf; returns those that had to go."""

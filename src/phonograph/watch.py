@@ -86,7 +86,8 @@ _REMEDIES = {
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
     "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
     "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device",
-    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
+    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them; cuDNN's "
+    "recurrent layers cannot be recorded: use cells (nn.LSTMCell, nn.GRUCell), or torch.backends.cudnn.flags(enabled=False)",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
@@ -146,6 +147,7 @@ class OperatorWatch(TorchDispatchMode):
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
+        self.repeated = False  # whether such code runs now, as it will in each replay: there it may read numbers
         self.dials: Dials | None = None
         self._counts: Set[int] = frozenset()  # the storages of step counts that they follow
         self._constants: set[int] = set()  # those of tensors that were made of numbers

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .codes import of_code
 from .trees import Field
 from .where import is_ours, is_users, users_frame
 
@@ -153,6 +154,7 @@ def _code_of(function: Any) -> CodeType | None:
     return None
 
 
+@of_code
 def _returning(code: CodeType) -> list[int]:
     """The lines of `return` statements, and not that of the end of the function."""
     import dis

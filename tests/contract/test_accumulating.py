@@ -155,3 +155,17 @@ def test_c19_a_loop_that_does_not_settle_is_told_of(device, monkeypatch):
     for _ in range(6):
         loop.step()
     assert "lay where its recordings work; drop it, or keep a clone" in pg.explain(loop.called)
+
+
+@pytest.mark.parametrize("keeps", ["the loss", "all"])
+def test_c06_c15_what_no_longer_fits_is_not_made_room_for(device, keeps):
+    """A setting changes for good: the recordings from before stand by, and what is held where they work is in nobody's way."""
+    ours, live = (Loop(device, recorded, 2, keeps) for recorded in (True, False))
+    for n in range(9):
+        if n == 4:
+            ours.model.words.padding_idx = live.model.words.padding_idx = 3
+        assert [x.tolist() for x in ours.step()] == [x.tolist() for x in live.step()]
+    for p, q in zip(ours.model.parameters(), live.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    stats = pg.stats(ours.called)
+    assert (stats.recorded, stats.live) == (4, 2), pg.explain(ours.called)

@@ -314,3 +314,20 @@ def test_c13_the_cost_does_not_grow_with_the_checks(device):
     for _ in range(3):
         f(ramp(device, 3))
     assert len(checks.lookouts) - before <= (1 if device.type == "cuda" else 0)
+
+
+@torch.library.custom_op("phonograph_tests::checked_density", mutates_args=())
+def checked_density(x: torch.Tensor) -> torch.Tensor:
+    return D.Normal(x * 0, x.abs() + 0.5).log_prob(x) * (x.abs().max().item() > 0)
+
+
+@pytest.mark.parametrize("fallback", ["live", "split"])
+def test_c13_what_an_operator_of_others_checks_each_replay_checks(fallback):
+    """On the CPU, where a replay runs the operator's own code: what it reads is read again, at that time."""
+    recorded = pg.record(lambda x: (checked_density(x) * 2).sin(), fallback=fallback)
+    for n in range(4):
+        x = ramp("cpu", 6, start=n)
+        assert_same(recorded(x), (checked_density(x) * 2).sin())
+    assert counts(recorded)[2] == 3, pg.explain(recorded)
+    assert "parameter loc" in str(raised(recorded, of_nans(x)))
+    assert_same(recorded(x), (checked_density(x) * 2).sin())

@@ -156,11 +156,15 @@ class Tape(OperatorWatch):
                 raise Refusal(f"{at_work(m.name)}, which may be code that asks for it, is called while {place} is changed "
                               "for a time", "change it outside, around the call")  # fmt: skip
         casts = self.casts.within(m)
-        if casts:
-            with Casts.restored(casts):
+        self.repeated = not m.compiled
+        try:
+            if casts:
+                with Casts.restored(casts):
+                    out = func(*args, **kwargs)
+            else:
                 out = func(*args, **kwargs)
-        else:
-            out = func(*args, **kwargs)
+        finally:
+            self.repeated = False
         results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
         made = self.memory_in(m, results)
         if results and not made:
