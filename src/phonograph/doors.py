@@ -148,7 +148,7 @@ def _unheld() -> list[list[int]]:
 
 
 states = Door()
-_state: property | None = None
+_state: _State | None = None
 
 
 class Room:
@@ -252,43 +252,17 @@ def forestall(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _open_states() -> None:
-    """From now on it is heard who reads or sets the state of an optimizer. (What `torch.compile` traces must not depend on who
-    listens.)"""
+    """From now on it is heard who reads or sets the state of an optimizer."""
     global _state
     if _state is not None:
         return
-    owners, is_traced = states.owners, torch.compiler.is_dynamo_compiling
-
-    def get(optimizer: Any) -> Any:
-        try:
-            found = optimizer.__dict__["state"]
-        except KeyError:
-            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute 'state'") from None
-        if not is_traced() and identity(optimizer) in owners:
-            entered(optimizer, sys._getframe(1).f_code)
-        return found
-
-    def put(optimizer: Any, state: Any) -> None:
-        optimizer.__dict__["state"] = state
-        if not is_traced() and identity(optimizer) in owners:
-            entered(optimizer)
-
-    def drop(optimizer: Any) -> None:
-        entered(optimizer)
-        del optimizer.__dict__["state"]
-
-    def entered(optimizer: Any, by: CodeType | None = None) -> None:
-        room: Room | None = _rooms.get(optimizer)
-        if room is not None:
-            room.entered(by)
-
     for kind in {x for x in vars(torch.optim).values() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)}:
         for name in _KEEPING_NOTHING & vars(kind).keys():
             code = inspect.unwrap(vars(kind)[name]).__code__
             _steps[identity(code)] = code
-    for function in (get, put, drop, entered):
+    for function in (*_ways.values(), _entered):
         not_compiled_by_itself(function.__code__)
-    _state = property(get, put, drop)
+    _state = _State()
     optimizers: Any = torch.optim.Optimizer
     optimizers.state = _state
     restored = optimizers.__setstate__
@@ -296,9 +270,64 @@ def _open_states() -> None:
     @functools.wraps(restored)
     def restore(self: Any, state: dict[str, Any]) -> None:
         restored(self, state)
-        entered(self)
+        _entered(self)
 
     optimizers.__setstate__ = restore
+
+
+def _entered(optimizer: Any, by: CodeType | None = None) -> None:
+    room: Room | None = _rooms.get(optimizer)
+    if room is not None:
+        room.entered(by)
+
+
+class _Unseen(type):
+    """Of descriptors that only the interpreter takes for such: whoever looks for their methods, as `torch.compile` does and
+    `inspect.getattr_static`, does not find any, and so takes what stands in the object for the attribute. What is traced is
+    what it would be if nobody listened, and its guards and writes come through the door."""
+
+    @property
+    def __dict__(cls) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name in _ways:
+            raise AttributeError(f"type object {type.__getattribute__(cls, '__name__')!r} has no attribute {name!r}")
+        return super().__getattribute__(name)
+
+
+def _read(_: object, optimizer: Any, kind: type) -> Any:
+    try:
+        found = optimizer.__dict__[_STATE]
+    except (AttributeError, KeyError):
+        of = f"type object {kind.__name__!r}" if optimizer is None else f"{kind.__name__!r} object"
+        raise AttributeError(f"{of} has no attribute {_STATE!r}") from None
+    if identity(optimizer) in states.owners:
+        _entered(optimizer, sys._getframe(1).f_code)
+    return found
+
+
+def _put(_: object, optimizer: Any, state: Any) -> None:
+    optimizer.__dict__[_STATE] = state
+    if identity(optimizer) in states.owners:
+        _entered(optimizer)
+
+
+def _drop(_: object, optimizer: Any) -> None:
+    _entered(optimizer)
+    try:
+        del optimizer.__dict__[_STATE]
+    except KeyError:
+        raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_STATE!r}") from None
+
+
+_ways = {"__get__": _read, "__set__": _put, "__delete__": _drop}
+
+
+class _State(metaclass=_Unseen):
+    """`Optimizer.state`, which stands in the optimizer, as ever."""
+
+    locals().update(_ways)
 
 
 _KEEPING_NOTHING = {"step", "_init_group"}

@@ -1,6 +1,8 @@
 """Compiled code reads gradients and what optimizers remember as if nobody listened: no graph breaks, no recompilation. And what
 a compiled step of an optimizer does between two replays is noticed."""
 
+import inspect
+
 import pytest
 import torch
 import torch._dynamo
@@ -91,6 +93,65 @@ def test_compiled_code_that_reads_a_momentum(run):
     for _ in range(3):
         assert_same(read(torch.zeros(3)), run.optimizer.state[run.model.bias]["exp_avg"])
         run.step(torch.ones(2, 3))
+
+
+def test_compiled_code_that_reads_a_count(run):
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def read(x):
+        return x + run.optimizer.state[run.model.bias]["step"]
+
+    for n in range(6, 9):
+        assert_same(read(torch.zeros(3)), torch.full((3,), float(n)))
+        run.step(torch.ones(2, 3))
+    assert counter.frame_count == 1
+
+
+def test_compiled_code_that_changes_what_is_remembered():
+    runs = Run(record=True), Run(record=False)
+    for one in runs:
+        for _ in range(6):
+            one.step(torch.ones(2, 3))
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def put(x, one=one):
+            state = one.optimizer.state[one.model.bias]
+            state["exp_avg"] = x * 2
+            return x + one.optimizer.state[one.model.bias]["exp_avg"]
+
+        assert_same(put(torch.ones(3)), torch.full((3,), 3.0))
+        for _ in range(3):
+            one.step(torch.ones(2, 3))
+    assert_same(runs[0].state(), runs[1].state())
+
+
+def test_an_optimizer_made_in_compiled_code(run):
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def step(p):
+        optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.9)
+        optimizer.step()
+        return optimizer
+
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    assert_same(step(p).state[p]["momentum_buffer"], torch.ones(3))
+    assert_same(p.detach(), torch.full((3,), 0.5))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("run")
+def test_an_attribute_that_is_heard_is_an_attribute_as_ever():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    assert inspect.getattr_static(optimizer, "state") is optimizer.state is vars(optimizer)["state"]
+    with pytest.raises(AttributeError, match="type object 'SGD' has no attribute 'state'"):
+        torch.optim.SGD.state
+    del optimizer.state
+    assert not hasattr(optimizer, "state")
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'state'"):
+        del optimizer.state
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["compiled later", "compiled before"])
