@@ -26,9 +26,10 @@ from .identity import identity
 from .unwinding import is_caught_by_torch
 from .where import is_torchs, users_line
 
-__all__ = ["Check", "look", "lookouts"]
+__all__ = ["Check", "look", "lookouts", "validates"]
 
 _DISTRIBUTIONS = os.path.join("torch", "distributions", "")
+_VALIDATE = (_DISTRIBUTIONS, os.path.join("torch", "nn", "functional.py"))
 _CONSTRAINTS = os.path.join(_DISTRIBUTIONS, "constraints.py")
 _DISTRIBUTION = os.path.join(_DISTRIBUTIONS, "distribution.py")
 _VALIDATING = ("__init__", "_validate_sample")
@@ -66,8 +67,8 @@ class Check:
         self.good = good
         self.given: list[torch.Tensor] = []
         self.validates = False
-        """Whether a distribution makes it of its arguments or of a sample: who gets the exception has an error to mend, and
-        nothing that was computed meanwhile to save."""
+        """Whether a distribution or a function of `torch.nn.functional` makes it of its arguments or of a sample: who gets the
+        exception has an error to mend, and nothing that was computed meanwhile to save."""
         self._kind, self._text, self._where = kind, text, where
         self._again: tuple[FunctionType, dict[str, Any]] | None = None
 
@@ -92,7 +93,7 @@ class Check:
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             return None
         check = Check(good, kind, raised.text or _told(frame), users_line(frame))
-        check.validates = _DISTRIBUTIONS in frame.f_code.co_filename
+        check.validates = _is_validating(frame)
         check._remember(frame)
         return check
 
@@ -128,6 +129,21 @@ class Check:
         """Raise the exception if that is the answer."""
         if bool(answer) is not self.good:
             raise self.error(given)
+
+
+def validates(frame: FrameType | None, outermost: CodeType | None) -> bool:
+    """Whether an operator that raises is called by such code, which lets the exception out. Where the user's own code calls it
+    (perhaps called by a distribution), it may be an answer that decides how to go on."""
+    while frame is not None and is_torchs(frame.f_code.co_filename):
+        if _is_validating(frame):
+            return not is_caught_by_torch(frame, frame.f_lasti, outermost)
+        frame = frame.f_back
+    return False
+
+
+def _is_validating(frame: FrameType) -> bool:
+    """Whether it is code of torch's that looks at what it is given."""
+    return any(place in frame.f_code.co_filename for place in _VALIDATE)
 
 
 def _validating(frame: FrameType) -> FrameType | None:

@@ -237,17 +237,21 @@ class States:
     def read(self, state: torch.Tensor, meaning: Any = None) -> None:
         self._read[identity(state)] = weakref.ref(state), meaning
 
+    def knows(self, t: torch.Tensor) -> bool:
+        """Whether this is one of them."""
+        ref, _ = self._read.get(identity(t), (None, None))
+        return ref is not None and ref() is t
+
     def meaning(self, state: torch.Tensor) -> Any:
         """What was noted of this state.
 
         Raises:
             Refusal: it was not read in this capture.
         """
-        ref, meaning = self._read.get(identity(state), (None, None))
-        if ref is None or ref() is not state:
+        if not self.knows(state):
             raise Refusal("sets the state of a random generator to one from outside of the call",
                           "set it outside, or read it (torch.get_rng_state, torch.cuda.get_rng_state) inside")  # fmt: skip
-        return meaning
+        return self._read[identity(state)][1]
 
     def held(self) -> list[torch.Tensor]:
         return [t for ref, _ in self._read.values() if (t := ref()) is not None]

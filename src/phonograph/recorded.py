@@ -841,7 +841,11 @@ class Recorded(Observed, Generic[P, R]):
     def _device(self, call: Call, reach: Reach) -> Any:
         kinds = {t.device for t in call.tensors}
         if any(d.type == "cuda" for d in kinds) and len(kinds) > 1:
-            raise Refusal(f"takes {' and '.join(self._one_of_each(call))}", "move all arguments to one device")
+            found, remedy = self._one_of_each(call), "move all arguments to one device"
+            if any("." in place for place in found):
+                remedy += ("; what an object moves there by itself where it is first used, as a cache does, may stay: calls "
+                           "that get it then are recorded")  # fmt: skip
+            raise Refusal(f"takes {' and '.join(found)}", remedy)
         outside = [t.device for _, t in reach.tensors.values() if t.device.type == "cuda"]
         if outside and not any(d.type == "cuda" for d in kinds):
             if kinds:

@@ -77,6 +77,41 @@ def test_c13_distributions_are_recorded_with_their_checks(device, program):
     assert counts(f)[:2] == (1, 1), reasons(f)
 
 
+def test_c13_a_matrix_that_has_no_root(device):
+    """A distribution takes it apart, by an operator that raises."""
+
+    def f(x):
+        return D.MultivariateNormal(torch.zeros_like(x[0]), x @ x.T - 2, validate_args=False).log_prob(x[1])
+
+    good, bad = torch.eye(3, device=device) * 3, torch.eye(3, device=device)
+    g = pg.record(f)
+    for _ in range(3):
+        assert_same(g(good), f(good))
+    theirs = raised(f, bad)
+    if device.type == "cuda":
+        g(bad)
+        torch.cuda.synchronize(device)
+    assert type(raised(g, bad if device.type == "cpu" else good)) is type(theirs)
+    for _ in range(3):
+        assert_same(g(good), f(good))
+    assert counts(g)[:2] == (1, 1), reasons(g)
+
+
+@may_run_live
+def test_c13_a_matrix_that_your_own_code_takes_apart(device):
+    """Whether it has a root may decide how to go on."""
+
+    def f(x):
+        try:
+            return torch.linalg.cholesky(x)
+        except torch.linalg.LinAlgError:
+            return torch.linalg.cholesky(x + 2 * torch.eye(len(x), device=x.device))
+
+    g = pg.record(f)
+    for x in (torch.eye(3, device=device),) * 3 + (-torch.eye(3, device=device), torch.eye(3, device=device)):
+        assert_same(g(x), f(x))
+
+
 def test_c13_a_check_of_a_sample(device):
     def f(x):
         return D.Exponential(torch.ones(3, device=x.device)).log_prob(x)

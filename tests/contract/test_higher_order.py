@@ -79,7 +79,7 @@ def test_c11_one_that_decides_by_a_value(device):
     for n in (1, 1, 5, 5, 1):
         assert_same(g(ramp(device, 3, start=n)), f(ramp(device, 3, start=n)))
     assert pg.stats(g).recorded == 0
-    assert "value on the host" in reasons(g)
+    assert ("value on the host" if device.type == "cpu" else "waits for the GPU") in reasons(g)
 
 
 @may_run_live
@@ -107,28 +107,46 @@ class Recomputing(nn.Module):
         return self.b(F.dropout(x, 0.3, self.training))
 
 
+def trained(device, compiler, options, *, whole=False):
+    """The same code, compiled by AOTAutograd: losses, weights and where the generator stands; and what was recorded."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Recomputing().to(device)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    compiled = torch.compile(net, backend=compiler, options=options)
+
+    def step(x):
+        loss = compiled(x).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    run = pg.record(step) if whole else step
+    torch.manual_seed(5)
+    losses = [run(ramp(device, 4, 8, start=n) / 16).clone() for n in range(6)]
+    found = [*losses, *(p.detach().clone() for p in net.parameters()), torch.rand(3, device=device)]
+    return found, [run] if whole else graphs()
+
+
+@may_run_live
 def test_c02_compiled_dropout_that_is_recomputed(device):
-    """The same code, compiled by AOTAutograd, live and recorded: losses, weights and where the generator stands."""
-
-    def trained(compiler, options):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        net = Recomputing().to(device)
-        opt = torch.optim.SGD(net.parameters(), lr=0.1)
-        compiled = torch.compile(net, backend=compiler, options=options)
-        torch.manual_seed(5)
-        losses = []
-        for n in range(6):
-            loss = compiled(ramp(device, 4, 8, start=n) / 16).square().mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            losses.append(loss.detach())
-        played = sum(pg.stats(graph).replayed for graph in graphs())
-        return [*losses, *(p.detach().clone() for p in net.parameters()), torch.rand(3, device=device)], played
-
-    theirs, _ = trained("aot_eager_decomp_partition", None)
-    ours, played = trained(backend, {"inner": "aot_eager_decomp_partition"})
+    """A forward and its backward that are recorded apart cannot share generators of compiled code's own, which it has on a
+    GPU."""
+    theirs, _ = trained(device, "aot_eager_decomp_partition", None)
+    ours, recorded = trained(device, backend, {"inner": "aot_eager_decomp_partition"})
     assert_same(ours, theirs)
     if device.type == "cpu":
-        assert played >= 4
+        assert sum(pg.stats(graph).replayed for graph in recorded) >= 4
+    else:
+        assert "generators of compiled code's own" in "".join(map(reasons, recorded))
+        assert "record the whole step" in "".join(map(reasons, recorded))
+
+
+def test_c02_a_whole_step_of_compiled_dropout_that_is_recomputed(cuda):
+    """(The CPU device cannot see what compiled code calls.)"""
+    theirs, _ = trained(cuda, "aot_eager_decomp_partition", None)
+    ours, (step,) = trained(cuda, "aot_eager_decomp_partition", None, whole=True)
+    assert_same(ours, theirs)
+    assert pg.stats(step).replayed >= 3, reasons(step)
+    assert pg.stats(step).recorded == 1

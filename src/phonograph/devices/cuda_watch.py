@@ -28,7 +28,7 @@ import torch
 
 from .. import torch_private
 from ..breaks import Break
-from ..checks import Check
+from ..checks import Check, validates
 from ..collectives import COLLECTIVES, called, refusal
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Again, Refusal
@@ -49,6 +49,7 @@ from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
 
+_SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
@@ -225,11 +226,20 @@ class CudaWatch(OperatorWatch):
             if len(self._draws) > 1:
                 raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
                                            "draw them in the forward"))  # fmt: skip
+        if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
+            with torch_private.without_modes():
+                failed = (args[0] != 0).any()
+            text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
+            self.checks(Check(False, _SINGULAR, text, users_line()), failed)
+            return None
         self._performing += 1
         try:
-            return super().perform(func, m, args, kwargs)
+            out = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
+        if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
+            super().stranger(m, args[0])
+        return out
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         if self.sets_states or self.states.held():
@@ -265,7 +275,7 @@ class CudaWatch(OperatorWatch):
             place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
             if place not in self.strangers and not self._free.covers(*place):
                 self.strangers[place] = (f"`{operator(m.name)}`", self._line())
-        else:
+        elif m.name != "aten::to" or not self.states.knows(t):
             super().stranger(m, t)
 
     def _line(self) -> str:
