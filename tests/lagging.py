@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 
-from phonograph.devices import driver
 from phonograph.devices.cuda import CudaDevice
 
 CYCLES = 300_000  # about 0.2 ms
@@ -22,7 +21,7 @@ _turn = 0
 
 def lag(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
-        if not driver.is_capturing(stream.cuda_stream):
+        if not torch.cuda.is_current_stream_capturing():
             torch.cuda._sleep(CYCLES)
 
 

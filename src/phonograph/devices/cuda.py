@@ -41,7 +41,6 @@ from ..watch import OperatorWatch, storage_id
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
-from .cuda_asked import told_as_live
 from .cuda_checks import CudaChecks
 from .cuda_constants import filled_in
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
@@ -523,7 +522,7 @@ class CudaDevice:
 
     @contextmanager
     def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
-        with uncollected(), told_as_live():
+        with uncollected():
             graphs.begin()
             try:
                 yield
