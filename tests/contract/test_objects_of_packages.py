@@ -2,6 +2,7 @@
 is registered with pytree, and needs none."""
 
 import copy
+import functools
 from collections.abc import MutableMapping
 
 import pytest
@@ -85,19 +86,21 @@ def test_c03_generate_with_a_static_cache(device, how):
 
 @may_run_live
 def test_c04_a_model_that_makes_its_cache_returns_it(device):
+    """On a GPU it makes a mask in a capture, and attention with one may round differently."""
     pytest.importorskip("transformers")
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6) if device.type == "cuda" else assert_same
     model = _llama(device)
     recorded = pg.record(model.forward)
     with torch.no_grad():
         for n in range(4):
             ids = torch.tensor([[1, 2, 3 + n]], device=device)
             found, expected = recorded(ids, use_cache=True), model(ids, use_cache=True)
-            assert_same(found.logits, expected.logits)
+            close(found.logits, expected.logits)
             for a, b in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
-                assert_same((a.keys, a.values), (b.keys, b.values))
+                close((a.keys, a.values), (b.keys, b.values))
             more = torch.tensor([[5]], device=device)
             a = model(more, past_key_values=copy.deepcopy(found.past_key_values)).logits
-            assert_same(a, model(more, past_key_values=expected.past_key_values).logits)
+            close(a, model(more, past_key_values=expected.past_key_values).logits)
     assert counts(recorded)[2] == 3, pg.explain(recorded)
 
 
