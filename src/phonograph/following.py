@@ -292,16 +292,19 @@ _NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil"
                         "isqrt", "comb", "perm", "factorial", "fsum", "prod", "dist", "sumprod"})  # fmt: skip
 
 
-def judged(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, Any]]], hooked: bool, more: Iterable[Any]) -> None:
+def judged(
+    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, Any]]], hooked: bool, more: Iterable[Any], training: bool
+) -> None:  # fmt: skip
     """This code has run: whether some of it may have got at a number unseen. `hooked`: there may have been hooks. Functions
-    among `more` may have run as well."""
+    among `more` may have run as well. In `training` no module of torch's goes by what it asks."""
     if ran_compiled([code for code, _ in ran]):
         dials.stray_all("may be read by compiled code")
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
     for code in (*(code for code, _ in ran), *(f.__code__ for f in more if type(f) is FunctionType)):
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
-        if any(name.startswith(asks) for name in code.co_names) and "handle_torch_function" not in code.co_names:
+        goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
+        if goes_by and any(name.startswith(asks) for name in code.co_names):
             dials.stray_all("is read where code asks for modes")
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
             continue

@@ -347,7 +347,8 @@ def _all_followed(dials: Dials, captured: Any, reach: Reach) -> None:
     for leaf in leaves:
         if isinstance(leaf, Dial):
             dials.stray(leaf.formula, "is returned")
-    judged(dials, captured.ran, captured.sets_hooks, () if captured.known is not None else reach.met)
+    training = all(m.training for m in reach.modules)
+    judged(dials, captured.ran, captured.sets_hooks, () if captured.known is not None else reach.met, training)
     if captured.watch.parts:
         dials.stray_all("is read where parts of the function run live")
     if not dials.fit():

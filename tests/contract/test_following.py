@@ -584,3 +584,21 @@ def test_c09_a_number_is_followed_under_autocast(device):
         x = torch.randn(4, 8, device=device)
         assert_same(recorded(x), f(x), f"call {n}")
     assert_followed(recorded, 12)
+
+
+def test_c09_a_number_is_followed_where_attention_is_trained(device):
+    torch.manual_seed(0)
+    net, held = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0).to(device), SimpleNamespace(by=1.0)
+
+    def f(x):
+        net.zero_grad()
+        loss = net(x).sin().mean() * held.by
+        loss.backward()
+        return loss.detach()
+
+    recorded = pg.record(f)
+    for n in range(12):
+        held.by = 1.0 + n / 8
+        x = torch.randn(4, 5, 16, device=device)
+        assert_same(recorded(x), f(x), f"call {n}")
+    assert_followed(recorded, 12)
