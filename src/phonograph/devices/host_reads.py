@@ -67,13 +67,14 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
     def asking(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(read)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            if watch.repeated and name in (*_NUMBERS_OF, *NUMBERS) and threading.get_ident() == mine:
+            repeated = watch.repeated and threading.get_ident() == mine
+            if repeated and name in (ITEM, TRUTH):
                 return read(*args, **kwargs)
             if name == TRUTH and (threading.get_ident() == mine or on_thread_of_autograds()):
                 answer = watch.answered(args[0], sys._getframe(1))
                 if answer is not None:
                     return answer
-            if name in _NUMBERS_OF and threading.get_ident() == mine and len(args) == 1:
+            if name in _NUMBERS_OF and not repeated and threading.get_ident() == mine and len(args) == 1:
                 numerals = (watch.numeral if name == ITEM else watch.listed)(args[0])
                 if numerals is not None:
                     return numerals
