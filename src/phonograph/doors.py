@@ -286,7 +286,7 @@ class _Unseen(type):
     `inspect.getattr_static`, does not find any, and so takes what stands in the object for the attribute. What is traced is
     what it would be if nobody listened, and its guards and writes come through the door."""
 
-    @property
+    @property  # type: ignore[misc]
     def __dict__(cls) -> dict[str, Any]:  # type: ignore[override]
         return {}
 
