@@ -86,7 +86,8 @@ _REMEDIES = {
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
     "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
     "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device",
-    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
+    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them; cuDNN's "
+    "recurrent layers cannot be recorded: use cells (nn.LSTMCell, nn.GRUCell), or torch.backends.cudnn.flags(enabled=False)",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
@@ -189,7 +190,7 @@ class OperatorWatch(TorchDispatchMode):
             if m.communicates:
                 self.communicates(m, args, kwargs)
             blamed = func
-            if m.refusable and not self.only_views(m, args):
+            if m.refusable:
                 operators.check(m, args, kwargs)
             blamed = None
             if m.name in _COUNTING and self._counts and self._counted(m, args, kwargs):
@@ -303,10 +304,6 @@ class OperatorWatch(TorchDispatchMode):
         self.refusal = self.refusal or refusal
         self.noticed.append(refusal)
         return refusal
-
-    def only_views(self, m: operators.Meaning, args: Any) -> bool:
-        """Whether an operator that could give a tensor other memory only makes a new view here, as this device can see."""
-        return False
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""

@@ -208,14 +208,6 @@ class CudaWatch(OperatorWatch):
                     self.writes(t)
         return False
 
-    def only_views(self, m: Meaning, args: Any) -> bool:
-        """Recurrent layers of cuDNN's take their weights as one tensor: a new one that is set to the weights' memory."""
-        if m.name != "aten::set_" or len(args) < 2 or not isinstance(args[1], torch.UntypedStorage):
-            return False
-        t = args[0]
-        own = self.known.get(storage_id(t)) == "" and not t.untyped_storage().nbytes()
-        return own and args[1]._cdata in self.known
-
     def takes(self, check: Check) -> bool:
         """Its exception comes late, when what follows the check is done: an update that it was to prevent, say."""
         return check.validates
@@ -227,9 +219,6 @@ class CudaWatch(OperatorWatch):
         return super().checks(check, answer)
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
-        if m.name == "aten::_cudnn_rnn" and _drops(*args):
-            raise self.located(Refusal(f"{at_work(m.name)} draws random numbers from a state of cuDNN's own",
-                                       "put nn.Dropout between layers of their own"))  # fmt: skip
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
         if m.random and self._rewind is not None:
@@ -347,9 +336,3 @@ def _on_host(args: Any, kwargs: Any) -> bool:
 def _same(a: torch.Generator, b: torch.Generator) -> bool:
     """Two Python objects may stand for one generator."""
     return a is b or getattr(a, "_cdata", a) == getattr(b, "_cdata", b)
-
-
-def _drops(*given: Any) -> bool:
-    """Whether these arguments of `_cudnn_rnn` ask for dropout: a probability, in training."""
-    probability, training = given[11:13]
-    return bool(probability and training)
