@@ -146,7 +146,7 @@ print(asked)
 
 
 @pytest.mark.cuda
-def test_c09_the_allocator_is_asked_three_times_for_a_recording():
+def test_c09_the_allocator_is_asked_three_times_for_a_recording(cuda):
     """In a process of its own: where a pool has to grow, or others have left something in it, there is more to ask."""
     said = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
     assert int(said.stdout) <= 3
