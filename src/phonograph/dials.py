@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 
-from .doors import forestall
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
@@ -569,8 +568,6 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     """During the block, optimizers' steps see dials in place of those of the `wanted` hyper-parameters that they can, and all
     code in place of what is at the `spots`."""
     compiled = reach.compiles_a_step
-    for o in reach.optimizers if compiled else ():  # it finds states by ways of its own
-        forestall(o)
     seen = compiled or reach.mentions.reads_settings or reach.lends_groups or any(map(_has_hooks, reach.optimizers))
     keys = [key for key in wanted if key in LIVE or key not in reach.mentions.names]
     dials = Dials(() if seen else reach.optimizers, keys, StepCounts(() if compiled else reach.optimizers), spots)

@@ -14,25 +14,21 @@ at each time as well.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .identity import identity
-from .torch_private import has_memory, hear_engine, not_compiled_by_itself, use_count
-from .where import is_ours
+from .torch_private import hear_engine, not_compiled_by_itself, use_count
 
 __all__ = [
     "Door",
     "Room",
-    "forestall",
     "gradient",
     "gradients",
     "has_gradient_door",
@@ -156,10 +152,6 @@ class Room:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.taken = not self._untouched()
-        """Whether somebody may have a tensor of it: one who came for it, or had it before it was known."""
-        self.counts: Any = None
-        """The `StepCounts` that may be ahead of what is written there; before somebody comes it is told to `write`."""
 
     @property
     def _inside(self) -> Any:
@@ -175,24 +167,6 @@ class Room:
         inside, (outer, inner) = self._inside, _free_dictionaries()
         return sys.getrefcount(inside) <= outer and all(n <= inner for n in map(sys.getrefcount, dict.values(inside)))
 
-    def _untouched(self) -> bool:
-        """Whether nobody has a tensor of it. (Later on, recordings have all of them.)"""
-        found = _tensors_in(self._inside)
-        return all(map(_no_more, _references(found), _untaken())) and not any(map(weakref.getweakrefcount, found))
-
-    def entered(self, by: CodeType | None) -> None:
-        """Somebody comes."""
-        if by is None or not (identity(by) in _steps or is_ours(by.co_filename)):
-            self.taken = True
-        self.write()
-        states.opened()
-
-    def write(self) -> None:
-        """What is there becomes what it has to be."""
-        counts, self.counts = self.counts, None
-        if counts is not None:
-            counts.write()
-
     def read(self) -> list[tuple[Any, tuple[int, ...]]]:
         """Of each parameter, what is there, by identity."""
         return [(p, self.of(p)) for p in dict.keys(self._inside)]
@@ -207,7 +181,6 @@ _STATE = "state"
 
 
 _rooms = WeakIdKeyDictionary()
-_steps: dict[int, CodeType] = {}  # the code of torch's optimizers that works with their states, and keeps nothing
 
 
 @functools.cache
@@ -216,17 +189,6 @@ def _free_dictionaries() -> tuple[int, int]:
     own: dict[str, Any] = {_STATE: {0: dict.fromkeys("a")}}
     inside = own[_STATE]
     return sys.getrefcount(inside), max(map(sys.getrefcount, dict.values(inside)))
-
-
-def _tensors_in(state: dict[Any, Any]) -> list[torch.Tensor]:
-    inner = [x for x in dict.values(state) if isinstance(x, dict)]
-    return [x for one in inner for x in dict.values(one) if type(x) is torch.Tensor and has_memory(x)]
-
-
-@functools.cache
-def _untaken() -> list[list[int]]:
-    """How many references there are to a tensor of a state, and its memory, if nobody has one."""
-    return _references(_tensors_in({0: {"x": torch.zeros(1)}}))
 
 
 def room_of(optimizer: torch.optim.Optimizer) -> Room | None:
@@ -240,15 +202,7 @@ def room_of(optimizer: torch.optim.Optimizer) -> Room | None:
     if room is None:
         room = _rooms[optimizer] = Room(optimizer)
         states.watch([optimizer])
-    room.write()
     return room
-
-
-def forestall(optimizer: torch.optim.Optimizer) -> None:
-    """Somebody may come to its state unheard: from now on all is as if he had."""
-    room = room_of(optimizer)
-    if room is not None:
-        room.entered(None)
 
 
 def _open_states() -> None:
@@ -256,11 +210,7 @@ def _open_states() -> None:
     global _state
     if _state is not None:
         return
-    for kind in {x for x in vars(torch.optim).values() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)}:
-        for name in _KEEPING_NOTHING & vars(kind).keys():
-            code = inspect.unwrap(vars(kind)[name]).__code__
-            _steps[identity(code)] = code
-    for function in (*_ways.values(), _entered):
+    for function in _ways.values():
         not_compiled_by_itself(function.__code__)
     _state = _State()
     optimizers: Any = torch.optim.Optimizer
@@ -270,15 +220,9 @@ def _open_states() -> None:
     @functools.wraps(restored)
     def restore(self: Any, state: dict[str, Any]) -> None:
         restored(self, state)
-        _entered(self)
+        states.opened()
 
     optimizers.__setstate__ = restore
-
-
-def _entered(optimizer: Any, by: CodeType | None = None) -> None:
-    room: Room | None = _rooms.get(optimizer)
-    if room is not None:
-        room.entered(by)
 
 
 class _Unseen(type):
@@ -303,18 +247,18 @@ def _read(_: object, optimizer: Any, kind: type) -> Any:
         of = f"type object {kind.__name__!r}" if optimizer is None else f"{kind.__name__!r} object"
         raise AttributeError(f"{of} has no attribute {_STATE!r}") from None
     if identity(optimizer) in states.owners:
-        _entered(optimizer, sys._getframe(1).f_code)
+        states.opened()
     return found
 
 
 def _put(_: object, optimizer: Any, state: Any) -> None:
     optimizer.__dict__[_STATE] = state
     if identity(optimizer) in states.owners:
-        _entered(optimizer)
+        states.opened()
 
 
 def _drop(_: object, optimizer: Any) -> None:
-    _entered(optimizer)
+    states.opened()
     try:
         del optimizer.__dict__[_STATE]
     except KeyError:
@@ -328,6 +272,3 @@ class _State(metaclass=_Unseen):
     """`Optimizer.state`, which stands in the optimizer, as ever."""
 
     locals().update(_ways)
-
-
-_KEEPING_NOTHING = {"step", "_init_group"}

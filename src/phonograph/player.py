@@ -77,12 +77,7 @@ class Player:
         self._written = [(i, s.tensor, once(s.tensor) is s.tensor) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
-        written = [t for t in recording.written_outside if not t.is_inference()]
-        rooms = [recording.reliances.remembered.get(identity(t)) for t in written]
-        self._bump = [t for t, room in zip(written, rooms, strict=True) if room is None]
-        # What nobody but an optimizer has, nobody has saved for a backward.
-        self._bump_taken = [(room, [t for t, its in zip(written, rooms, strict=True) if its is room])
-                            for room in dict.fromkeys(rooms) if room is not None]  # fmt: skip
+        self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
             recording.program.disturbing = recording.reliances.disturbing
@@ -306,9 +301,6 @@ class Player:
     def _after(self, gradients: bool = True) -> None:
         if self._bump:
             bump(self._bump)
-        for room, tensors in self._bump_taken:
-            if room.taken:
-                bump(tensors)
         if gradients and self._grads is not None:
             self._grads.leave()
 

@@ -6,7 +6,6 @@ leaves the counts as they are and notes what a step does with them (`Dials`). A 
 the device the numbers that eager would have given it, and moves the counts on.
 
 Counts are read and written at their addresses: a tensor operator for each of them would cost a replay more than its launch.
-And they are read and written only if somebody may have come to them, or comes (`doors`): until then a class is one number here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .doors import room_of, states
 from .identity import identity
 
 __all__ = ["StepCounts", "single"]
@@ -52,12 +50,6 @@ class StepCounts:
         self._firsts = [*map(self.of.index, range(len(classes)))]
         self._began: list[float] = []
         self._left: list[float] = []
-        rooms = [room_of(o) if type(o) in _KEEPING else None for o in {identity(o): o for o, _, _ in found.values()}.values()]
-        self._rooms = [room for room in rooms if room is not None] if None not in rooms else []
-        self._epoch = -1
-        self._known: tuple[float, ...] | None = None  # the value of each class, while nobody has come since
-        self._unwritten: Sequence[tuple[float, Sequence[int]]] = ()
-        self._classes: dict[int, tuple[Sequence[int], list[int] | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -67,61 +59,16 @@ class StepCounts:
 
     def values(self) -> tuple[float, ...] | None:
         """The value of each class now; None if a class has several."""
-        if self._are_ours():
-            return self._known
-        epoch = states.epoch
-        for room in self._rooms:
-            room.write()
         now = self._read()
         values = tuple([now[i] for i in self._firsts])
-        if now != [values[k] for k in self.of]:
-            return None
-        if self._rooms and not any(room.taken for room in self._rooms):
-            self._known, self._epoch = values, epoch
-            for room in self._rooms:
-                room.counts = self
-        return values
-
-    def _are_ours(self) -> bool:
-        """Whether nobody has come to them since they were read."""
-        return self._known is not None and self._epoch == states.epoch and all(room.counts is self for room in self._rooms)
-
-    def write(self) -> None:
-        """Somebody comes to them."""
-        values, self._unwritten, self._known = self._unwritten, (), None
-        self._put(values)
+        return values if now == [values[k] for k in self.of] else None
 
     def begin(self) -> None:
         """A run begins that may have to be taken back."""
-        for room in self._rooms:
-            room.write()
-        self._rooms = []  # from now on they are what they are at each moment
-        self._known = None
         self._began = self._left = self._read()
 
     def put(self, values: Sequence[tuple[float, Sequence[int]]]) -> None:
         """Set counts: each value to those at some places; all together have all places."""
-        if self._are_ours():
-            classes = [self._classes_at(places) for _, places in values]
-            if None not in classes:
-                found = {k: value for (value, _), of in zip(values, classes, strict=True) for k in of or ()}
-                self._known, self._unwritten = tuple([found[k] for k in range(len(self._firsts))]), values
-                return
-        self._known = None
-        self._put(values)
-
-    def _classes_at(self, places: Sequence[int]) -> list[int] | None:
-        """The classes whose counts are at these places, if none of them has others elsewhere. (Each such list is the same one
-        each time.)"""
-        known = self._classes.get(identity(places))
-        if known is None or known[0] is not places:
-            here = {*places}
-            classes = sorted({self.of[i] for i in here})
-            whole = all((i in here) for i, k in enumerate(self.of) if k in classes)
-            known = self._classes[identity(places)] = (places, classes if whole else None)
-        return known[1]
-
-    def _put(self, values: Sequence[tuple[float, Sequence[int]]]) -> None:
         cells = self._cells
         for value, places in values:
             for i in places:
@@ -137,7 +84,7 @@ class StepCounts:
 
     def take_back(self) -> None:
         """The run is taken back."""
-        self._put([(value, (i,)) for i, value in enumerate(self._began)])
+        self.put([(value, (i,)) for i, value in enumerate(self._began)])
 
 
 def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

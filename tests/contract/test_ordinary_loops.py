@@ -103,6 +103,15 @@ def the_state_of_one_parameter_is_held(i, s):
         s.held["exp_avg"] = torch.ones_like(s.first)
 
 
+def the_state_is_had_by_its_dictionary(i, s):
+    if i == 8:
+        s.held = vars(s.opt)["state"]
+    if i in (12, 25):
+        s.log([dict(x) for x in s.held.values()])
+    if i == 28:
+        s.held[s.first]["step"].zero_()
+
+
 def the_optimizer_is_copied(i, s):
     if i == 8:
         s.log(copy.deepcopy(s.opt))
@@ -148,8 +157,8 @@ def weights_and_groups_are_replaced(i, s):
         group["lr"] *= 0.9
 
 
-BETWEEN = [a_state_dict_is_held, the_state_of_one_parameter_is_held, the_optimizer_is_copied, the_gradient_is_held_in_part,
-           weights_and_groups_are_replaced]  # fmt: skip
+BETWEEN = [a_state_dict_is_held, the_state_of_one_parameter_is_held, the_state_is_had_by_its_dictionary,
+           the_optimizer_is_copied, the_gradient_is_held_in_part, weights_and_groups_are_replaced]  # fmt: skip
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["step", "model"])
