@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
-           "Unpadded", "Unrecordable"]  # fmt: skip
+           "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
 
 
 class PhonographError(Exception):
@@ -113,3 +113,8 @@ class Again(Refusal):
 
 class Attached(Refusal):
     """A result's backward would run outside: the call has to be captured with what autograd saves for that."""
+
+
+class Unseen(Refusal):
+    """Something has to run for the first time (nothing is known yet of what an operator gives there), or once again: the call
+    has to be a live one."""

@@ -71,9 +71,10 @@ _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_in
 _ASKS = "has_torch_function"
 _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
 # What of Python's own library runs between others, and looks at none of what it hands on.
-_HARMLESS = frozenset(str(getattr(sys.modules.get(name), "__file__", "")) for name in (
+_HARMLESS = frozenset(file for name in (
     "abc", "collections", "_collections_abc", "contextlib", "copy", "enum", "functools", "inspect", "linecache", "logging",
-    "re", "threading", "traceback", "types", "typing", "warnings", "weakref", "_weakrefset"))  # fmt: skip
+    "os", "re", "threading", "traceback", "types", "typing", "warnings", "weakref", "_weakrefset")
+    for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
 
 

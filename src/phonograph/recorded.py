@@ -35,7 +35,7 @@ from .carried import Carried, Carries
 from .checks import look, lookouts
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
-from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable
+from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable, Unseen
 from .following import Fixed, Following
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
@@ -58,7 +58,7 @@ from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import MEMORY, Entangled, Recording
 from .regulars import Regulars
-from .segments import Cuts, Diverged, Unmarked, Unseen
+from .segments import Cuts, Diverged, Unmarked
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes, stands_in
 from .standing import Grounds

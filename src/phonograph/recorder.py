@@ -36,7 +36,7 @@ from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
 from .dials import Dial, Dials, probing
-from .errors import Again, Attached, Elsewhere, Overlooked, Refusal
+from .errors import Again, Attached, Elsewhere, Overlooked, Refusal, Unseen
 from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
 from .identity import identity
@@ -56,7 +56,7 @@ from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
 from .reliance import Grads, Reliances, Snapshot, not_heard
 from .returned import Returned
-from .segments import Cuts, Unseen
+from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .torch_private import (

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from . import operators
 from .breaks import HERE, Break, Done, MarkedBreak, Torn
 from .dials import Dials, reals
-from .errors import Refusal
+from .errors import Refusal, Unseen
 from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
 from .keys import NoSignature, plain_key
@@ -41,18 +41,13 @@ from .watch import OperatorWatch, storage_id
 from .where import users_line
 from .wording import COMPILED, at_work
 
-__all__ = ["Cuts", "Diverged", "Segments", "Unmarked", "Unseen"]
+__all__ = ["Cuts", "Diverged", "Segments", "Unmarked"]
 
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
     "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside the recorded function."
 )
 _UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
-
-
-class Unseen(Refusal):
-    """Something has to run for the first time (nothing is known yet of what an operator gives there): the call has to be a live
-    one."""
 
 
 class Unmarked(Unseen):

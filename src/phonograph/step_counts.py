@@ -6,6 +6,9 @@ leaves the counts as they are and notes what a step does with them (`Dials`). A 
 the device the numbers that eager would have given it, and moves the counts on.
 
 Counts are read and written at their addresses: a tensor operator for each of them would cost a replay more than its launch.
+
+Some lie on the device all the same (of steps that were taken under ``torch.device("cuda")``, or loaded from there), and eager
+waits for each. The program itself moves these on; a replay waits once, for all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ _KEEPING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAda
                   "RMSprop", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
 _CELLS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
+_DEVICES = ("cpu", "cuda")
+
 _value: Any = attrgetter("value")
 
 
@@ -39,11 +44,14 @@ class StepCounts:
     is in, by its place in `tensors`."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        found = {identity(t): (o, name, t) for o in optimizers for name, t in _kept_by(o)}
+        kept = sorted(((o, name, t) for o in optimizers for name, t in _kept_by(o)), key=lambda count: not count[2].is_cpu)
+        found = {identity(t): (o, name, t) for o, name, t in kept}
         self.tensors = [t for _, _, t in found.values()]
         self.index = {key: i for i, key in enumerate(found)}
-        self._storages = [t.untyped_storage() for t in self.tensors]  # which the cells do not keep
-        self._cells = [_CELLS[t.dtype].from_address(t.data_ptr()) for t in self.tensors]
+        self.here = [t for t in self.tensors if t.is_cpu]
+        self._there = [t.detach() for t in self.tensors[len(self.here) :]]
+        self._storages = [t.untyped_storage() for t in self.here]  # which the cells do not keep
+        self._cells = [_CELLS[t.dtype].from_address(t.data_ptr()) for t in self.here]
         classes: dict[Any, int] = {}
         alike = [(identity(o), name, t.dtype, v) for (o, name, t), v in zip(found.values(), self._read(), strict=True)]
         self.of = [classes.setdefault(key, len(classes)) for key in alike]
@@ -55,7 +63,8 @@ class StepCounts:
         return bool(self.tensors)
 
     def _read(self) -> list[float]:
-        return [*map(_value, self._cells)]
+        found = [*map(_value, self._cells)]
+        return found + torch.stack(self._there).tolist() if self._there else found
 
     def values(self) -> tuple[float, ...] | None:
         """The value of each class now; None if a class has several."""
@@ -68,11 +77,12 @@ class StepCounts:
         self._began = self._left = self._read()
 
     def put(self, values: Sequence[tuple[float, Sequence[int]]]) -> None:
-        """Set counts: each value to those at some places; all together have all places."""
+        """Set counts on the host: each value to those at some places; all together have all places."""
         cells = self._cells
         for value, places in values:
             for i in places:
-                cells[i].value = value
+                if i < len(cells):
+                    cells[i].value = value
 
     def leave(self) -> None:
         """Code of the user's runs next."""
@@ -88,8 +98,8 @@ class StepCounts:
 
 
 def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """The counts that an optimizer keeps on the host and reads there. (`fused` kernels and the `capturable` mode have theirs on
-    the device; what is `differentiable` works with them as tensors.)"""
+    """The counts that an optimizer reads on the host. (With `fused` kernels and in the `capturable` mode it does not, and where
+    it is `differentiable` it works with them as tensors.)"""
     if not isinstance(optimizer, _KEEPING):
         return []
     groups = [g for g in optimizer.param_groups if not (g.get("capturable") or g.get("fused") or g.get("differentiable"))]
@@ -98,4 +108,4 @@ def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
 
 
 def _is_count(t: Any) -> TypeGuard[torch.Tensor]:
-    return type(t) is torch.Tensor and t.device.type == "cpu" and t.dim() == 0 and t.dtype in _CELLS and not t.requires_grad
+    return type(t) is torch.Tensor and t.device.type in _DEVICES and t.dim() == 0 and t.dtype in _CELLS and not t.requires_grad

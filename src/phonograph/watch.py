@@ -149,7 +149,8 @@ class OperatorWatch(TorchDispatchMode):
         self.runs_python = False  # whether some operator is of others, and may be Python code
         self.repeated = False  # whether such code runs now, as it will in each replay: there it may read numbers
         self.dials: Dials | None = None
-        self._counts: Set[int] = frozenset()  # the storages of step counts that they follow
+        self._counts: Set[int] = frozenset()  # the storages of step counts on the host that they follow
+        self._counting = False  # whether they follow any
         self._constants: set[int] = set()  # those of tensors that were made of numbers
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.drew = True  # whether it may draw random numbers; a device may know better
@@ -193,7 +194,7 @@ class OperatorWatch(TorchDispatchMode):
             if m.refusable:
                 operators.check(m, args, kwargs)
             blamed = None
-            if m.name in _COUNTING and self._counts and self._counted(m, args, kwargs):
+            if m.name in _COUNTING and self._counting and self._counted(m, args, kwargs):
                 return args[0] if isinstance(args[0], torch.Tensor) else None
             self._see(m, args, kwargs)
             self.operators += 1
@@ -260,7 +261,8 @@ class OperatorWatch(TorchDispatchMode):
     def follow(self, dials: Dials) -> None:
         """What stands for hyper-parameters and step counts in this call."""
         self.dials = dials
-        self._counts = frozenset(map(storage_id, dials.counts.tensors))
+        self._counts = frozenset(map(storage_id, dials.counts.here))
+        self._counting = bool(dials.counts)
 
     def _followed(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run an operator that takes numbers which are followed: what it launches has to have them."""
@@ -272,13 +274,16 @@ class OperatorWatch(TorchDispatchMode):
             self.dials.stepping(False)
 
     def _counted(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
-        """Whether the operator moves step counts on, by numbers. A replay does so by itself."""
+        """Whether the operator moves step counts on, by numbers, and is not needed: on the host, a replay does so by itself."""
         assert self.dials is not None
         counts, by = args[:2]
         constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
         if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(_COUNTING[m.name], counts, by)):
             return False
-        self.touched.update(map(storage_id, operators.tensors_in([counts], [])))
+        tensors = operators.tensors_in([counts], [])
+        if not all(t.is_cpu for t in tensors):
+            return False
+        self.touched.update(map(storage_id, tensors))
         return True
 
     def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> Any:

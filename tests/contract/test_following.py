@@ -2,6 +2,7 @@
 optimizers of the user's. What cannot be followed makes a new recording, or runs live; nothing is ever stale."""
 
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -577,6 +578,21 @@ def test_c09_a_number_is_followed_under_autocast(device):
     def f(x):
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return (net(x) * held.by).detach()
+
+    recorded = pg.record(f)
+    for n in range(12):
+        held.by = 1.0 + n / 8
+        x = torch.randn(4, 8, device=device)
+        assert_same(recorded(x), f(x), f"call {n}")
+    assert_followed(recorded, 12)
+
+
+def test_c09_a_number_is_followed_beside_the_environment(device):
+    """Code of Python's that looks up a variable of the environment asks of which type its name is."""
+    held = SimpleNamespace(by=1.0)
+
+    def f(x):
+        return x * held.by if os.environ.get("PHONOGRAPH_HAS_NO_SUCH_VARIABLE") is None else x
 
     recorded = pg.record(f)
     for n in range(12):

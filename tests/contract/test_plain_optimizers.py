@@ -221,6 +221,46 @@ def test_c08_counts_that_somebody_sets(device, optimizer, change):
         assert counts(both) == (1, 1, 13), "a count is read at each replay"
 
 
+@adams
+def test_c06_counts_that_lie_on_the_device(device, optimizer):
+    """As those that are loaded from there, or made under `torch.device(...)` in some releases. Eager waits for each."""
+
+    def moved(state):
+        for one in state[1].state.values():
+            one.update({name: one[name].to(device) for name in ("step", "mu_product") if name in one})
+
+    def behind_versions(state):
+        for one in state[1].state.values():
+            one["step"].data.add_(2)
+
+    both = side_by_side(trained(device, optimizer))
+    for n in range(24):
+        if n in (1, 12, 16):
+            both.change({1: moved, 12: add_to_counts, 16: behind_versions}[n])
+        both(*batch(device, n))
+    assert counts(both)[1] <= (3 if optimizer == "radam" else 2), reasons(both)
+    assert counts(both)[2] >= 20, reasons(both)
+    for _, chosen in (both.state, both.live_state):
+        assert max(float(state["step"]) for state in chosen.state.values()) == 24 + 7 + 2
+        assert {state["step"].device.type for state in chosen.state.values()} == {device.type}
+
+
+def test_c06_a_step_under_a_device(device):
+    def make():
+        step, state = trained(device)()
+
+        def under(x, y):
+            with torch.device(device):
+                return step(x, y)
+
+        return under, state
+
+    both = side_by_side(make)
+    for n in range(8):
+        both(*batch(device, n))
+    assert counts(both) == (1, 1, 7), reasons(both)
+
+
 @common
 def test_c06_live_steps_between_recorded_ones(device, optimizer):
     both = side_by_side(trained(device, optimizer))

@@ -31,14 +31,13 @@ from ..breaks import Break
 from ..checks import Check, validates
 from ..collectives import COLLECTIVES, called, refusal
 from ..effects import ANYONE, Effect, Starts
-from ..errors import Again, Refusal
+from ..errors import Again, Refusal, Unseen
 from ..identity import identity
 from ..naming import is_of
 from ..operators import Meaning, operands, tensors_in
 from ..pool import Spot
 from ..randomness import Known, Rewind
 from ..reach import Reach
-from ..segments import Unseen
 from ..spans import Spans
 from ..torch_private import has_memory, raw_stream
 from ..watch import OperatorWatch, storage_id
@@ -49,6 +48,7 @@ from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
 
+_NEGATIVE = "normal expects all elements of std >= 0.0"
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
@@ -232,6 +232,11 @@ class CudaWatch(OperatorWatch):
             text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
             self.checks(Check(False, _SINGULAR, text, users_line()), failed)
             return None
+        if m.name == "aten::normal" and _has_many_deviations(args) and validates(sys._getframe(1), self.outermost):
+            with torch_private.without_modes():
+                lowest = args[1].detach().amin() >= 0
+            self.checks(Check(True, RuntimeError, _NEGATIVE, users_line()), lowest)
+            func = _normal
         self._performing += 1
         try:
             out = super().perform(func, m, args, kwargs)
@@ -324,6 +329,20 @@ def _always(_: FrameType) -> bool:
 
 def _nothing() -> None:
     """What comes before anything is captured."""
+
+
+def _has_many_deviations(args: Any) -> bool:
+    """Whether these arguments of `aten::normal` have a tensor of standard deviations, at the least of which it looks on the
+    host."""
+    return len(args) == 2 and isinstance(args[1], torch.Tensor) and args[1].numel() > 0 and not args[1].is_complex()
+
+
+def _normal(mean: Any, std: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The same as that, without the look."""
+    many = isinstance(mean, torch.Tensor)
+    size = torch.broadcast_shapes(mean.shape, std.shape) if many else std.shape
+    out = torch.empty(size, dtype=(mean if many else std).dtype, device=std.device).normal_(generator=generator)
+    return out.mul_(std).add_(mean if many else torch.full((), mean, dtype=out.dtype, device=out.device))
 
 
 def _on_host(args: Any, kwargs: Any) -> bool:
