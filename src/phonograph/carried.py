@@ -45,10 +45,6 @@ class Carries(Exception):
         super().__init__()
         self.places = tuple(places)
 
-    def let_go(self) -> None:
-        """Keep nothing of the capture."""
-        self.__traceback__ = self.__context__ = self.__cause__ = None
-
 
 class _Known(NamedTuple):
     label: str

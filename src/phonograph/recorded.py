@@ -64,7 +64,7 @@ from .signature import Call, describe, modes, stands_in
 from .standing import Grounds
 from .torch_private import compiling, ended_by, run_where_traced
 from .tracing import Tracing
-from .trees import flatten, kinds, labels, path_to
+from .trees import Opens, flatten, kinds, labels, path_to
 from .trees import inside as within_label
 from .verify import verified
 from .where import is_users, users_level, users_line
@@ -114,7 +114,7 @@ class Ours:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature, Carries)):
+        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature, Carries, Opens)):
             known = failure(error, "")
             if known is not None:
                 raise Refusal(*known, raised_at(error.__traceback__)[0], final=False) from None
@@ -388,10 +388,8 @@ class Recorded(Observed, Generic[P, R]):
                         raise
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
-                except Carries as e:
-                    if not self._carried.learn(e.places):
-                        raise RuntimeError(f"{e.places[0].path} is known to be carried") from None
-                    e.let_go()
+                except (Carries, Opens) as e:
+                    self._learn(e)
                     call = self._described(args, kwargs)  # which has another signature now
                     self._history(call.key, history)
                     self._counters.calls -= 1
@@ -407,6 +405,14 @@ class Recorded(Observed, Generic[P, R]):
                 refusal = e
         refusal.let_go()
         return False, refusal
+
+    def _learn(self, of: Carries | Opens) -> None:
+        """A capture has shown by what else calls are to be described."""
+        of.__traceback__ = of.__context__ = of.__cause__ = None  # which keep what it has made
+        if isinstance(of, Opens):
+            self._regulars.by_attributes |= of.kinds
+        elif not self._carried.learn(of.places):
+            raise RuntimeError(f"{of.places[0].path} is known to be carried")
 
     def _broken(self, found: Found, history: History) -> str | None:
         """What has changed since such a call was recorded, or refused."""

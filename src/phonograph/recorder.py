@@ -72,7 +72,7 @@ from .torch_private import (
     wait_for_all,
 )
 from .tracing import Tracing
-from .trees import Edit, Opening, entries, flatten, unflatten
+from .trees import Edit, Opening, Opens, entries, flatten, goes_by_pytree, opened_in, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
@@ -146,6 +146,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Refusal: it cannot be recorded; everything is as before.
         Overlooked: it has to be looked at again, with these names, and at these functions.
         Carries: it carries state in these attributes as well.
+        Opens: it changes objects that have to be taken apart by their attributes.
     """
     doubted: dict[Any, str] = {}
     while True:  # what one attempt has made is gone before the next
@@ -631,7 +632,9 @@ def _capture(
         leaves = [sets.get(identity(x), x) for x in leaves]
         built: list[Any] = []
         args, kwargs = unflatten(call.shape, iter(leaves), built)
-        held = [entries(c) for c in built]
+        opened = opened_in(call.shape)
+        held = [entries(c, opened) for c in built]
+        sealed = _sealed(built, held)
         given.update(map(identity, sets.values()))
         metadata, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
@@ -664,7 +667,7 @@ def _capture(
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
-        edited = _edits(call, (args, kwargs), leaves, built, held)
+        edited = _edits(call, (args, kwargs), leaves, built, held, sealed)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in said:
             raise refusal
@@ -733,7 +736,7 @@ def _capture(
     except Refusal as refusal:
         refusal.places = [levels(listener.loggers.values()) for listener in listeners]
         raise
-    except (Overlooked, Carries, KeyboardInterrupt):
+    except (Overlooked, Carries, Opens, KeyboardInterrupt):
         raise
     except BaseException as e:  # SystemExit and the like: effects before it are the live run's
         if any(first in str(e) for first in device.first_uses):
@@ -778,21 +781,40 @@ def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _edits(
-    call: Call, args: Any, leaves: list[Any], built: list[Any], held: list[dict[Any, Any] | None]
-) -> list[tuple[Edit, list[Any]]]:
-    """What the call has done to its arguments' containers, which are these, and what each `held`; with the new values."""
+    call: Call, args: Any, leaves: list[Any], built: list[Any], held: list[dict[Any, Any] | None], sealed: list[Any]
+) -> list[tuple[Edit, list[Any]]]:  # fmt: skip
+    """What the call has done to its arguments' containers, which are these, and what each `held`; with the new values.
+
+    Raises:
+        Opens: it is to be looked for in attributes of objects of these classes.
+    """
     now: list[Any] = []
-    shut = {identity(x) for x in call.leaves if not isinstance(x, torch.Tensor)}
-    if flatten(args, now, Opening(shut)) == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves)):
+    shut, opened = {identity(x) for x in call.leaves if not isinstance(x, torch.Tensor)}, opened_in(call.shape)
+    shape = flatten(args, now, Opening(shut, by_attributes=opened))
+    if shape == call.shape and len(now) == len(leaves) and all(map(is_, now, leaves)):
         return []
     found = []
     for i, (container, then) in enumerate(zip(built, held, strict=True)):
-        after = entries(container)
-        edit = Edit.between(i, then, after) if then is not None and after is not None else None
+        after = entries(container, opened)
+        edit = Edit.between(i, then, after, opened) if then is not None and after is not None else None
         if edit is not None and after is not None:
             found.append((edit, [after[at] for at in edit.new]))
-    if not found:
+    unlike = [c for c, a, b in zip(built, sealed, _sealed(built, held), strict=True) if a != b]
+    if kinds := {type(c) for c in unlike if goes_by_pytree(c)} - opened:
+        raise Opens(kinds)
+    if unlike or not found:
         raise Refusal("changes a container that is an argument", "return the new value")
+    return found
+
+
+def _sealed(built: list[Any], held: list[dict[Any, Any] | None]) -> list[Any]:
+    """What those containers have in them that can change, and not by what they hold."""
+    others = {identity(c) for c in built}
+    found = []
+    for c, holds in zip(built, held, strict=True):
+        leaves: list[Any] = []
+        shape = flatten(c, leaves, Opening(others - {identity(c)})) if holds is None and not isinstance(c, tuple) else None
+        found.append((shape, [*map(identity, leaves)]))
     return found
 
 

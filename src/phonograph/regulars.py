@@ -44,6 +44,8 @@ class Regulars:
         """How many calls there were."""
         self.standing: dict[int, tuple[int, ...]] = {}
         self.gone = set[int]()
+        self.by_attributes = set[type]()
+        """Classes whose objects are taken apart by their attributes, whatever pytree says: calls have changed some."""
         self._bound = set[int]()
         self._once = set[int]()
         self._arrays = set[int]()
@@ -125,7 +127,7 @@ class Regulars:
             if was is not None and type(leaf) not in self._sealed and identity(leaf) not in self._bound:
                 inside: list[Any] = []
                 try:
-                    Opening().flatten(leaf, inside)
+                    Opening(by_attributes=self.by_attributes).flatten(leaf, inside)
                 except RecursionError:
                     continue
                 if _tensors(inside) != was:

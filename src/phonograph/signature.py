@@ -111,7 +111,7 @@ def describe(
     """
     regulars = Regulars() if regulars is None else regulars
     while True:
-        opening, leaves = Opening(regulars.standing), list[Any]()
+        opening, leaves = Opening(regulars.standing, by_attributes=regulars.by_attributes), list[Any]()
         try:
             shape = opening.flatten((args, dict(kwargs)), leaves)
         except RecursionError:

@@ -25,8 +25,9 @@ from .keys import NoSignature, nested_key, structure
 from .opened import Layout, layout_of, made_of, parts_of, put_into, replace
 from .where import written_out
 
-__all__ = ["Edit", "Field", "Node", "Opening", "can_be_opened", "containers", "entries", "flatten", "has_only_attributes",
-           "inside", "kinds", "labels", "path_to", "rebuilding", "unflatten", "unhashable"]  # fmt: skip
+__all__ = ["Edit", "Field", "Node", "Opening", "Opens", "can_be_opened", "containers", "entries", "flatten", "goes_by_pytree",
+           "has_only_attributes", "inside", "kinds", "labels", "opened_in", "path_to", "rebuilding", "unflatten",
+           "unhashable"]  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -48,14 +49,27 @@ class _Back:
     """As the kind of a node: an object that the tree has already, by its number among all containers, or a weak reference."""
 
 
+class Opens(Exception):
+    """A capture has changed an object of these classes, and not what pytree gives of it. Never reaches the user: the capture is
+    taken back, and made again."""
+
+    def __init__(self, kinds: set[type]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+
 class Opening:
-    """Lets ordinary objects be opened. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list, a
-    tuple or a dictionary. Afterwards `containers` are all containers met, each before what is in it, and `spans` the objects
+    """Lets ordinary objects be opened, and those of the classes `by_attributes`, though pytree knows another way to take them
+    apart. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list, a tuple or a dictionary.
+    Afterwards `containers` are all containers met, each before what is in it, and `spans` the objects
     among them that can be leaves instead, with the first of their leaves and the first after them."""
 
-    def __init__(self, shut: Container[int] = (), lasts: Container[int] = ()) -> None:
+    def __init__(
+        self, shut: Container[int] = (), lasts: Container[int] = (), by_attributes: Container[type] = ()
+    ) -> None:  # fmt: skip
         self.shut = shut
         self.lasts = lasts
+        self.by_attributes = by_attributes
         self.containers: list[Any] = []
         self.spans: list[tuple[Any, int, int]] = []
         self._numbers: dict[int, int] = {}
@@ -80,7 +94,7 @@ class Opening:
             return None
         if kind is weakref.ref and (number := self._numbers.get(identity(tree()))) is not None:
             return Node(_Back, (number, True), ())
-        parts, layout = _parts(tree), None
+        parts, layout = None if kind in self.by_attributes else _parts(tree), None
         if parts is None and (layout := layout_of(kind)) is not None:
             if (number := self._numbers.get(identity(tree))) is not None:
                 return Node(_Back, (number, False), ())
@@ -102,6 +116,18 @@ class Opening:
 _MANY = 4096  # containers of one tree; objects that lead to more are as large as a program
 _PLAIN = (tuple, list, dict, OrderedDict, defaultdict)
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None)})
+
+
+def opened_in(node: Node | None) -> set[type]:
+    """The classes of the objects in a tree that were opened."""
+    if node is None:
+        return set()
+    return set().union(*map(opened_in, node.children), [node.kind] if type(node) is _Opened else [])
+
+
+def goes_by_pytree(thing: Any) -> bool:
+    """Whether this is an object that is taken apart as its class has told pytree, and could be by its attributes."""
+    return type(thing) in _pytree.SUPPORTED_NODES and layout_of(type(thing)) is not None
 
 
 def has_only_attributes(node: Node) -> bool:
@@ -170,14 +196,15 @@ def _divided(names: tuple[Any, ...]) -> tuple[tuple[str, ...], bool | None, list
     return (names, None, []) if at is None else (names[:at], names[at], [*map(_key, names[at + 1 :])])
 
 
-def entries(container: Any) -> dict[tuple[bool, Any], Any] | None:
-    """What a container holds, by what it is called: (whether that is an item, its key or name). None if it cannot be set."""
+def entries(container: Any, by_attributes: Container[type] = ()) -> dict[tuple[bool, Any], Any] | None:
+    """What a container holds, by what it is called: (whether that is an item, its key or name). None if it cannot be set. An
+    object of the classes `by_attributes` holds these."""
     kind = type(container)
     if kind in (list, tuple):
         return {(True, i): value for i, value in enumerate(container)} if kind is list else None
     if kind in _DICTS:
         return {(True, key): value for key, value in container.items()}
-    parts = _parts(container)
+    parts = _parts(container) if kind not in by_attributes else None
     if parts is not None and _is_dataclass(kind):
         return {(False, name): value for name, value in zip(*parts, strict=True)}
     if parts is not None:
@@ -201,20 +228,23 @@ def _mapped(container: Any, values: list[Any]) -> dict[tuple[bool, Any], Any] | 
 
 class Edit(NamedTuple):
     """What a call has done to the container of this number: of `all` the entries that it then has, in this order, these are
-    `new`."""
+    `new`. Objects of some classes hold their attributes (see `entries`)."""
 
     number: int
     all: tuple[tuple[bool, Any], ...]
     new: tuple[tuple[bool, Any], ...]
+    by_attributes: Container[type] = ()
 
     @classmethod
-    def between(cls, number: int, before: dict[Any, Any], now: dict[Any, Any]) -> Edit | None:
+    def between(
+        cls, number: int, before: dict[Any, Any], now: dict[Any, Any], by_attributes: Container[type] = ()
+    ) -> Edit | None:  # fmt: skip
         new = tuple([at for at, value in now.items() if at not in before or before[at] is not value])
-        return cls(number, tuple(now), new) if new or list(before) != list(now) else None
+        return cls(number, tuple(now), new, by_attributes) if new or list(before) != list(now) else None
 
     def repeat(self, container: Any, values: Sequence[Any]) -> None:
         """Do the same to another container that held the same, with these new values."""
-        found, new = entries(container) or {}, dict(zip(self.new, values, strict=True))
+        found, new = entries(container, self.by_attributes) or {}, dict(zip(self.new, values, strict=True))
         now = {at: new[at] if at in new else found[at] for at in self.all}
         items = {key: value for (is_item, key), value in now.items() if is_item}
         attributes = {name: value for (is_item, name), value in now.items() if not is_item}
@@ -223,7 +253,7 @@ class Edit(NamedTuple):
             container[:] = items.values()
         elif kind in _DICTS:
             replace(container, items)
-        elif kind in _pytree.SUPPORTED_NODES:
+        elif kind in _pytree.SUPPORTED_NODES and kind not in self.by_attributes:
             for _, key in found.keys() - now.keys():
                 del container[key]
             for _, key in self.new:

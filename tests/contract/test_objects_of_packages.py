@@ -227,6 +227,58 @@ def test_c03_what_is_set_in_such_a_dictionary_is_set_for_the_caller(device, make
     assert counts(recorded) == (1, 1, 5), pg.explain(recorded)
 
 
+class Rows:
+    """Registered with pytree, and no mapping; its items are set by a method of its own."""
+
+    def __init__(self, source, batch_size):
+        self._source, self.batch_size = dict(source), torch.Size(batch_size)
+
+    def __getitem__(self, name):
+        return self._source[name]
+
+    def __setitem__(self, name, value):
+        self._source[name] = value
+
+    def view(self, *sizes):
+        return Rows({name: t.reshape(*sizes) for name, t in self._source.items()}, sizes)
+
+
+_pytree.register_pytree_node(
+    Rows,
+    lambda rows: (list(rows._source.values()), {"keys": list(rows._source), "batch_size": rows.batch_size, "of": Rows}),
+    lambda values, context: context["of"](dict(zip(context["keys"], values, strict=True)), context["batch_size"]),
+)
+
+
+def test_c03_what_is_set_in_an_object_that_pytree_knows_is_set_for_the_caller(device):
+    def policy(rows, extra):
+        rows["a"], rows["b"] = rows["x"] * 2, -rows["x"]
+        rows["x"] = rows["x"] + 1
+        rows.batch_size = torch.Size([4, 1])
+        extra["seen"] = rows["a"]
+        return rows, rows.view(2, 2) if "c" not in rows._source else rows["c"]
+
+    recorded = pg.record(lambda rows, extra: policy(rows, extra))
+    kept = []
+    for n in range(12):
+        fields = {"x": ramp(device, 4) + n} | ({"c": ramp(device, 1)} if n % 3 == 2 else {})
+        fields = dict(reversed(fields.items())) if n == 11 else fields
+        (given, extra), (other, more) = ((Rows(fields, [4]), {}) for _ in range(2))
+        if n == 6:
+            given["x"] = other["x"] = ramp(device, 4) - 3
+        found, expected = recorded(given, extra), policy(other, more)
+        assert found[0] is given
+        kept.append((given._source, other._source))
+        for a, b in [*kept, (extra, more)]:
+            assert [*a] == [*b]
+            assert_same(a, b)
+        assert extra["seen"] is given["a"]
+        assert given.batch_size == other.batch_size
+        one, two = (x[1]._source if isinstance(x[1], Rows) else x[1] for x in (found, expected))
+        assert_same(one["a"] if isinstance(one, dict) else one, two["a"] if isinstance(two, dict) else two)
+    assert pg.stats(recorded).replayed >= 6, pg.explain(recorded)
+
+
 @dictionaries
 def test_c07_another_batch_size_or_other_keys_are_another_signature(device, make):
     recorded = pg.record(lambda d: sum(d[key].sum() for key in d.keys()))  # noqa: SIM118
