@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from phonograph import paying
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
 
 pytest_plugins = ["pytester"]
@@ -52,6 +53,19 @@ def _use_libraries() -> None:
 def cuda() -> torch.device:
     """For the few promises that only a GPU can keep: its device, or no test."""
     return device_or_skip("cuda")
+
+
+class Standstill(paying.Clock):
+    """A clock by which no call takes any time: all recordings pay."""
+
+    def times(self, took: paying.Took) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@pytest.fixture(autouse=True)
+def recordings_pay(monkeypatch):
+    """Tests count recordings of functions that are tiny. Whether those are worth it would hang on the machine."""
+    monkeypatch.setattr(paying, "clock", Standstill())
 
 
 @pytest.fixture(autouse=True)

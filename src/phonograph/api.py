@@ -33,17 +33,17 @@ Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None,
+           max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None,
+           max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, max_recordings: int = 16,
-           max_bytes: int | None = None, name: str | None = None,
+           max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[Any] = (),
            shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
@@ -80,6 +80,10 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
             recently played goes first, and the newest stays in any case. None: no bound.
         name: what the function is called in reports.
+        keep: ``"pays"``: the first replays of each signature are timed, and, unless they are fast beyond doubt, a few later
+            calls run live and are timed as well. A recording that is slower by more than noise goes, and `explain` says how
+            long both took; such calls run live until something on which they rely changes. ``"always"``: it stays, as with
+            ``fallback="error"``, `verify` and `shapes`, and where it communicates with other ranks.
         shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument whose size lies
             between two of them is padded with zeros to the next, and the results are cut to the size that they would have
             had; where there is no next one, the call is recorded with its own size. With it you say that no row of a
@@ -102,7 +106,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    for name in ("takes_turns", "live_backward"):  # a schedule's own, and the backend's
+    for name in ("takes_turns", "live_backward", "is_part"):  # a schedule's own, and the backend's
         if name in options:
             raise TypeError(f"record() got an unexpected keyword argument {name!r}")
     has_called(sys._getframe(1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .errors import Refusal
 from .forms import Notes
-from .standing import Grounds, Standing
+from .standing import Grounds, Lasting, Standing
 
 __all__ = ["CHANGES", "PATIENCE", "History"]
 
@@ -23,8 +24,8 @@ class History:
     """Of one signature."""
 
     __slots__ = ("attached", "attempts", "changes", "crowded", "device", "failing", "held", "left", "met", "notes", "over",
-                 "patience", "ran_backward", "refusal", "repeats", "replays", "room", "split", "standing", "torn", "tried",
-                 "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
+                 "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room", "split", "standing", "torn",
+                 "tried", "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -48,6 +49,7 @@ class History:
         self.failing: Grounds | None = None  # those of a capture that failed; the live run has still to show whose fault it is
         self.over: str | None = None  # what has changed since the last refusal, if it was not tried again since
         self.tried = False  # whether it was
+        self.pays = False  # its recordings have been found to pay, or not to be worth a trial
         self.held = 0  # live calls for which a refusal stood
         self.patience = PATIENCE
         self.crowded: int | None = None  # when there was no room for a recording of it (see `Player.used`)
@@ -63,6 +65,16 @@ class History:
         """What is said instead of the last refusal."""
         self.refusal = refusal
         self.standing[:1] = [standing._replace(refusal=refusal) for standing in self.standing[:1]]
+
+    def stand_by(self, refusal: Refusal) -> Callable[[], None]:
+        """It runs live until what is returned is called; then all is as before."""
+        before = self.refusal, self.standing
+        self.refusal, self.standing = refusal, [Standing(refusal, Lasting())]
+
+        def over() -> None:
+            self.refusal, self.standing = before
+
+        return over
 
     def wait(self, refusal: Refusal) -> Refusal:
         """Something has changed too often: it runs live, for a while."""

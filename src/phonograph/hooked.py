@@ -145,6 +145,8 @@ class WarmUps:
 class Hooked(Recorded[..., Any]):
     """A recorded function with hooks. `number` is its place among those whose `warm_ups` are counted together."""
 
+    _measures = False  # its hooks set up what the recording needs, and a live call might miss
+
     def __init__(
         self, function: Callable[..., Any], options: Options, hooks: CaptureHooks, warm_ups: WarmUps, number: int
     ) -> None:

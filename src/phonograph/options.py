@@ -24,11 +24,13 @@ class Options:
     max_recordings: int = 16
     max_bytes: int | None = None
     name: str | None = None
+    keep: Literal["pays", "always"] = "pays"
     split_at: Any = ()
     """After the check: names of overloads, which can be pickled."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
     takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
+    is_part: bool = False  # set by the backend: of a graph, and measured by it where no gradients are wanted
     live_backward: bool = False  # set by the backend: backwards outside of the call are not recorded
 
     def __post_init__(self) -> None:
@@ -39,6 +41,7 @@ class Options:
             at_least("max_bytes", self.max_bytes, 0)
         _one_of("fallback", self.fallback, ("live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
+        _one_of("keep", self.keep, ("pays", "always"))
         if isinstance(self.shapes, Mapping):
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
         elif not isinstance(self.shapes, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in self.shapes):

@@ -57,6 +57,7 @@ class _Declared(NamedTuple):
 class Padded(Recorded[..., Any]):
     """A recorded function whose arguments are padded to a few sizes where that changes nothing."""
 
+    _measures = False  # what is played is not the call that would run live
     _watches_sizes = False  # what cannot be padded after all leaves a recording that nobody plays
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:

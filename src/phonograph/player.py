@@ -136,6 +136,11 @@ class Player:
     def pool(self) -> Any:
         return self._device.pool
 
+    @property
+    def copies(self) -> int:
+        """Bytes that a replay copies: arguments to their places, and small results out of theirs."""
+        return self._nbytes + sum(lease.nbytes for lease in self.recording.copied)
+
     def take(self, call: Call) -> None:
         """Note the numbers among the arguments of the call that is to be played."""
         if call.numbers:

@@ -53,6 +53,7 @@ from .operators import meaning
 from .options import Options, overloads, switched_off
 from .overheard import Overhearing
 from .packages import Packages
+from .paying import Took, Trial, Turn, Unrewarding, on_trial
 from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
@@ -170,6 +171,8 @@ class Recorded(Observed, Generic[P, R]):
 
     _watches_sizes = True
     """Whether sizes that grow are noticed, and recordings that are played keep their places."""
+    _measures = True
+    """Whether a recording has to pay."""
 
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
@@ -204,6 +207,8 @@ class Recorded(Observed, Generic[P, R]):
         self._known_calls, self._undescribed = KnownCalls(), Undescribed()
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
+        self._trials: dict[Any, Trial] = {}  # of recordings that have yet to show that they pay, by signature
+        self._timing = False  # whether there are any, and calls are to be timed
         self._entangled = Entangled()
         self._stopped: Refusal | None = None  # why it runs live from now on, where gradients are wanted
         self._backwards: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
@@ -288,6 +293,8 @@ class Recorded(Observed, Generic[P, R]):
         if self._for_good is not None and (self._never is not None or torch.is_grad_enabled()):
             self._count_free(self._for_good)
             return self._function(*args, **kwargs)
+        if self._timing:
+            return self._timed(args, kwargs)  # type: ignore[no-any-return]
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
@@ -351,6 +358,8 @@ class Recorded(Observed, Generic[P, R]):
                 history = self._history(call.key)
                 refusal = history.still()
                 if refusal is not None:
+                    if call.key in self._trials:
+                        self._note_grounds(self._trials[call.key], call)
                     if history.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
                         self._known_calls.learn(call, _NONE, self._entangled, history)
                     raise refusal
@@ -787,7 +796,7 @@ class Recorded(Observed, Generic[P, R]):
 
     def _say(self, refusal: Refusal) -> None:
         logger.info("%s runs live: %s", self.name, refusal)
-        if self.options.fallback != "error":
+        if self.options.fallback != "error" and not isinstance(refusal, Unrewarding):
             warnings.warn(f"{self.name} runs live: {refusal}", RunsLive, stacklevel=users_level())
 
     @run_where_traced
@@ -898,7 +907,7 @@ class Recorded(Observed, Generic[P, R]):
                     recording.backward.shares, recording.backward.room = True, recording.room
                 warmup = 0 if ran or recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
-                options = replace(self.options, name=name, warmup=warmup, verify=0)
+                options = replace(self.options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
                 player.joint = Joint(recording.backward, self._backwards_with(options), device.joining)
         self._entangled |= recording.entangled
         self._devices.add(device)
@@ -907,6 +916,9 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed += 1
         self._known_calls.forget(call.key)
         self._drop(self._shelf.add(call.key, player))
+        if self._measures and not history.pays and call.key not in self._trials and on_trial(recording, self.options):
+            self._trials[call.key] = Trial(player, history, may_run_live=recording.footprint.nbytes <= device.spare)
+            self._timing = True
         logger.debug("%s", recording)
         return player
 
@@ -978,6 +990,70 @@ class Recorded(Observed, Generic[P, R]):
                     tracing.end()
         raise Refusal("runs other code each time it is looked at", f"call the same in each call, {MARKED}", final=False)
 
+    # -- whether recordings pay
+
+    def _timed(self, args: Any, kwargs: Any) -> Any:
+        """A call while some recordings are on trial."""
+        self._timing = False
+        try:
+            trials, counters = list(self._trials.values()), self._counters
+            before, calls, recorded = [*map(self._ways, trials)], counters.calls, counters.recorded
+            took = Took.here(trials[0].device) if trials else None
+            if took is not None:
+                for trial in trials:
+                    trial.next(took)
+            result = Recorded.__call__(self, *args, **kwargs)
+            if took is not None:
+                took.end()
+                if (counters.calls, counters.recorded) == (calls + 1, recorded) and lock.acquire(blocking=False):
+                    try:
+                        for trial, ways in zip(trials, before, strict=True):
+                            self._see(trial, ways, took)
+                    finally:
+                        lock.release()
+            return result
+        finally:
+            self._timing = bool(self._trials)
+
+    def _ways(self, trial: Trial) -> tuple[int, int]:
+        """How many calls of a signature were played, and ran live."""
+        return sum(player.played for player in self._shelf.of(trial.key)), trial.history.held
+
+    def _see(self, trial: Trial, before: tuple[int, int], took: Took) -> None:
+        """A call took so long; it may have been one of this trial's."""
+        if self._trials.get(trial.key) is not trial:
+            return
+        played, live = self._ways(trial)
+        if (played - before[0], live - before[1]) in ((1, 0), (0, 1)):
+            trial.see(took, live > before[1])
+        turn = trial.turn()
+        if turn is Turn.GO_ON:
+            return
+        if turn is Turn.RUN_LIVE:
+            self._known_calls.forget(trial.key)
+            trial.set_aside(self._shelf.discard(trial.key, id))
+            return
+        aside = trial.take_back()
+        if aside:
+            self._known_calls.forget(trial.key)
+        if turn is Turn.DROP:
+            self._drop(aside)
+            self._refuse(trial.history, trial.verdict(), trial.grounds)
+        else:
+            self._shelf.put_back(trial.key, aside)
+        if turn is not Turn.PLAY:
+            trial.history.pays = turn is Turn.KEEP
+            del self._trials[trial.key]
+
+    def _note_grounds(self, trial: Trial, call: Call) -> None:
+        """A live call is about to show on what it relies."""
+        if not trial.noted:
+            trial.noted = True
+            with suppress(Refusal), Ours("looked at what the function can reach"):
+                trial.refusal.reach = self._reach(call)
+                trial.grounds = trial.history.unsettled = _grounds(trial.refusal)
+            trial.refusal.let_go()
+
     def _drop(self, players: list[Player]) -> None:
         for player in players:
             self._known_calls.forget(player.recording.key)
@@ -1002,7 +1078,9 @@ class Recorded(Observed, Generic[P, R]):
         try:
             self._reset_wanted = False
             self._known_calls, self._undescribed = KnownCalls(), Undescribed()
-            self._drop(self._shelf.clear())
+            self._drop([*self._shelf.clear(), *(player for trial in self._trials.values() for player in trial.aside)])
+            self._trials.clear()
+            self._timing = False
             self._histories.clear()
             self._grounded.clear()
             self._reasons.clear()
@@ -1042,7 +1120,8 @@ class Recorded(Observed, Generic[P, R]):
             lines.append(f"recorded anew {self._displaced}x: what is held of other results, or of gradients, lay where its "
                          "recordings work; drop it, or keep a clone, before the next call")  # fmt: skip
         lines += [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
-        lines += [str(p.recording) for p in list(self._shelf)]
+        aside = [player for trial in list(self._trials.values()) for player in trial.aside]
+        lines += [str(p.recording) for p in [*self._shelf, *aside]]
         lines += [backward.explain() for backward in list(self._backwards)]
         reasons = {reason: refusal for one in (*self._bound, self) for reason, refusal in one._reasons.items()}
         for reason, n in s.refusals.items():

@@ -105,6 +105,11 @@ class Shelf:
         """Take out all recordings of such signatures; returns them."""
         return [player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)]
 
+    def put_back(self, key: Any, players: list[Player]) -> None:
+        """Those that `discard` has taken out, in their order."""
+        if players:
+            self._by_key.setdefault(key, []).extend(players)
+
     def clear(self) -> list[Player]:
         gone = list(self)
         self._by_key.clear()

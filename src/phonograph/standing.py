@@ -19,7 +19,7 @@ from .places import Holder
 from .reach import Reach
 from .reliance import Entries, is_heard_of, relied, state_of, which
 
-__all__ = ["Grounds", "Standing"]
+__all__ = ["Grounds", "Lasting", "Standing"]
 
 _EVERY = 4  # calls after which there is a look, where there is little to look at...
 _SELDOM = 12  # ...and after which there is one at least, where nothing was found several times
@@ -34,7 +34,14 @@ class Standing(NamedTuple):
     """A refusal, and its grounds."""
 
     refusal: Refusal
-    grounds: Grounds
+    grounds: Grounds | Lasting
+
+
+class Lasting:
+    """The grounds of what is over when somebody says so."""
+
+    def changed(self) -> None:
+        """Nothing is."""
 
 
 class Grounds(Entries):

@@ -26,7 +26,7 @@ from .partition import Part, checked, parts
 
 __all__ = ["backend", "graphs"]
 
-_RECORDED_WITH = ("warmup", "fallback", "split_at", "verify", "max_recordings", "max_bytes")
+_RECORDED_WITH = ("warmup", "fallback", "split_at", "verify", "max_recordings", "max_bytes", "keep")
 _KNOWN = ("inner", "inner_options", "live", "record", *_RECORDED_WITH)
 _AOT = ("inductor", "aot_eager")  # what they return changes by nobody's hand but its own
 
@@ -46,7 +46,7 @@ def backend(
         live: what runs live, between recorded parts of the graph: operators (``"mylib::route"``, ``torch.ops.aten.sort``),
             names of modules with all that is in them (``"layers.*.router"``), functions of a `torch.fx.Node` that return bool.
         record: what is recorded, in the same words, whatever `live` says and phonograph knows.
-        warmup, fallback, split_at, verify, max_recordings, max_bytes: as for `phonograph.record`.
+        warmup, fallback, split_at, verify, max_recordings, max_bytes, keep: as for `phonograph.record`.
 
     Where results have shapes that depend on data, or an operator is tagged cudagraph_unsafe, and Dynamo has not ended the graph
     there, it is split as well. Each recorded part is a graph by itself; `phonograph.explain` says what is live beside it. Parts
@@ -121,7 +121,8 @@ def _in_parts(
             with compiling_apart(part.inputs):
                 function = compiled(part.graph, part.inputs)
         if not part.live:
-            function = Measured(recorded(function, replace(options, name=f"{options.name}, part {number}"), reasons))
+            graph = recorded(function, replace(options, name=f"{options.name}, part {number}", is_part=True), reasons)
+            function = Measured(graph) if options.keep == "pays" else graph
         whole.delete_submodule(name)
         setattr(whole, name, part.called(function))
     return whole

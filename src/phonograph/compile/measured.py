@@ -2,15 +2,16 @@
 
 A launch of a CUDA graph, with all that is looked at before, takes the CPU as long as a handful of kernels. So a part of few
 operators may be faster unrecorded. How many that are depends on the machine and on the operators, so both ways are tried.
+(`phonograph.paying` says how calls are timed. A graph has many parts, so that one which runs live is called past all of that.)
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
+from ..paying import Samples, Took
 from ..within import inside
 from .bound import Graph
 
@@ -20,15 +21,15 @@ SAMPLES = 5  # calls of each kind
 
 
 class Measured:
-    """Plays a part, or calls its code, whichever keeps the CPU for a shorter time.
+    """Plays a part, or calls its code, whichever keeps the program for a shorter time.
 
-    Without gradients only: what a backward costs is not seen in the forward, and parts that have one are always recorded.
+    Without gradients only: parts that have a backward are measured with it, as all functions are.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._call: Any = None
-        self._took: dict[bool, list[float]] = {True: [], False: []}  # seconds: played, live
+        self._samples = Samples()
 
     def reached(self) -> tuple[Any, ...]:
         """What it can reach, for a recorded function that calls it."""
@@ -40,22 +41,26 @@ class Measured:
         return self._call(*args) if self._call is not None else self._measure(args)
 
     def _measure(self, args: tuple[Any, ...]) -> Any:
-        graph, took = self._graph, self._took
-        played = len(took[True]) <= len(took[False])
+        graph, samples = self._graph, self._samples
+        samples.collect()
+        if samples.count(False) >= SAMPLES and samples.count(True) >= SAMPLES:  # more, where several threads call
+            self._decide(samples)
+            return self(*args)
+        live = samples.count(False) > samples.count(True)
         before = graph.stats().replayed
-        begin = time.perf_counter()
-        result = graph(*args) if played else graph.inner(*args)
-        passed = time.perf_counter() - begin
-        if not played or graph.stats().replayed > before:  # the first calls of a signature are live, or record
-            took[played].append(passed)
-        if len(took[False]) >= SAMPLES and self._call is None:  # more of them, where several threads call
-            self._decide(min(took[True]), min(took[False]))
+        took = Took.here(next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu")))
+        result = graph.inner(*args) if live else graph(*args)
+        if took is not None and (live or graph.stats().replayed > before):  # the first calls run live, or record
+            took.end()
+            took.live = live
+            samples.add(took)
         return result
 
-    def _decide(self, played: float, live: float) -> None:
+    def _decide(self, samples: Samples) -> None:
         graph = self._graph
-        self._call = graph if played <= live else graph.inner
-        if live < played:
-            said = f"runs live without gradients: {live * 1e6:.0f} us a call, and {played * 1e6:.0f} us when it is played"
-            for bound in list(graph.bound.values()):
-                bound.recorded.remarks += (said,)
+        if not samples.slower(live=False):
+            self._call = graph
+            return
+        self._call = graph.inner
+        for bound in list(graph.bound.values()):
+            bound.recorded.remarks += (f"runs live without gradients: {samples}",)

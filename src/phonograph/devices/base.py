@@ -154,3 +154,7 @@ class Device(Protocol):
     @property
     def allocated(self) -> int:
         """Bytes of device memory that tensors have, as far as that is counted."""
+
+    @property
+    def spare(self) -> int:
+        """Bytes that a call may well take besides the memory of recordings."""

@@ -668,3 +668,7 @@ class CudaDevice:
     @property
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.index)
+
+    @property
+    def spare(self) -> int:
+        return torch.cuda.mem_get_info(self.index)[0] // 8

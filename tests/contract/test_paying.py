@@ -1,0 +1,340 @@
+"""C22: a recording is kept only if it pays. What its calls take, these tests say themselves: there is no clock in them."""
+
+import copy
+import gc
+import pickle
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph import paying
+from phonograph.compile import graphs
+from phonograph.devices import device_for
+from phonograph.testing import SideBySide, assert_same
+from tests.helpers import counts, ramp
+
+ENOUGH = 60  # calls, after which there is a verdict
+LIVE = 3 * (paying.SAMPLES + 2)  # calls that a trial of three rounds takes to run live, besides the warm-up
+
+
+class Timed(paying.Clock):
+    """Calls take so many microseconds of the host, or of the host and the device: one after the other, if there are several."""
+
+    def __init__(self, played, live):
+        self.takes = {False: self._turns(played), True: self._turns(live)}
+        self.seen = []
+
+    @staticmethod
+    def _turns(times):
+        while True:
+            for one in times if isinstance(times, list) else [times]:
+                yield one if isinstance(one, tuple) else (one, 0)
+
+    def times(self, took):
+        if took.host is None:
+            return None
+        self.seen.append(took.live)
+        host, device = next(self.takes[took.live])
+        return host * 1e-6, device * 1e-6
+
+
+@pytest.fixture
+def takes(monkeypatch):
+    """Sets how long calls take."""
+
+    def set_to(played, live):
+        clock = Timed(played, live)
+        monkeypatch.setattr(paying, "clock", clock)
+        return clock
+
+    return set_to
+
+
+def tanh(x):
+    return x.tanh() + 1
+
+
+def called(f, x, times=ENOUGH):
+    for _ in range(times):
+        f(x)
+    return f
+
+
+def still_recorded(f):
+    return "recording of" in pg.explain(f)
+
+
+def test_c22_a_recording_that_does_not_pay_is_dropped_and_explain_says_so_with_both_figures(device, takes):
+    takes(played=31, live=24)
+    x = ramp(device, 3)
+    f = called(pg.record(tanh), x)  # (a warning would fail this test: there is nothing to mend)
+    assert_same(f(x), tanh(x))
+    assert not still_recorded(f)
+    reason = "a replay takes 31 us and the function itself 24 us (medians of 12)"
+    assert f"{reason} at " in pg.explain(f)
+    assert 'keep="always" keeps the recording' in pg.explain(f)
+    stats = pg.stats(f)
+    assert stats.refusals[reason] == ENOUGH + 1 - stats.replayed - 1 - LIVE
+    assert (stats.recorded, stats.calls) == (1, stats.live + stats.replayed)
+    live, made, played = counts(f)
+    called(f, x, 200)
+    assert counts(f) == (live + 200, made, played)
+
+
+@pytest.mark.parametrize(
+    ("played", "live"),
+    [
+        (24, 31),
+        (24, 24),
+        (24.4, 24),  # within noise
+        ([24, 24, 24, 24, 9000], 24),  # Python's garbage collector, another process
+        (30, [24, 40, 40]),  # slower at its best only
+        ([20, 30, 30], 24),  # by its median only
+        ((3, 20), (19, 20)),  # the host runs ahead of the device
+        ((15, 3), (25, 25)),
+    ],
+)
+def test_c22_a_recording_stays_unless_it_is_slower_without_doubt(device, takes, played, live):
+    takes(played, live)
+    x = ramp(device, 3)
+    f = called(pg.record(tanh), x)
+    assert still_recorded(f)
+    before, made, _ = counts(f)
+    assert before <= 1 + LIVE
+    assert made == 1
+    called(f, x, 10)
+    assert counts(f)[:2] == (before, made)
+    assert "function itself" not in pg.explain(f)
+
+
+@pytest.mark.parametrize(("played", "live"), [((3, 21), (19, 20)), ((21, 3), (8, 20)), ([31, 31, 9000], [24, 24, 9000])])
+def test_c22_what_counts_is_the_longer_of_the_hosts_and_the_devices_time(device, takes, played, live):
+    takes(played, live)
+    assert not still_recorded(called(pg.record(tanh), ramp(device, 3)))
+
+
+def test_c22_no_call_runs_live_for_what_is_faster_beyond_doubt(device, takes):
+    def many(x):
+        for _ in range(40):
+            x = x.tanh()
+        return x
+
+    clock = takes(played=39, live=1)  # in which 40 operators cannot be called
+    f = called(pg.record(many), ramp(device, 3))
+    assert counts(f) == (1, 1, ENOUGH - 1)
+    assert clock.seen == [False] * paying.SAMPLES
+
+
+def test_c22_no_call_runs_live_where_that_takes_much_memory_besides(device, takes, monkeypatch):
+    takes(played=31, live=24)
+    f = pg.record(tanh)
+    f(ramp(device, 3))
+    monkeypatch.setattr(type(device_for(device)), "spare", 0)
+    called(f, ramp(device, 3))
+    assert counts(f) == (1, 1, ENOUGH)
+
+
+@pytest.mark.parametrize("options", [{"keep": "always"}, {"fallback": "error"}, {"verify": 50}, {"shapes": {"x": {0: [3]}}}])
+def test_c22_who_wants_a_recording_for_more_than_its_speed_keeps_it(device, takes, options):
+    clock = takes(played=31, live=24)
+    f = called(pg.record(tanh, **options), ramp(device, 3))
+    assert counts(f) == (1, 1, ENOUGH - 1)
+    assert clock.seen == []
+
+
+def test_c22_what_is_to_be_kept_is_checked_copied_and_pickled():
+    with pytest.raises(ValueError, match="keep must be one of 'pays', 'always', not 'never'"):
+        pg.record(tanh, keep="never")
+    f = pg.record(tanh, keep="always")
+    assert [one.options.keep for one in (f, copy.deepcopy(f), pickle.loads(pickle.dumps(f)))] == ["always"] * 3
+
+
+def frames(f, x):
+    """Which Python functions a call runs."""
+    found = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        f(x)
+    finally:
+        sys.setprofile(None)
+    return found[:-1] if found[-1:] == ["frames"] else found
+
+
+def test_c22_a_call_after_the_verdict_is_what_it_would_be_without_a_trial(device, takes):
+    clock = takes(played=24, live=31)
+    x = ramp(device, 3)
+    f, always = called(pg.record(tanh), x), called(pg.record(tanh, keep="always"), x)
+    seen = len(clock.seen)
+    assert frames(f, x) == frames(always, x)
+    takes(played=31, live=24)
+    f = called(pg.record(tanh), x, 100)
+    assert min((frames(f, x) for _ in range(40)), key=len)[-1] == "tanh"
+    assert not {"_timed", "_see", "times"} & {name for _ in range(40) for name in frames(f, x)}
+    assert len(clock.seen) == seen
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_c22_each_call_of_a_training_step_happens_once_while_it_is_measured(device, takes, pays):
+    takes(*((2300, 2400) if pays else (3100, 2400)))
+
+    def make():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (model, optimizer)
+
+    both = SideBySide(make, warmup=1)
+    for n in range(ENOUGH):
+        both(torch.full((2, 3), 1.0 + n % 7, device=device))
+    live, made, played = counts(both)
+    assert (made, live + played) == (1, ENOUGH)
+    assert still_recorded(both.recorded) is pays
+
+
+def test_c22_a_model_is_measured_with_its_backward_until_the_next_call(device, takes, monkeypatch):
+    """By a clock that the loop moves on: its forward is faster when it is played, and its backward slower."""
+
+    class Moved(paying.Clock):
+        time = 0
+
+        def now(self):
+            return self.time
+
+        def mark(self, device):
+            return None
+
+    clock = Moved()
+    monkeypatch.setattr(paying, "clock", clock)
+    model = pg.record(nn.Linear(3, 2).to(device))
+    plain = copy.deepcopy(model)
+    x = ramp(device, 2, 3)
+    for _ in range(ENOUGH):
+        before = pg.stats(model).replayed
+        loss = model(x).sum()
+        played = pg.stats(model).replayed > before
+        clock.time += 5_000 if played else 9_000
+        loss.backward()
+        clock.time += 26_000 if played else 15_000
+        plain(x).sum().backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert "a replay takes 31 us and the function itself 24 us" in pg.explain(model)
+    assert not still_recorded(model)
+
+
+def test_c22_what_was_dropped_is_recorded_again_when_something_else_is_to_be_done(device, takes):
+    clock = takes(played=31, live=24)
+    layer = nn.Linear(3, 3).to(device)
+    layer.power = 1
+
+    def function(x):
+        for _ in range(layer.power):
+            x = layer(x)
+        return x.detach()
+
+    x = ramp(device, 2, 3)
+    with torch.no_grad():
+        f = called(pg.record(function), x, 200)
+        assert counts(f)[1] == 1
+        clock.takes = Timed(played=24, live=31).takes
+        layer.power = 9
+        called(f, x, 200)
+        assert counts(f)[1] == 2
+        assert still_recorded(f)
+        assert_same(f(x), function(x))
+
+
+def test_c22_each_signature_has_its_own_verdict(device, monkeypatch):
+    class BySize(paying.Clock):
+        def times(self, took):
+            return (24e-6 if took.live is (took.marks == ("large",)) else 31e-6), 0.0
+
+        def mark(self, device):
+            return None
+
+    monkeypatch.setattr(paying, "clock", BySize())
+    until = paying.Trial.see
+    monkeypatch.setattr(paying.Trial, "see", lambda trial, took, live: (
+        setattr(took, "marks", ("large",) if trial.key in small else ()), until(trial, took, live)))  # fmt: skip
+    small = set()
+    f = pg.record(tanh)
+    for _ in range(2):
+        f(ramp(device, 3))
+    small.update(f._trials)
+    for n in range(3 * ENOUGH):
+        assert_same(f(ramp(device, 3 + n % 2)), tanh(ramp(device, 3 + n % 2)))
+    assert pg.explain(f).count("recording of") == 1
+    assert "float32[4]" in pg.explain(f)
+
+
+@pytest.mark.parametrize("at", [5, 12, 25, 50])
+def test_c22_a_reset_ends_a_trial(device, takes, at):
+    takes(played=31, live=24)
+    f = called(pg.record(tanh), ramp(device, 3), at)
+    players = [weakref.ref(p) for p in [*f._shelf, *(p for trial in f._trials.values() for p in trial.aside)]]
+    pg.reset(f)
+    gc.collect()
+    assert [ref() for ref in players] == [None] * len(players)
+    called(f, ramp(device, 3), 3)
+    assert counts(f)[1] == 2
+
+
+def test_c22_a_recording_on_trial_whose_calls_stop_coming_stays(device, takes):
+    takes(played=31, live=24)
+    f = called(pg.record(tanh), ramp(device, 3), 12)
+    assert pg.stats(f).live > 1
+    called(f, ramp(device, 4), 600)
+    before = counts(f)
+    f(ramp(device, 3))
+    assert counts(f) == (before[0], before[1], before[2] + 1)
+
+
+def test_c22_the_memory_of_a_dropped_recording_is_free(device, takes):
+    takes(played=31, live=24)
+    f = pg.record(lambda x: x.tanh().cos())
+    called(f, torch.ones(1 << 20, device=device), 3)
+    assert pg.stats(f).pool_bytes > 0
+    called(f, torch.ones(1 << 20, device=device))
+    assert pg.stats(f).pool_bytes == 0
+
+
+def test_c22_a_compiled_graph_is_measured_and_its_option_keeps_it(device, takes):
+    takes(played=31, live=24)
+    for options, kept in (({}, False), ({"keep": "always"}, True)):
+        torch._dynamo.reset()
+        fast = torch.compile(tanh, backend="phonograph", options={"inner": "aot_eager", **options})
+        called(fast, ramp(device, 3))
+        assert [still_recorded(graph) for graph in graphs()] == [kept]
+        torch._dynamo.reset()
+
+
+def test_c22_threads_that_call_what_is_measured_get_its_results(device, takes):
+    takes(played=31, live=24)
+    f, wrong = pg.record(tanh), []
+
+    def work(n):
+        x = ramp(device, 3, start=n)
+        expected = tanh(x)
+        for _ in range(ENOUGH):
+            if not torch.equal(f(x), expected):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    called(f, ramp(device, 3), 2 * ENOUGH)
+    assert wrong == []
+    assert not still_recorded(f)
