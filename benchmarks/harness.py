@@ -36,6 +36,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 RESULTS = Path(__file__).parent / "results"
 _TURNS = 12  # at most, before what is measured has to have settled
+_SETTLED = 48  # calls at least, after which it is known which recordings pay
 REFERENCE = "by hand"  # rows are compared with the row of this name, or of this name and the same ", suffix"
 
 Step = Callable[[], object]
@@ -225,7 +226,8 @@ def measure(
     if report.arguments.quick:
         calls, repeats = max(calls // 4, 5), 3
     turns, before = 0, -1
-    while turns < _TURNS and totals().recorded != before:
+    settled = 0 if report.arguments.quick else _SETTLED
+    while turns < _TURNS and (totals().recorded != before or turns * warmup < settled):
         turns, before = turns + 1, totals().recorded
         for step in steps.values():
             for _ in range(warmup):

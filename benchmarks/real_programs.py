@@ -66,11 +66,12 @@ PATIENCE = 45  # seconds in which a rival must be ready
 class Recording:
     """`pg.record`, keeping what it made."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: str) -> None:
         self.made: list[Any] = []
+        self._keep = keep
 
     def __call__(self, function: Any, **options: Any) -> Any:
-        self.made.append(pg.record(function, **options))
+        self.made.append(pg.record(function, **{"keep": self._keep, **options}))
         return self.made[-1]
 
     def stats(self) -> list[pg.Stats]:
@@ -244,7 +245,7 @@ def holding(lock: Path, how: int) -> Iterator[None]:
 
 
 def variants_of(program: ModuleType, arguments: argparse.Namespace) -> dict[str, Variant]:
-    variants = {PLAIN: Variant(unchanged, {}), OURS: Variant(Recording(), {})}
+    variants = {PLAIN: Variant(unchanged, {}), OURS: Variant(Recording(arguments.keep), {})}
     if arguments.device != "cpu" and not arguments.quick:
         rival, wrap, options = program.RIVAL
         variants[rival] = Variant(wrap, options)
@@ -283,6 +284,7 @@ def run_one(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     row_file, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, __file__, "--program", name, "--row", str(row_file), "--lock", str(folder / "lock")]
     command += ["--device", arguments.device]
+    command += ["--keep", arguments.keep]
     command += [option for option in ("--quick", "--no-times") if getattr(arguments, option.strip("-").replace("-", "_"))]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -362,6 +364,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds a program may take (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=None, help="programs at a time, of which one measures (default: 6; cpu: 1)")
     parser.add_argument("--no-times", action="store_true", help="only the first pass")
+    parser.add_argument("--keep", choices=("pays", "always"), default="pays", help="of what is recorded (default: %(default)s)")
     parser.add_argument("--logs", type=Path, help="folder for what the programs print")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)

@@ -1755,7 +1755,7 @@ from phonograph.testing import assert_same
 
 torch.manual_seed(0)
 theirs = nn.Sequential(*(m for _ in range(24) for m in (nn.Linear(512, 512), nn.Tanh()))).cuda()
-ours = pg.record(copy.deepcopy(theirs), warmup=1)
+ours = pg.record(copy.deepcopy(theirs), warmup=1, keep="always")
 
 
 def step(module, n):

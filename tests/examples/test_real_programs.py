@@ -27,7 +27,7 @@ def names() -> list[str]:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("real")
     command = [sys.executable, str(BENCHMARKS / "real_programs.py"), "--device", DEVICE, "--quick", "--no-times"]
-    command += ["--out", str(out), "--only", *PLAYED]
+    command += ["--keep", "always", "--out", str(out), "--only", *PLAYED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return {row["program"]: row for row in json.loads((out / "real.json").read_text())["rows"]}
