@@ -32,13 +32,14 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .formulas import Formula, Given, Values, Worked, written
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
@@ -50,11 +51,9 @@ from .where import is_ours, is_torchs
 
 __all__ = ["Dial", "Dials", "Values", "probing", "reals"]
 
-Values = tuple[float, ...]
-Formula = Callable[[Values], float]
-
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon") if hasattr(torch.optim, name)])  # fmt: skip
+_FLOATS = {float}
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
 _random = random.Random(0)  # our own: the user's generator is not touched
 
@@ -87,7 +86,7 @@ class Dial(float):
     def as_plain(self, why: str) -> float:
         """The number that it stands for, which is not followed then."""
         self.dials.lose(self, why)
-        return self.formula(self.dials.values)
+        return float(self.formula(self.dials.values))
 
     def __bool__(self) -> bool:
         return self.dials.decide(("__bool__", self.probe), self.formula)
@@ -110,14 +109,8 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
             return function(other, number) if swapped else function(number, other)
         if not isinstance(other, (int, float)):
             return NotImplemented
-        mine = self.formula
-        if isinstance(other, Dial):
-            theirs = other.formula
-            formula: Formula = lambda v: function(mine(v), theirs(v))  # noqa: E731
-        elif swapped:
-            formula = lambda v: function(other, mine(v))  # noqa: E731
-        else:
-            formula = lambda v: function(mine(v), other)  # noqa: E731
+        theirs = other.formula if isinstance(other, Dial) else other
+        formula = Worked(function, theirs, self.formula) if swapped else Worked(function, self.formula, theirs)
         wide = self.wide or (isinstance(other, Dial) and other.wide)
         return self.dials.derive((name, self.probe, _said(other)), lambda: plain(self, other), formula, wide)
 
@@ -135,9 +128,8 @@ def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Di
             return function(self.as_plain("meets a complex number"), other)
         if not isinstance(other, (int, float)):
             return NotImplemented
-        mine = self.formula
-        theirs = other.formula if isinstance(other, Dial) else (lambda v: other)
-        return self.dials.decide((name, self.probe, _said(other)), lambda v: function(mine(v), theirs(v)))
+        theirs = other.formula if isinstance(other, Dial) else other
+        return self.dials.decide((name, self.probe, _said(other)), Worked(function, self.formula, theirs))
 
     return method
 
@@ -146,8 +138,7 @@ def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
     plain = getattr(float, name)
 
     def method(self: Dial) -> Any:
-        mine = self.formula
-        return self.dials.derive((name, self.probe), lambda: plain(self), lambda v: function(mine(v)), self.wide)
+        return self.dials.derive((name, self.probe), lambda: plain(self), Worked(function, self.formula), self.wide)
 
     return method
 
@@ -288,9 +279,8 @@ class Dials:
         self._marks: list[list[Dial]] = []  # those at the ends of segments
         self._thread = threading.get_ident()
         # Known once the capture is over: what depends on counts, which are others at each replay.
-        self._turning: list[tuple[float, Formula]] = []
-        self._deciding: list[tuple[Formula, Any]] = []
-        self._moves: list[list[tuple[Formula, list[int]]]] = []
+        self._settled: _Settled | None = None
+        self._moves: list[tuple[Callable[[Values], Values], list[list[int]]]] = []
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
@@ -306,12 +296,7 @@ class Dials:
 
     def source(self, i: int) -> Dial:
         """The dial of the i-th value."""
-
-        def formula(values: Values) -> float:
-            self._touched.add(i)
-            return values[i]
-
-        return self.derive(("source", i), _probe, formula, len(self._of) <= i < self._counts_from)
+        return self.derive(("source", i), _probe, Given(i, self._touched), len(self._of) <= i < self._counts_from)
 
     def spot(self, i: int) -> Dial:
         """The dial of what lies at the i-th spot."""
@@ -363,7 +348,7 @@ class Dials:
         aliases: dict[float, float] = {}
         for n in numbers:
             formula = self.formulas[n]
-            if why is None and special is not None and self.decide(("special", n, special), _after(special, formula)):
+            if why is None and special is not None and self.decide(("special", n, special), Worked(special, formula)):
                 why = "is one that an operator treats by itself"
             if why is not None:
                 self.stray(formula, why)
@@ -373,7 +358,7 @@ class Dials:
             self.used.add(aliases[n])
         return aliases
 
-    def decide(self, key: Any, formula: Callable[[Values], Any]) -> bool:
+    def decide(self, key: Any, formula: Formula) -> bool:
         """Decide by the real values, and keep the decision as a condition."""
         outcome = bool(formula(self.values))
         self._conditions.setdefault(key, (formula, outcome))
@@ -406,14 +391,11 @@ class Dials:
 
     def _moved(self, name: str, i: int, number: float) -> Dial:
         """What a count is after an operator. It is worked out in the type of the count."""
-        before = self._stand[i].formula
-        other: Formula = self.formulas.get(number, lambda values: number)
         as_kept: Callable[[float], float] = single if self.counts.tensors[i].dtype is torch.float32 else float
         does = operator.add if name == "add" else operator.mul
-
-        def formula(values: Values) -> float:
-            return as_kept(float(does(before(values), as_kept(other(values)))))
-
+        other = self.formulas.get(number)
+        by = Worked(as_kept, other) if other is not None else as_kept(number)
+        formula = Worked(as_kept, Worked(float, Worked(does, self._stand[i].formula, by)))
         return self.derive((name, self._stand[i].probe, number), _probe, formula)
 
     def mark(self) -> None:
@@ -440,38 +422,40 @@ class Dials:
     def settle(self) -> None:
         """Work out what depends on what."""
         touched: set[int] = set()
-        self._turning = [(n, self.formulas[n]) for n in self.used if self._turns(self.formulas[n], touched)]
-        self._deciding = [c for c in self._conditions.values() if self._turns(c[0], touched)]
+        turning = [n for n in self.used if self._turns(self.formulas[n], touched)]
+        deciding = [c for c in self._conditions.values() if self._turns(c[0], touched)]
+        every = _numbers_of(self.used, self.formulas), _decisions(self._conditions.values())
+        self._settled = _Settled(_numbers_of(turning, self.formulas), every[0], _decisions(deciding), every[1])
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
         self.marks = {identity(mark) for i, mark in enumerate(self._seen_last) if len(self._of) + i in touched}
         baked = {of for i, of in enumerate(self._of) if i not in touched}
         self.followed = {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
 
-    def _turns(self, formula: Callable[[Values], Any], touched: set[int]) -> bool:
+    def _turns(self, formula: Formula, touched: set[int]) -> bool:
         """Whether this depends on a count. What it depends on is added to what is `touched`."""
         self._touched.clear()
         formula(self.values)
         touched |= self._touched
         return any(i >= self._counts_from for i in self._touched)
 
-    def _moving(self, stand: Sequence[Dial]) -> list[tuple[Formula, list[int]]]:
-        """What counts are when these dials stand for them: a formula each, and the counts' places."""
+    def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[int]]]:
+        """What counts are when these dials stand for them: the formulas, and the counts' places of each."""
         places: dict[float, list[int]] = {}
         for i, dial in enumerate(stand):
             places.setdefault(dial.probe, []).append(i)
-        return [(self.formulas[probe], where) for probe, where in places.items()]
+        return written([self.formulas[probe] for probe in places]), [*places.values()]
 
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
         if self._worked_out is self.values and not self._stale:
             return self._numbers
         self._worked_out = self.values
-        if self._stale:
-            self._numbers.update({probe: self.formulas[probe](self.values) for probe in self.used})
-            self._stale = False
+        if self._settled is None:
+            self._numbers = {probe: self.formulas[probe](self.values) for probe in self.used}
         else:
-            self._numbers.update([(probe, formula(self.values)) for probe, formula in self._turning])
+            self._numbers.update(self._settled.all_numbers(self.values) if self._stale else self._settled.turning(self.values))
+        self._stale = False
         return self._numbers
 
     def turned(self, *, running: bool = False) -> bool:
@@ -491,33 +475,62 @@ class Dials:
                 self._at_spots = tuple(there) if {*map(type, there)} == {float} else ()
         before = self.values
         self.values = (*self._settings, *self._at_spots, *counts) if counts is not None else ()
-        return len(before) != len(self.values) or _bits(before) != _bits(self.values)
+        return before != self.values or _bits(before) != _bits(self.values)
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out
         (eager raises where it divides by 1 - beta, say)."""
         if len(self.values) != self._length:
             return False
-        conditions = self._conditions.values() if self._stale else self._deciding
         try:
-            if not all(bool(decides(self.values)) == outcome for decides, outcome in conditions):
+            settled = self._settled or _Settled(all_decided=_decisions(self._conditions.values()))
+            if not (settled.all_decided if self._stale else settled.decided)(self.values):
                 return False
             numbers = self.numbers().values()
             if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
                 self._stale = True
                 return False
-            return all(type(number) is float for number in numbers)
+            return {*map(type, numbers)} <= _FLOATS
         except ArithmeticError:
             self._stale = True
             return False
 
     def advance(self, segment: int = -1) -> None:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
-        self.counts.put([(formula(self.values), places) for formula, places in self._moves[segment]])
+        become, places = self._moves[segment]
+        self.counts.put([*zip(become(self.values), places, strict=True)])
 
 
-def _after(decides: Callable[[float], bool], formula: Formula) -> Callable[[Values], bool]:
-    return lambda values: decides(formula(values))
+def _none(values: Values) -> Any:
+    return ()
+
+
+def _none_decided(values: Values) -> bool:
+    return True
+
+
+def _numbers_of(probes: Iterable[float], formulas: Mapping[float, Formula]) -> Callable[[Values], Iterable[tuple[float, Any]]]:
+    """What these probes stand for."""
+    names = [*probes]
+    now = written([formulas[probe] for probe in names])
+    return lambda values: zip(names, now(values), strict=True)
+
+
+def _decisions(conditions: Iterable[tuple[Formula, bool]]) -> Callable[[Values], bool]:
+    """Whether all of these are decided as they were."""
+    decided = [*conditions]
+    outcomes = tuple([outcome for _, outcome in decided])
+    now = written([Worked(bool, formula) for formula, _ in decided])
+    return lambda values: now(values) == outcomes
+
+
+class _Settled(NamedTuple):
+    """Of a capture that is over: the numbers and decisions that depend on counts, which are others at each replay; and all."""
+
+    turning: Callable[[Values], Iterable[tuple[float, Any]]] = _none
+    all_numbers: Callable[[Values], Iterable[tuple[float, Any]]] = _none
+    decided: Callable[[Values], bool] = _none_decided
+    all_decided: Callable[[Values], bool] = _none_decided
 
 
 def _plain(number: Any) -> float:

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .dials import Dial, Dials, Values, reals
+from .dials import Dial, Dials, reals
 from .errors import Refusal
+from .formulas import Worked
 from .places import Spot
 from .reach import Reach
 from .torch_private import ran_compiled, uncompiled
@@ -271,10 +272,7 @@ def _derived(dials: Dials, function: Any) -> Any:
             why = f"is given to math.{function.__name__}"
             return function(*reals(args, why), **reals(kwargs, why))
         key = (function.__name__, tuple([(Dial, x.probe) if isinstance(x, Dial) else (type(x), repr(x)) for x in args]))
-
-        def formula(values: Values) -> float:
-            return float(function(*[x.formula(values) if isinstance(x, Dial) else x for x in args]))
-
+        formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Dial) else x for x in args]))
         return dials.derive(key, lambda: function(*[x.probe if isinstance(x, Dial) else x for x in args]), formula, wide=True)
 
     return called

@@ -16,11 +16,12 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Set
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 
+from .doors import gradient
 from .errors import Refusal
 from .history import History
 from .identity import identity
@@ -32,6 +33,7 @@ from .recording import Entangled
 from .signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
 from .torch_private import address, tensor_check, transformed
 from .trees import Node, has_only_attributes
+from .where import written_out
 
 __all__ = ["KnownCall", "KnownCalls", "Undescribed"]
 
@@ -39,6 +41,12 @@ _REFUSED = 32  # known calls, from which on one that runs live takes the place o
 
 _PAUSE = 15  # calls at most that are not looked at closely, where all run live
 _ROW = 4  # calls in a row that cannot be described, after which not each is tried
+
+_PLACES = 256  # of arguments that are remembered
+_TRUST = 32  # plays of one recording, after which those that come before it are looked at again
+
+_NOTHING = {None}
+_attributes_of = attrgetter("__dict__")
 
 _Given = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 _Tensors = tuple[torch.Tensor, ...]
@@ -51,8 +59,8 @@ class KnownCall:
     both stay current.
     """
 
-    __slots__ = ("_aliases", "_alignments", "_among", "_check", "_count", "_given", "_grad", "_leaves", "_pause", "_state",
-                 "_unchanged", "_unlooked", "history", "next", "players")  # fmt: skip
+    __slots__ = ("_aliases", "_alignments", "_among", "_check", "_clear", "_count", "_given", "_grad", "_guess", "_leaves",
+                 "_pause", "_spans", "_state", "_trust", "_unchanged", "_unlooked", "history", "next", "players")  # fmt: skip
 
     def __init__(
         self, call: Call, check: Callable[..., bool], given: _Given | None, still: Callable[[], bool], players: list[Player],
@@ -79,6 +87,10 @@ class KnownCall:
         self._among = among
         self._grad = torch.is_grad_enabled()
         self._unlooked = self._pause = 0
+        self._guess: Player | None = None  # the one that was played last, where what those before it rely on is not so
+        self._trust = 0
+        self._spans: Any = None
+        self._clear: set[tuple[int, ...]] = set()  # where arguments have lain that met nothing of these spans
 
     @staticmethod
     def of(
@@ -136,27 +148,51 @@ class KnownCall:
         if not self._still():
             return None
         # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
+        places = (*map(address, args),)
+        if [at % ALIGNMENT for at in places] != self._alignments or any(map(_attributes_of, args)):
+            return None
         if self._leaves is None:
-            for t, alignment in zip(args, self._alignments, strict=True):
-                if address(t) % ALIGNMENT != alignment or t.__dict__ or t.grad is not None:
-                    return None
-        else:
-            for t, alignment, leaf in zip(args, self._alignments, self._leaves, strict=True):
-                if address(t) % ALIGNMENT != alignment or t.__dict__ or t.is_leaf is not leaf or has_gradient_or_hooks(t):
-                    return None
+            if not {*map(gradient, args)} <= _NOTHING:
+                return None
+        elif [t.is_leaf for t in args] != self._leaves or any(map(has_gradient_or_hooks, args)):
+            return None
         if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
         if self._aliases is not None and aliases(args) != self._aliases:
             return None
-        if self._state and any(map(self._state.meets, args)):
-            return None  # an argument shares memory with what the function writes
+        if self._state and self._meets(args, places):
+            return None
         return args
+
+    def _meets(self, args: _Tensors, places: tuple[int, ...]) -> bool:
+        """Whether an argument shares memory with what the function writes. Most lie where some have lain before."""
+        state = self._state
+        if state.spans is not self._spans:
+            self._spans, self._clear = state.spans, set()
+        if places in self._clear and state.has_none(args):
+            return False
+        if any(map(state.meets, args)):
+            return True
+        if len(self._clear) >= _PLACES:
+            self._clear.clear()
+        self._clear.add(places)
+        return False
 
     def play(self, tensors: _Tensors) -> tuple[Any, int] | None:
         """The result of a call that fits, and how many bytes of input were copied; None if no recording can be played."""
+        guess = self._guess
+        if guess is not None and guess in self.players and guess.ready(tensors):
+            self._trust -= 1
+            if not self._trust:
+                self._guess = None
+            return guess.play_flat(tensors)
+        broken = True  # whether all that come first are, and none is only held up
         for player in self.players:
             if player.ready(tensors):
+                if broken and player is not self.players[0]:
+                    self._guess, self._trust = player, _TRUST
                 return player.play_flat(tensors)
+            broken = broken and player.broken() is not None
         return None
 
 
@@ -312,7 +348,52 @@ def _arguments(call: Call, state: Entangled) -> _Given | None:
     if not names and all(x is _TENSOR for x in positional):
         return None
     objects = any(layout_of(type(c)) is not None for c in call.containers)
-    return partial(_taken_of_objects, state, part) if objects else partial(_taken, part)
+    return partial(_taken_of_objects, state, part) if objects else _Taking().written(part)
+
+
+class _Taking:
+    """Writes the function that takes the tensors out of arguments among which there is no object."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {"is_": is_, "equal": _equal, "equal_names": _equal_names}
+        self._asked: list[str] = []
+        self._found: list[str] = []
+
+    def written(self, part: _Part) -> _Given:
+        args, kwargs = part.children
+        self._enter(args, "args")
+        self._enter(kwargs, "kwargs")
+        found: _Given = written_out(
+            f"lambda args, kwargs: ({''.join(f'{x}, ' for x in self._found)}) if {' and '.join(self._asked)} else None",
+            self._names,
+        )
+        return found
+
+    def _named(self, thing: Any) -> str:
+        name = f"n{len(self._names)}"
+        self._names[name] = thing
+        return name
+
+    def _enter(self, part: _Part, x: str) -> None:
+        """What has to be in the container `x`."""
+        self._asked.append(f"type({x}) is {self._named(part.kind)} and len({x}) == {len(part.children)}")
+        if part.names:
+            names = self._named(part.names)
+            self._asked.append(f"(all(map(is_, {x}, {names})) or equal_names({x}, {names}))")
+        if part.children and all(child is _TENSOR for child in part.children):
+            self._found.append(f"*{x}.values()" if part.names else f"*{x}")
+            return
+        for i, child in enumerate(part.children):
+            value = f"{x}[{part.names[i]!r}]" if part.names else f"{x}[{i}]"
+            if child is _TENSOR:
+                self._found.append(value)
+            elif type(child) is _Part:
+                inner = self._named(None)
+                self._asked.append(f"({inner} := {value}) is {inner}")
+                self._enter(child, inner)
+            else:
+                known = self._named(child)
+                self._asked.append(f"(({known}v := {value}) is {known} or equal({known}v, {known}))")
 
 
 def _part(node: Node | None, leaves: Iterator[Any], slots: Set[int]) -> Any:
@@ -339,15 +420,10 @@ class _Other(Exception):
     """Something else is among the arguments."""
 
 
-def _taken(part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    found: list[Any] = []
-    return tuple(found) if _takes(part, (args, kwargs), found) else None
-
-
 def _taken_of_objects(
     state: Entangled, part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The same where objects are among the containers, of which the function may reach none by another name."""
+    """What is taken out where objects are among the containers, of which the function may reach none by another name."""
     found: list[Any] = []
     objects: list[Any] = []
     if not _takes(part, (args, kwargs), found, objects) or any(map(state.reaches, objects)):

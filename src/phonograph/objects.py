@@ -424,7 +424,7 @@ class Objects:
         def named(path: str, i: int, _: Any) -> str:
             return f"{path}.{[k for k in group if k not in followed][i]}"
 
-        self._hold(Holder(path, read, restore, named=named, spot=spot))
+        self._hold(Holder(path, read, restore, named=named, spot=spot, inside=lambda: (group,)))
         for key in followed:
             if key in group:
                 self._hold(_live_place(path, group, key))
@@ -476,7 +476,7 @@ def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
         group[key] = values[0]
 
     return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, named=lambda path, *_: path,
-                  dial=(identity(group), key), spot=lambda *_: item(group, key))  # fmt: skip
+                  dial=(identity(group), key), spot=lambda *_: item(group, key), inside=lambda: (group,))  # fmt: skip
 
 
 def _is_frozen(array: Any) -> bool:

@@ -31,6 +31,7 @@ from .identity import identity
 from .introspection import MISSING, functions_of, has_attributes, is_users_class, is_users_function
 from .keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 from .places import Holder, own_dict
+from .versions import of_class
 from .where import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 
 __all__ = ["Packages", "Value", "as_they_are", "attributes_of", "forwards_of", "functions_in", "is_anothers", "together",
@@ -270,7 +271,7 @@ def as_they_are(values: Iterable[Value]) -> Holder:
     def named(path: str, i: int, now: tuple[Any, ...]) -> str:
         return next((v.path for v, was, is_ in zip(each, were, single.read(), strict=True) if was is not is_), path)
 
-    return Holder("functions of packages", read, lambda _: single.restore(were), named=named)
+    return Holder("functions of packages", read, lambda _: single.restore(were), named=named, inside=single.inside)
 
 
 def _named(values: list[Value]) -> Holder:
@@ -289,7 +290,8 @@ def _named(values: list[Value]) -> Holder:
             else:
                 value.of[value.name] = before
 
-    return Holder("packages", read, restore, named=lambda path, i, _: values[i].path)
+    inside = [*{identity(v.of): of_class(v.of) if isinstance(v.of, type) else v.of for v in values}.values()]
+    return Holder("packages", read, restore, named=lambda path, i, _: values[i].path, inside=lambda: inside)
 
 
 def _container(path: str, thing: Any) -> Holder:

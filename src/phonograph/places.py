@@ -87,7 +87,8 @@ class Holder(NamedTuple):
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
     of `owner` holds, or the `contents` of a container. It lies `behind` a door (`doors.Room`), and need not be read while that
-    is shut. `spot` finds where the i-th of the values read lies.
+    is shut. `spot` finds where the i-th of the values read lies. All of it is `inside` these dictionaries, if it is known of
+    any: while they have not changed, it has not.
     """
 
     path: str
@@ -101,15 +102,16 @@ class Holder(NamedTuple):
     contents: Contents | None = None
     behind: Any = None
     spot: Find | None = None
+    inside: Callable[[], Sequence[Any]] | None = None
 
     def label(self, i: int, values: Values) -> str:
         """A name for the i-th of the values read."""
         return f"{self.path}[{i}]" if self.named is None else self.named(self.path, i, values)
 
 
-def kept(path: str, read: Callable[[], Values]) -> Holder:
+def kept(path: str, read: Callable[[], Values], inside: Sequence[Any] | None = None) -> Holder:
     """What a capture does not undo: code, classes, hooks of all modules."""
-    return Holder(path, read, lambda _: None)
+    return Holder(path, read, lambda _: None, inside=None if inside is None else lambda: inside)
 
 
 def key_label(key: Any) -> str:
@@ -172,7 +174,8 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         nonlocal d
         d = to
 
-    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move), spot=_keyed(lambda k: item(d, k)))
+    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move), spot=_keyed(lambda k: item(d, k)),
+                  inside=lambda: (d,))  # fmt: skip
 
 
 _values: Callable[[Any], Any] = methodcaller("values")
@@ -209,7 +212,7 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
             i, values = i - n - 2 * total, values[n + 2 * total :]
         return path
 
-    return Holder(path, read, restore, watched, named)
+    return Holder(path, read, restore, watched, named, inside=lambda: dicts)
 
 
 def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:
@@ -248,7 +251,7 @@ def without(path: str, d: dict[str, Any], name: str) -> Holder:
         i -= 1 + values[0]
         return f"{path}.{others[i]}" if i >= 0 else path
 
-    return Holder(path, read, restore, named=named)
+    return Holder(path, read, restore, named=named, inside=lambda: (d,))
 
 
 def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
@@ -328,8 +331,9 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         before.update(_pairs(values, 0))
 
     spot = _keyed(lambda name: _attribute(thing, find, name))
+    inside = None if issubclass(type(thing), threading.local) else lambda: (find(),)
     if names is None:
-        return Holder(path, read, restore, watched, keyed, owner=thing, spot=spot)
+        return Holder(path, read, restore, watched, keyed, owner=thing, spot=spot, inside=inside)
     some = tuple(names)
 
     def read_some() -> Values:
@@ -347,7 +351,7 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         return _attribute(thing, find, some[i])
 
     part = Part(read_some, some_of, named, spot_of_some)
-    return Holder(path, read, restore, watched, keyed, part=part, owner=thing, spot=spot)
+    return Holder(path, read, restore, watched, keyed, part=part, owner=thing, spot=spot, inside=inside)
 
 
 def some(path: str, thing: Any, names: Set[str]) -> Holder:
@@ -546,4 +550,6 @@ def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
             else:
                 of.pop(n, None)
 
-    return Holder(path, read, restore, named=lambda path, i, _: held[i], spot=lambda i, _: item(of, held[i]))
+    return Holder(
+        path, read, restore, named=lambda path, i, _: held[i], spot=lambda i, _: item(of, held[i]), inside=lambda: (of,)
+    )

@@ -16,8 +16,7 @@ import ctypes
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import combinations
 from types import CodeType, FrameType
 from typing import Any
@@ -167,25 +166,25 @@ class Known:
             g.graphsafe_set_state(own)
         return had
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """For a launch inside the block: the states begin with the numbers of what the generators have now, and these are
-        where the launch has left them afterwards."""
+    def lend(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        """Before a launch: the states begin with the numbers of what the generators have now. Gives what stood in those with
+        others."""
         others = []
         for g, own in self._distinct:
             if g.get_offset() != own.get_offset() or g.initial_seed() != own.initial_seed():
                 others.append((own, own.get_state()))
                 own.set_state(g.get_state())
-        try:
-            yield
-        finally:
-            for g, own in self._distinct:
-                stood, stands = g.get_offset(), own.get_offset()
-                if stands != stood:  # it has another state, perhaps with the same numbers
-                    put_offset(g, stands)
-                    own.set_offset(stood)
-            for own, state in others:
-                own.set_state(state)
+        return others
+
+    def take_back(self, others: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        """After it: the generators are where the launch has left the states."""
+        for g, own in self._distinct:
+            stood, stands = g.get_offset(), own.get_offset()
+            if stands != stood:  # it has another state, perhaps with the same numbers
+                put_offset(g, stands)
+                own.set_offset(stood)
+        for own, state in others:
+            own.set_state(state)
 
 
 class Rewind:

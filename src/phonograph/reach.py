@@ -58,6 +58,7 @@ from .mentions import CONSTRUCTORS, EVALUATED
 from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
 from .places import Holder, kept, own_dict
 from .ran import Ran, is_resumed
+from .versions import of_class
 from .where import is_ours, is_users, users_line, written_out
 
 __all__ = ["Reach"]
@@ -139,10 +140,10 @@ class Reach(Objects):
             self._hold(_kinds(self._odd))
         if modules:
             self._hold(kept("class", lambda: tuple(map(type, modules)))._replace(watched=True))
-            self._hold(kept("global hooks", torch_private.module_hooks))
+            self._hold(kept("global hooks", torch_private.module_hooks, torch_private.hooks_of_modules))
             self._hold(kept("settings of torch.nn", torch_private.module_settings))
         if self.optimizers:
-            self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks))
+            self._hold(kept("hooks of all optimizers", torch_private.optimizer_hooks, torch_private.hooks_of_optimizers))
         others, named = self._others.values(), self.mentions.names
         following = self.mentions.following
         values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
@@ -500,7 +501,7 @@ class Reach(Objects):
                 for n in space.keys() - set(values):
                     del space[n]
 
-            self._hold(Holder(path, lambda: tuple(space), restore))
+            self._hold(Holder(path, lambda: tuple(space), restore, inside=lambda: (space,)))
 
     def _kind(self, path: str, kind: type) -> None:
         if kind in (operator.attrgetter, operator.methodcaller) and path != kind.__name__:
@@ -579,7 +580,7 @@ class Reach(Objects):
             for name in space.keys() - before.keys() - _KEPT_BY_PYTHON:
                 delattr(kind, name)
 
-        self._hold(Holder(path, read, restore, named=places.keyed))
+        self._hold(Holder(path, read, restore, named=places.keyed, inside=lambda: (of_class(kind),)))
         if self._ran is None or self._ran.matches:
             self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]

@@ -109,7 +109,8 @@ class Entangled:
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
-        self._spans = Spans(self._storages)
+        self.spans = Spans(self._storages)
+        """Where they lie: another object after each change."""
 
     REASON = "gets an argument that it can reach by another name as well, or that shares memory with a tensor it writes"
 
@@ -120,17 +121,21 @@ class Entangled:
         self._ids |= other._ids
         self._objects |= other._objects
         self._storages |= other._storages
-        self._spans = Spans(self._storages)
+        self.spans = Spans(self._storages)
         return self
 
     def _forget_the_dead(self) -> None:
         self._storages = {place: storage for place, storage in self._storages.items() if storage() is not None}
-        self._spans = Spans(self._storages)
+        self.spans = Spans(self._storages)
 
     def reaches(self, thing: Any) -> bool:
         """Whether an object is such a one."""
         known = self._objects.get(identity(thing))
         return known is not None and known() is thing
+
+    def has_none(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether none of these is such a one, wherever it lies."""
+        return self._ids.keys().isdisjoint(map(identity, tensors))
 
     def meets(self, t: torch.Tensor) -> bool:
         """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
@@ -140,10 +145,10 @@ class Entangled:
         if not self._storages:
             return False
         at, nbytes = memory_of(t)
-        if not self._spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
+        if not self.spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
             return False
         self._forget_the_dead()  # an argument may lie where one of them did
-        return self._spans.meets(at, nbytes)
+        return self.spans.meets(at, nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from itertools import cycle
 from operator import attrgetter, is_
 from typing import Any
@@ -39,12 +40,15 @@ from .randomness import share_state
 from .reach import Reach
 from .signature import modes
 from .torch_private import address, alias, bump, tensor_check, use_count
+from .versions import Versions, tell
 from .where import written_out
 
 __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
            "which"]  # fmt: skip
 
-_HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at each replay, in rotation
+_HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at in rotation...
+_PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
+_LAP = 4  # ...once in so many replays: one kind each time
 
 
 def same(a: Any, b: Any) -> bool:
@@ -414,6 +418,7 @@ class Entries:
         self._held = held
         # The containers whose contents are compared, by identity; None where another must not be put in the place of one.
         found = [(entry[0].contents.now(), entry) for entry in held if entry[0].contents is not None]
+        self._moved_places = False
         self._contents = {identity(x): None if identity(x) in shared else entry for x, entry in found}
 
     def unchanged(self, entry: list[Any]) -> bool:
@@ -442,6 +447,7 @@ class Entries:
             return False  # one that stands in several places
         if not all(entry is not None and self.unchanged(entry) for entry in entries):
             return False
+        self._moved_places = bool(new) or self._moved_places
         for (old, container), entry in zip(new, entries, strict=True):
             assert entry is not None
             entry[0].contents.move(container)
@@ -472,11 +478,13 @@ class Reliances(Entries):
         self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(identity, hot))
         others = [t for t in tensors if identity(t) not in looked_at and identity(t) not in self.remembered]
-        self._others = bool(others or kept_there)
+        self._laps = {}
+        if others:
+            self._laps[_OTHERS] = _taking_turns(others, _TENSORS)
+        if kept_there:
+            self._laps[_KEPT] = _taking_turns(kept_there, _REMEMBERED)
         self._sort()
         _all.add(self)
-        self._laps = _taking_turns(others, _TENSORS)
-        self._laps_behind = _taking_turns(kept_there, _REMEMBERED)
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
         witness.watch([*reach.modules, *tensors])
@@ -490,10 +498,20 @@ class Reliances(Entries):
         held = [(entry, is_heard_of(entry[0])) for entry in self._held if entry[0].behind is None]
         self._hot = [entry for entry, is_watched in held if not is_watched]
         self._watched = [entry for entry, is_watched in held if is_watched]
-        self._read_hot = _together([entry[1] for entry in self._hot])
+        self._tell()
+        kinds = [*[_PLACES][: len(self._watched)], *self._laps, *[_STATE][: len(self._behind)]]
+        self._kinds: Iterator[str | None] = cycle([*kinds, *[None] * (_LAP - len(kinds))])
+        self._rotates = bool(kinds)
+        self._rounds = cycle(_parts(self._watched, _HOLDERS))
+
+    def _tell(self) -> None:
+        """Which places need not be read where dictionaries say that they have not changed."""
+        self._moved_places = False
+        self._told, self._told_by = _by_dictionary(self._hot)
+        told = {identity(entry) for entries in self._told for entry in entries}
+        self._read = [entry for entry in self._hot if identity(entry) not in told]
+        self._read_hot = _together([entry[1] for entry in self._read])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
-        self._rotates = bool(self._watched or self._others)
-        self._rounds = cycle(_parts(self._watched, _HOLDERS) or [[]])
 
     def __len__(self) -> int:
         return len(self._hot) + len(self._watched) + len(self._behind) + len(self._tensors)
@@ -504,14 +522,21 @@ class Reliances(Entries):
 
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
-        place and 0.06 us for each tensor."""
-        if self._hot:
+        place that has to be read, and 0.06 us for each tensor."""
+        if self._told and (moved := self._told_by.moved()):
+            for entry in (entry for i in moved for entry in self._told[i]):
+                if not self.unchanged(entry):
+                    return which(entry)
+            self._told_by.keep()
+        if self._read:
             now, last = self._read_hot(), self._last_hot
             if len(now) != len(last) or not all(map(is_, now, last)):
-                for entry in self._hot:
+                for entry in self._read:
                     if not self.unchanged(entry):
                         return which(entry)
                 self._last_hot = now
+        if self._moved_places:
+            self._tell()
         if self._behind and not self._is_shut() and (broken := self._look_behind()) is not None:
             return broken
         if self._pointed and not self._alike(self._pointed):
@@ -523,12 +548,8 @@ class Reliances(Entries):
         return self._rotate() if self._rotates else None
 
     def _is_shut(self) -> bool:
-        """Whether nobody can have come to what lies behind a door since it was last looked at. (One parameter's part a call is
-        looked at all the same, in turn.)"""
-        if self._shut != (states.epoch, [entry[0].behind.now() for entry in self._behind]):
-            return False
-        room, p, found = next(self._turn, (None, None, ()))
-        return room is None or room.of(p) == found
+        """Whether nobody can have come to what lies behind a door since it was last looked at."""
+        return self._shut == (states.epoch, [entry[0].behind.now() for entry in self._behind])
 
     def _look_behind(self) -> str | None:
         rooms = [entry[0].behind for entry in self._behind]
@@ -559,12 +580,13 @@ class Reliances(Entries):
     def disturbing(self) -> Callable[[], bool]:
         """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
         rotation is found before a later one.)"""
-        before, grads, epoch, settings = self._read_hot(), self._grads.read(), witness.epoch, modes()
+        read = _together([entry[1] for entry in self._hot])
+        before, grads, epoch, settings = read(), self._grads.read(), witness.epoch, modes()
 
         def disturbed() -> bool:
             if modes() != settings or not all(map(is_, self._grads.read(), grads)):
                 return True
-            now = self._read_hot()
+            now = read()
             same_objects = len(now) == len(before) and all(map(is_, now, before))
             if not (same_objects or all(map(self.unchanged, self._hot))) or not self._alike(self._pointed):
                 return True
@@ -591,11 +613,16 @@ class Reliances(Entries):
         return moved
 
     def _rotate(self) -> str | None:
-        """A few at a time. What is found once is found again: the next look is a full one."""
-        entries = next(self._rounds)
-        changed = next((which(e) for e in entries if not self.unchanged(e)), None)
-        for are_such, some in (next(self._laps), next(self._laps_behind)):
-            if changed is None and some and not are_such(some):
+        """A few at a time, of one kind. What is found once is found again: the next look is a full one."""
+        kind, changed = next(self._kinds), None
+        if kind is _PLACES:
+            changed = next((which(e) for e in next(self._rounds) if not self.unchanged(e)), None)
+        elif kind is _STATE:
+            room, p, found = next(self._turn, (None, None, ()))
+            return None if room is None or room.of(p) == found else self._look_behind()
+        elif kind is not None:
+            are_such, some = next(self._laps[kind])
+            if not are_such(some):
                 changed = self._moved(self._tensors) or self._names[identity(some[0])]
         if changed is not None:
             self._epoch = -1
@@ -666,6 +693,25 @@ def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], li
     parts = ", ".join(f"m{i}, *r{i}()" for i in range(len(reads)))
     together: Callable[[], list[Any]] = written_out(f"lambda: [{parts}]", names)
     return together
+
+
+def _by_dictionary(entries: list[list[Any]]) -> tuple[list[list[list[Any]]], Versions]:
+    """The places that lie in dictionaries which tell when they have been changed: those of each dictionary, in the order of the
+    versions."""
+    fixed: dict[int, tuple[dict[Any, Any], list[list[Any]]]] = {}
+    own: dict[int, tuple[Callable[[], dict[Any, Any]], list[list[Any]]]] = {}
+    for entry in entries:
+        inside, thing = entry[0].inside, entry[0].owner
+        found = None if inside is None else inside()
+        if found is None or not tell(found):
+            continue
+        if thing is not None:
+            own.setdefault(identity(thing), (partial(object.__getattribute__, thing, "__dict__"), []))[1].append(entry)
+            continue
+        for d in found:
+            fixed.setdefault(identity(d), (d, []))[1].append(entry)
+    told = [entries for _, entries in (*fixed.values(), *own.values())]
+    return told, Versions([d for d, _ in fixed.values()], [find for find, _ in own.values()])
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import reliance
+from phonograph import reliance, versions
 from phonograph.testing import Raised, assert_same
 from tests.helpers import may_run_live
 
@@ -518,3 +518,53 @@ def test_c08_how_much_a_replay_looks_at_does_not_grow_with_parameters(device, mo
             listed = 2 * layers  # of the parameters' list in `param_groups` each item is compared, in C
             found[layers] = max(looks.of(twins.ours.step, x) for _ in range(8)) - listed
     assert len({*found.values()}) == 1, found
+
+
+class Settings:
+    scale = 2.0
+
+
+@pytest.mark.parametrize("changed", ["global", "object", "class", "group", "nothing"])
+def test_c09_what_dictionaries_hold_is_read_only_where_one_has_changed(device, monkeypatch, changed):
+    if not versions._heard:
+        pytest.skip("not every change of a dictionary is heard here")
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = Settings()
+    settings.offset, settings.other = 1.0, 0
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (model(x) * settings.scale + settings.offset).square().mean() * FACTOR  # noqa: F821
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    recorded, x = pg.record(step), torch.ones(2, 4, device=device)
+    for _ in range(8):
+        recorded(x)
+    (player,) = recorded._shelf
+    reliances, read = player.recording.reliances, []
+    told = {id(entry) for entries in reliances._told for entry in entries}
+    unchanged = reliances.unchanged
+    monkeypatch.setattr(reliances, "unchanged", lambda entry: (read.append(id(entry)), unchanged(entry))[1])
+    for n in range(6):  # equal values in the place of equal ones are no change
+        if changed == "global":
+            globals()["FACTOR"] = float("1.0")
+        elif changed == "object":
+            settings.offset = float("1.0")
+        elif changed == "class":
+            Settings.scale = float("2.0")
+        elif changed == "group":
+            optimizer.param_groups[0]["nesterov"] = [False][n * 0]
+            optimizer.param_groups[0]["unknown"] = None
+            del optimizer.param_groups[0]["unknown"]
+        recorded(x)
+    replayed = pg.stats(recorded).replayed
+    assert pg.stats(recorded).recorded == 1
+    assert replayed >= 12
+    looked_at = [entry for entry in read if entry in told]
+    assert len(looked_at) == 0 if changed == "nothing" else 0 < len(looked_at) < 6 * len(told) / 2
+    settings.offset = 3.0
+    assert_same(recorded(x), step(x))

@@ -315,8 +315,11 @@ class GraphProgram:
         if generator is not None and self._rewind is not None:
             now = generator.get_state()
             self._rewind.begin()
-        with self._states.lent():
+        others = self._states.lend()
+        try:
             self._graph.replay()
+        finally:
+            self._states.take_back(others)
         if generator is None:
             return
         if now is not None:

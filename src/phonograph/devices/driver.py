@@ -298,8 +298,10 @@ class KernelNumbers:
         self.found: set[float] = set()
         for node in (n for n in nodes if _kind(n) == _KERNEL):
             kernel = _Kernel(node)
-            places = [run for b in kernel.buffers for run in _runs(b, [(m.start(), patterns[m[0]]) for m in
-                      anywhere.finditer(b.raw) if m.start() % 4 == 0])]  # fmt: skip
+            # (To set a slice of a ctypes array takes it a call for each byte.)
+            raw = [(memoryview(b).cast("B"), b.raw) for b in kernel.buffers]
+            places = [run for memory, data in raw for run in _runs(memory, [(m.start(), patterns[m[0]]) for m in
+                      anywhere.finditer(data) if m.start() % 4 == 0])]  # fmt: skip
             if places:
                 own = {n for *_, n, _ in places}
                 self._kernels.append(kernel)
@@ -310,13 +312,15 @@ class KernelNumbers:
         """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers is
         another object than last time."""
         last, self._last = self._last, dict(numbers)
+        others = {n for n, number in numbers.items() if last.get(n) is not number}
         for places, own, put in self._places:
-            if all(last.get(n) is numbers[n] for n in own):
+            if own.isdisjoint(others):
                 continue
-            for buffer, at, times, f, n, form in places:
+            for memory, at, times, f, n, form in places:
                 data = _packed(f, form(numbers[n])) * times
-                buffer[at : at + len(data)] = data
-            _checked(put(), "cuGraphExecKernelNodeSetParams")
+                memory[at : at + len(data)] = data
+            if code := put():
+                _checked(code, "cuGraphExecKernelNodeSetParams")
 
 
 _COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {_KERNEL: _Kernel, _MEMCPY: _Memcpy}
