@@ -50,7 +50,7 @@ def record_graph(
         is_forward: False: the backward of a recorded forward, whose static inputs other than parameters are what that forward
             has saved. They are in different memory in different calls, and read in place anyway; a backward has one live
             call more, so that they are there when it is recorded. None and True mean the same, but for the name.
-        **options: `warmup`, `fallback`, `outputs`, `verify`, `max_recordings`, `name` of `phonograph.record`.
+        **options: `warmup`, `fallback`, `outputs`, `verify`, `max_recordings`, `name`, `keep` of `phonograph.record`.
 
     Returns:
         What to call in place of `gm`; it may be made ``gm.forward``. `phonograph.stats`, `explain` and `reset` know it; when it

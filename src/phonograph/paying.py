@@ -35,6 +35,7 @@ from .errors import Refusal
 from .history import History
 from .options import Options
 from .player import Player
+from .ranks import several
 from .recording import Recording
 from .standing import Grounds
 
@@ -168,7 +169,9 @@ def on_trial(recording: Recording, options: Options) -> bool:
     """Whether a recording has to show that it pays."""
     if options.keep != "pays" or options.fallback == "error" or options.verify or recording.communicates:
         return False
-    return recording.backward is not None or not options.is_part
+    if recording.backward is None:
+        return not options.is_part
+    return not several()  # it may communicate; that is not known before it runs
 
 
 class Turn(enum.Enum):

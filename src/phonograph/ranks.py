@@ -14,17 +14,25 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed
+
 from .devices import lock
 from .recording import Recording
 from .torch_private import before_groups_end
 
-__all__ = ["follow", "follow_program", "let_go"]
+__all__ = ["follow", "follow_program", "let_go", "several"]
 
 _PATIENCE = 10.0  # seconds for another thread's capture or replay
 
 _programs: weakref.WeakSet[Any] = weakref.WeakSet()
 _recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []  # what hears of the end of groups
+
+
+def several() -> bool:
+    """Whether this process is one of several ranks."""
+    groups: Any = torch.distributed
+    return bool(groups.is_available() and groups.is_initialized() and groups.get_world_size() > 1)
 
 
 def follow_program(program: Any) -> None:

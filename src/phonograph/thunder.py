@@ -47,7 +47,7 @@ class PhonographTransform(Transform):  # type: ignore[misc]
     own. Works with tensors on CUDA and on the CPU, and needs lightning-thunder 0.2.6.
 
     Args:
-        **options: `warmup`, `fallback`, `verify`, `max_recordings` of `phonograph.record`.
+        **options: `warmup`, `fallback`, `verify`, `max_recordings`, `keep` of `phonograph.record`.
 
     Raises:
         TypeError, ValueError: an option has the wrong type, or is out of range.

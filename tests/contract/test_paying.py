@@ -338,3 +338,20 @@ def test_c22_threads_that_call_what_is_measured_get_its_results(device, takes):
     called(f, ramp(device, 3), 2 * ENOUGH)
     assert wrong == []
     assert not still_recorded(f)
+
+
+def test_c23_where_there_are_other_ranks_a_backward_may_communicate_and_is_not_measured(device, takes):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    clock = takes(played=31, live=24)
+    model = pg.record(nn.Linear(3, 2).to(device))
+    f = pg.record(tanh)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for _ in range(ENOUGH):
+            model(ramp(device, 2, 3)).sum().backward()
+        assert clock.seen == []
+        assert not still_recorded(called(f, ramp(device, 3)))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counts(model)[0] == 1
