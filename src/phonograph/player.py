@@ -84,7 +84,7 @@ class Player:
             recording.program.dials = recording.reliances.dials
             recording.program.versions = recording.reliances.versions
             recording.program.grads = recording.reliances.grads
-        self._mixed = recording.program.mixed
+        self._amiss = recording.program.amiss
         self._copies = {identity(lease): i for i, lease in enumerate(recording.copied)}
         self._templates = [
             o.template for o in recording.outputs if o.template is not None and identity(o.lease) not in self._copies
@@ -150,8 +150,8 @@ class Player:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
         if self.recording.spoiled or (self._templates and self._moved()):
             return self.recording.spoiled[0]
-        if self._mixed is not None and self._mixed():
-            return "which random generators have one state"
+        if self._amiss is not None and (amiss := self._amiss()) is not None:
+            return amiss
         dials = self._dials
         if dials is not None:
             self._turned = dials.turned() or self._turned

@@ -57,7 +57,7 @@ from .paying import Took, Trial, Turn, Unrewarding, on_trial
 from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
-from .recording import MEMORY, Entangled, Recording
+from .recording import BEGINS_ANEW, MEMORY, Entangled, Recording
 from .regulars import Regulars
 from .segments import Cuts, Diverged, Unmarked
 from .shelf import Found, Shelf
@@ -364,6 +364,9 @@ class Recorded(Observed, Generic[P, R]):
                         self._known_calls.learn(call, _NONE, self._entangled, history)
                     raise refusal
                 if clearing and any(map(obstructing, found.waiting)):  # not yet: what is there now, others hold
+                    return True, self._warm_up(call, args, kwargs)
+                if found.broken == BEGINS_ANEW:  # the live call puts it right for the recordings that are there
+                    self._count_change(found.broken, history, call)
                     return True, self._warm_up(call, args, kwargs)
                 found.broken = self._broken(found, history)
                 if history.warm and not history.repeats:
@@ -970,6 +973,10 @@ class Recorded(Observed, Generic[P, R]):
                     raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
                 if recording.communicates and self.options.verify:
                     raise Refusal("communicates with other ranks, which verify would do twice", "record it without verify")
+                if recording.drops_out and self.options.verify:
+                    raise Refusal(
+                        "drops out between layers of cuDNN's, which verify would do twice", "record it without verify"
+                    )
                 if recording.edits and self.options.verify:
                     raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:

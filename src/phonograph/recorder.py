@@ -281,6 +281,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         written_outside=_written_outside(captured.watch),
         effects=_effects(captured.watch, slots, grads, left, captured.returned),
         draws=captured.watch.drew,
+        drops_out=captured.watch.drops_out,
         communicates=captured.watch.communicated,
         entangled=entangled,
         lent=Spans(memory_of(s.tensor) for s in slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
@@ -618,6 +619,7 @@ def _capture(
             leaves[place] = number
         if tracing is not None:
             tracing.begin(slots, watch.states, _outside(call, reach))
+            watch.met_outside = tracing.met_outside
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
         seen = [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
         stood[:] = seen

@@ -17,9 +17,10 @@ from .spans import Spans
 from .trees import Edit, Node
 from .views import View
 
-__all__ = ["MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
+__all__ = ["BEGINS_ANEW", "MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
 
 MEMORY = "the memory that it used"  # as what a recording has lost
+BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
@@ -30,9 +31,9 @@ class Program(Protocol):
     owned: Spans
     """Pool memory in the footprint that tensors outside own (gradients that the call created)."""
     operators: int
-    mixed: Callable[[], bool] | None
-    """Whether it may not be run now: random generators have one state that had two when it was made, or the other way round.
-    None if that cannot be."""
+    amiss: Callable[[], str | None] | None
+    """What is not as it must be for it to run now, by name: random generators have one state that had two when it was made, or
+    the other way round, say. None if that cannot be."""
 
     outs: tuple[torch.Tensor, ...]
 
@@ -163,9 +164,10 @@ class Recording:
     `outputs` has more than the result has leaves where these are views of what is no result.
     `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
     with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
-    else. `draws` is False if it surely draws no random numbers; `communicates`: with other ranks. Each time it is played, it
-    leaves what the call has `left` in attributes, and makes its `edits` in the arguments' containers; these arguments have
-    `gained` a gradient. Those leaves of the result are `numbers` that are read of tensors.
+    else. `draws` is False if it surely draws no random numbers; it `drops_out` by dropout of cuDNN's, and `communicates` with
+    other ranks. Each time it is played, it leaves what the call has `left` in attributes, and makes its `edits` in the
+    arguments' containers; these arguments have `gained` a gradient. Those leaves of the result are `numbers` that are read of
+    tensors.
     """
 
     name: str
@@ -182,6 +184,7 @@ class Recording:
     written_outside: tuple[torch.Tensor, ...]
     effects: str = ""
     draws: bool = True
+    drops_out: bool = False
     communicates: bool = False
     borrow: bool = False
     backward: Any = field(default=None, repr=False)

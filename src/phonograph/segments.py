@@ -76,8 +76,9 @@ class Segments:
         self.footprint: Spans = programs[0].footprint
         self.owned = Spans()
         self.operators: int = operators
-        mixed = [p.mixed for p in programs if p.mixed is not None]
-        self.mixed: Callable[[], bool] | None = (lambda: any(m() for m in mixed)) if mixed else None
+        amiss = [p.amiss for p in programs if p.amiss is not None]
+        first: Callable[[], str | None] = lambda: next(filter(None, (one() for one in amiss)), None)  # noqa: E731
+        self.amiss = first if amiss else None
         self.outs: tuple[torch.Tensor, ...] = ()
         self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
         self.dials: Dials | None = None

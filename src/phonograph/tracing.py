@@ -112,7 +112,8 @@ class Tracing:
         """A capture begins, with these slots for arguments; parameters among them are state, and no input. It notes the
         random states that it reads. `outside` are the tensors that were there before, by storage."""
         self._states = states
-        self.outside = outside
+        self.outside = dict(outside)
+        self._owned: set[int] = set()
         self._drawn = 0
         self.recomputes = False
         self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
@@ -241,6 +242,11 @@ class Tracing:
         self._contents = Contents([*own, *code], self.held)
         self._hooks.clear()
 
+    def met_outside(self, t: torch.Tensor) -> None:
+        """This tensor was there before, and others may let go of it."""
+        self.outside.setdefault(storage_id(t), [t])
+        self._owned.add(storage_id(t))
+
     def kept(self) -> list[torch.Tensor]:
         """What the backward needs of the capture, besides what is `held`."""
         return [t for t in self.saved if has_memory(t) and storage_id(t) not in self.held]
@@ -263,7 +269,7 @@ class Tracing:
         if slot is not None and whose:
             after = int(t.storage_offset()) - int(slot.storage_offset())
             self._parts_of_arguments[number] = PartOf(self._inputs[storage], t.size(), t.stride(), after, itself)
-        if storage in self.outside:
+        if storage in self.outside and storage not in self._owned:
             self._note_outside(number, t, self.outside[storage])
         return number
 
@@ -355,7 +361,7 @@ class Tracing:
         leaves = {n: t for n, t in constant.items() if n in self._themselves and place_of(t) == place_of(self.saved[n])}
         given = self._parts_of_arguments
         there = {identity(t): t for number, t in enumerate(self.saved) if number not in given}
-        places = {which: self._place(t, own, outside, lease) for which, t in there.items()}
+        places = {which: self._place(t, own, outside, self._owned, lease) for which, t in there.items()}
         self._places = Places({n: places[identity(t)] for n, t in enumerate(self.saved) if n not in given}, leaves, given)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
@@ -406,7 +412,7 @@ class Tracing:
         return traced
 
     @staticmethod
-    def _place(t: torch.Tensor, own: Set[int], outside: Container[int],
+    def _place(t: torch.Tensor, own: Set[int], outside: Container[int], owned: Set[int],
                lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
         """Where a saved tensor will be found after each replay."""
         if is_valueless(t):
@@ -414,6 +420,8 @@ class Tracing:
         key = storage_id(t)
         if key in own:
             return lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
+        if key in owned:
+            return alias(t)
         if key in outside:  # old weights must not be kept because of a recording that read them
             place = torch.conj(unowned(t)) if t.is_conj() else unowned(t)
             return torch._neg_view(place) if t.is_neg() else place

@@ -86,8 +86,7 @@ _REMEDIES = {
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
     "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
     "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device",
-    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them; cuDNN's "
-    "recurrent layers cannot be recorded: use cells (nn.LSTMCell, nn.GRUCell), or torch.backends.cudnn.flags(enabled=False)",
+    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
@@ -153,7 +152,9 @@ class OperatorWatch(TorchDispatchMode):
         self._counting = False  # whether they follow any
         self._constants: set[int] = set()  # those of tensors that were made of numbers
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
+        self.met_outside: Callable[[torch.Tensor], None] = _unsaid  # a tensor that was there before, and that nothing leads to
         self.drew = True  # whether it may draw random numbers; a device may know better
+        self.drops_out = False  # whether it draws some from memory that nothing leads to
         self.refusal: Refusal | None = None
         self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
         self.has_backward = False  # outside, or it is one
@@ -191,7 +192,7 @@ class OperatorWatch(TorchDispatchMode):
             if m.communicates:
                 self.communicates(m, args, kwargs)
             blamed = func
-            if m.refusable:
+            if m.refusable and not self.only_views(m, args):
                 operators.check(m, args, kwargs)
             blamed = None
             if m.name in _COUNTING and self._counting and self._counted(m, args, kwargs):
@@ -309,6 +310,10 @@ class OperatorWatch(TorchDispatchMode):
         self.refusal = self.refusal or refusal
         self.noticed.append(refusal)
         return refusal
+
+    def only_views(self, m: operators.Meaning, args: Any) -> bool:
+        """Whether an operator that could give a tensor other memory only makes a new view here, as this device can see."""
+        return False
 
     def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
         """Run the operator; devices that keep a tape override this."""
@@ -599,6 +604,10 @@ def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
 
 def _not_here(address: int, nbytes: int) -> None:
     """Where no memory can be given back."""
+
+
+def _unsaid(_: torch.Tensor) -> None:
+    """Where nobody asks."""
 
 
 class _Birth(weakref.ref[torch.UntypedStorage]):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import phonograph as pg
-from tests.helpers import may_run_live, ramp
+from tests.helpers import may_run_live
 
 
 class Spiking(nn.Module):
@@ -189,12 +189,6 @@ PROGRAMS = {
 }
 programs = pytest.mark.parametrize("make", PROGRAMS.values(), ids=PROGRAMS)
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def without_cudnn(monkeypatch):
-    """Its recurrent layers run live on a GPU."""
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
 
 
 def both(make, device):
@@ -504,15 +498,3 @@ def test_c07_c09_a_padded_call_carries_nothing(device):
             x = torch.randn(5 + n % 3, 6, generator=torch.Generator().manual_seed(n)).to(device)
             torch.testing.assert_close(recorded(x), live(x))
             assert torch.equal(ours.centers, live.centers)
-
-
-@may_run_live
-def test_c11_a_recurrent_layer_of_cudnns_runs_live_and_says_what_does_not(cuda, monkeypatch):
-    """torch takes its weights as one piece in each call, by what else replaces a tensor's memory."""
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
-    ours, live = both(Gru, cuda)
-    recorded = pg.record(ours)
-    for n in range(4):
-        x = ramp(cuda, 5, 6, start=n)
-        assert torch.equal(recorded(x), live(x))
-    assert "nn.GRUCell" in pg.explain(recorded)

@@ -375,7 +375,7 @@ class TapeProgram:
     def __init__(self, steps: list[_Step], footprint: Spans, slots: list[torch.Tensor], keep: Any) -> None:
         self.footprint = footprint
         self.operators = len(steps)
-        self.mixed: Callable[[], bool] | None = None
+        self.amiss: Callable[[], str | None] | None = None
         self.owned = Spans()
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []

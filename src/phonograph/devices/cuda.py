@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import torch_private
+from ..breaks import MarkedBreak
 from ..dials import Dials
 from ..errors import Refusal
 from ..garbage import uncollected
@@ -43,6 +44,7 @@ from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_checks import CudaChecks
 from .cuda_constants import filled_in
+from .cuda_dropout import BUFFER
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 from .host_reads import ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
@@ -369,7 +371,7 @@ class CudaDevice:
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 if held is not None:
                     watch.give_back = held.give_back
-                with self._capturing(graphs, states):
+                with self._not_begun(watch), self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
                     with watch, host_reads_refused(watch, (*LISTED, ITEM, TRUTH), of_the_host), filled_in():
                         result = call(slots, watch)
@@ -401,6 +403,9 @@ class CudaDevice:
         ]  # fmt: skip
         program: Program = programs[0]
         if watch.cuts:
+            if watch.drops_out and any(isinstance(part, MarkedBreak) for part, *_ in watch.cuts):
+                raise Refusal(f"calls a function that is marked @pg.live, which may seed {BUFFER}",
+                              "put nn.Dropout between layers of their own, instead of dropout=")  # fmt: skip
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
@@ -534,6 +539,15 @@ class CudaDevice:
             if not states.put_back():
                 raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                               "give it its own again")  # fmt: skip
+
+    @contextmanager
+    def _not_begun(self, watch: CudaWatch) -> Iterator[None]:
+        """Where a capture is refused because dropout of cuDNN's begins anew, the next live call begins it."""
+        try:
+            yield
+        finally:
+            if watch.begins_dropout:
+                reset(torch.cuda.default_generators[self.index])
 
     def _footprint(
         self, handle: tuple[int, int], allocated: list[tuple[int, int]], before: list[cuda_memory.Block]

@@ -248,7 +248,8 @@ class GraphProgram:
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
         self._states = Known(segment.drawn, segment.lent)
-        self.mixed: Callable[[], bool] | None = self._states.mixed if self._states.may_mix else None
+        self._dropout = watch.dropout
+        self.amiss = self._look if self._states.may_mix or self._dropout is not None else None
         self._numbers: driver.KernelNumbers | None = None
         self._steps = segment.steps  # the nodes of optimizers' steps, in which alone there are numbers to be set
         self._random = bool(segment.drawn)
@@ -266,6 +267,11 @@ class GraphProgram:
             except driver.DriverError:
                 driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
 
+    def _look(self) -> str | None:
+        if self._states.may_mix and self._states.mixed():
+            return "which random generators have one state"
+        return None if self._dropout is None else self._dropout.amiss()
+
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
         self.outs = outs
         self._new = [maker(o) for o in outs]
@@ -281,10 +287,14 @@ class GraphProgram:
         elif sources:
             with torch.no_grad():
                 self._fill(sources)
+        if self._dropout is not None:
+            self._dropout.fetch()
         if self._random:
             self._go_random()
         elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
             raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+        if self._dropout is not None:
+            self._dropout.give_back()
         if targets and not inside:
             with torch.no_grad():
                 torch._foreach_copy_(targets, self.outs)
@@ -345,5 +355,5 @@ class GraphProgram:
         if self._graph is not None:
             self._graph.reset()
         self._graph = None
-        self._keep = None
+        self._keep = self._dropout = None
         self._pointers, self._random, self._stream = None, False, -1  # a live part may close what goes on after it

@@ -38,12 +38,13 @@ from ..operators import Meaning, operands, tensors_in
 from ..pool import Spot
 from ..randomness import Known, Rewind
 from ..reach import Reach
+from ..recording import memory_of
 from ..spans import Spans
 from ..torch_private import has_memory, raw_stream
 from ..watch import OperatorWatch, storage_id
 from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
-from . import driver
+from . import cuda_dropout, driver
 from .cuda_checks import Answers
 
 __all__ = ["CudaWatch"]
@@ -86,8 +87,21 @@ class CudaWatch(OperatorWatch):
         self.next_segment: Callable[[], None] = _nothing
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
+        self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn
+        self.begins_dropout = False  # that was about to be made anew
+
+    @property
+    def dropout(self) -> cuda_dropout.Dropout | None:
+        """What has to be done for the dropout of cuDNN's."""
+        return None if self._buffer is None else cuda_dropout.Dropout(self._buffer, copied=not self.cuts)
 
     def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
+            self.begins_dropout = True
+            raise Unseen(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}", "seed outside, and not before each call",
+                         final=False)  # fmt: skip
+        if (buffer := cuda_dropout.buffer_of(m.name, args)) is not None:
+            self._see_buffer(m, args, buffer)
         tensors = super()._see(m, args, kwargs)
         if raw_stream(self.device.index) != self._stream and not m.metadata_only:
             self._look_at_stream()
@@ -95,6 +109,27 @@ class CudaWatch(OperatorWatch):
         if hosts or m.copies:
             self._see_hosts(m, args, kwargs, hosts, len(hosts) < len(tensors))
         return tensors
+
+    def _see_buffer(self, m: Meaning, args: Any, buffer: torch.Tensor) -> None:
+        """Dropout of cuDNN's is drawn from memory that nothing leads to."""
+        key = storage_id(buffer)
+        self.known[key] = cuda_dropout.BUFFER
+        self.outside.add(key)
+        self.theirs.add(key)
+        self.met_outside(buffer)
+        self.strangers.pop(memory_of(buffer), None)  # autograd has saved it before
+        if cuda_dropout.draws(m.name, args):
+            self._buffer, self.drops_out = buffer, True
+            self.more = self.more or "draws random numbers"
+            self.writes(buffer)
+
+    def only_views(self, m: Meaning, args: Any) -> bool:
+        """Recurrent networks of cuDNN's take their weights as one tensor: a new one that is set to the weights' memory."""
+        if m.name != "aten::set_" or len(args) < 2 or not isinstance(args[1], torch.UntypedStorage):
+            return False
+        t = args[0]
+        own = self.known.get(storage_id(t)) == "" and not t.untyped_storage().nbytes()
+        return own and args[1]._cdata in self.known
 
     def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, hosts: list[torch.Tensor], others: bool) -> None:
         """Refuse what is between the host and the device, or works on tensors of the host that are there outside. Whether
