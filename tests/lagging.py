@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from phonograph.devices import driver
 from phonograph.devices.cuda import CudaDevice
 
 CYCLES = 300_000  # about 0.2 ms
@@ -21,7 +22,7 @@ _turn = 0
 
 def lag(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
-        if not torch.cuda.is_current_stream_capturing():
+        if not driver.is_capturing(stream.cuda_stream):
             torch.cuda._sleep(CYCLES)
 
 

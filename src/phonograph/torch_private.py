@@ -30,25 +30,25 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias", "allocations_since", "are_fake",
-           "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind", "below_autograd", "bindings",
-           "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces", "code_of", "compiled_by", "compiling",
-           "compiling_apart", "compiling_backend", "current_device", "default_device", "depends_on_data", "dict_version",
-           "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
-           "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory", "hear_engine",
-           "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers", "in_inference", "inner_names",
-           "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_shape", "is_spread",
-           "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings", "kind_of",
-           "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
-           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself",
-           "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part",
-           "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand",
-           "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured",
-           "steps_itself", "storage_at", "take_cublas_workspace", "tensor_check", "traced_stack", "transformed",
-           "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
-           "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run", "without_modes",
-           "written_by_graph"]  # fmt: skip
+__all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias",
+           "allocations_since", "are_fake", "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind",
+           "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces",
+           "code_of", "compiled_by", "compiling", "compiling_apart", "compiling_backend", "current_device", "default_device",
+           "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation",
+           "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory",
+           "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers", "in_inference",
+           "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_shape",
+           "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings",
+           "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
+           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
+           "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views",
+           "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
+           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
+           "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace", "tensor_check", "traced_stack",
+           "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like",
+           "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -1128,6 +1128,10 @@ def segments(pool: Handle) -> list[dict[str, Any]]:
     now = [*map(sys.getrefcount, numbers)]
     _counted(ctypes.pythonapi.Py_DecRef, [n for n, had, has in zip(numbers, before, now, strict=True) if has > had])
     return [s for s in found if tuple(s["segment_pool_id"]) == pool]
+
+
+ASKS_FOR_CAPTURE = torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing.__code__
+"""Where `torch.cuda.is_current_stream_capturing` finds what it calls, by which name, and its own code."""
 
 
 def segments_expand() -> bool:

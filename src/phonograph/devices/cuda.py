@@ -42,6 +42,7 @@ from ..watch import OperatorWatch, storage_id
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
+from .cuda_asked import told_as_live
 from .cuda_checks import CudaChecks
 from .cuda_constants import filled_in
 from .cuda_dropout import BUFFER
@@ -527,7 +528,7 @@ class CudaDevice:
 
     @contextmanager
     def _capturing(self, graphs: Graphs, states: Known) -> Iterator[None]:
-        with uncollected():
+        with uncollected(), told_as_live():
             graphs.begin()
             try:
                 yield
