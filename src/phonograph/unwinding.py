@@ -29,6 +29,7 @@ _NEVER_AN_OPERATORS = frozenset({"KeyError", "AttributeError", "NameError", "Imp
                                  "FileNotFoundError", "StopIteration", "AssertionError", "KeyboardInterrupt",
                                  "NotImplementedError"})  # fmt: skip
 _FINALLY, _EXCEPT, _EXCEPT_OTHERS = "finally", "except", "except for what no operator raises"  # kinds of clauses
+_PASSES_ON = "except that raises what it has caught"
 _MATCHES = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
 _NAMES_A_CLASS = ("LOAD_", "BUILD_TUPLE", "DUP_TOP")
@@ -38,12 +39,14 @@ _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH")
 _RAISE_AGAIN = ("_call_impl",)
+_GIVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RETURN_GENERATOR")
 
 
 def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, any_kind: bool) -> bool:
     """Whether an exception that is raised in this frame comes to code of the user's before it leaves the frame of `outermost`:
-    one of a kind that operators raise, or of `any_kind`. What an installed package runs in any case (``finally``) puts back
-    what it changed, as torch's context managers do; what it catches counts like the user's."""
+    one of a kind that operators raise, or of `any_kind`. What an installed package runs in any case (``finally``, or before it
+    raises what it has caught) puts back what it changed, as torch's context managers do; what it catches counts like the
+    user's."""
     while frame is not None and frame.f_code is not outermost:
         code, at = frame.f_code, frame.f_lasti
         if is_torchs(code.co_filename):
@@ -53,7 +56,7 @@ def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, a
         else:
             clauses = _clauses_around(code, at) - (set() if any_kind else {_EXCEPT_OTHERS})
             if origin(code.co_filename) is LIBRARY:
-                found = bool(clauses - {_FINALLY})
+                found = bool(clauses - {_FINALLY, _PASSES_ON})
             else:
                 found = bool(clauses) or not all(_is_torchs(frame, path) for path in _managers(code, at))
         if found:
@@ -107,7 +110,8 @@ def _clauses(code: CodeType) -> dict[int, str]:
     begun = {i.argval for i in instructions if i.opname == "SETUP_FINALLY"}  # before Python 3.11
     begun |= {i.offset for i in instructions if i.opname == "PUSH_EXC_INFO"}
     found = {i.offset: _kind(instructions[n:]) for n, i in enumerate(instructions) if i.offset in begun}
-    return {offset: kind for offset, kind in found.items() if kind is not None}
+    passed_on = {at for at, kind in found.items() if kind is _EXCEPT and _passes_on(code, instructions, at)}
+    return {offset: _PASSES_ON if offset in passed_on else kind for offset, kind in found.items() if kind is not None}
 
 
 def _kind(handler: list[dis.Instruction]) -> str | None:
@@ -132,6 +136,44 @@ def _kind(handler: list[dis.Instruction]) -> str | None:
         kind = _EXCEPT_OTHERS
         jump = next(i for i in handler[n:] if isinstance(i.argval, int) and "JUMP" in i.opname)
         at = places[jump.argval]
+
+
+def _passes_on(code: CodeType, instructions: list[dis.Instruction], start: int) -> bool:
+    """Whether all ways through the clause that begins there end where an exception is raised, and some where it is the one that
+    it has caught."""
+    places = {i.offset: n for n, i in enumerate(instructions)}
+    ways, seen, raises_again = [places[start]], set[int](), False
+    while ways:
+        n = ways.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        i = instructions[n]
+        if i.opname in _GIVES:
+            return False
+        raises_again = raises_again or (i.opname == "RAISE_VARARGS" and _raises_again(code, start, i))
+        ways += [places[r.target] for r in _table(code) or () if r.start <= i.offset < r.end and r.target in places]
+        if isinstance(i.argval, int) and _jumps(i) and i.argval in places:
+            ways.append(places[i.argval])
+        if i.opname not in ("RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"):
+            ways.append(n + 1)
+    return raises_again
+
+
+def _raises_again(code: CodeType, start: int, raises: dis.Instruction) -> bool:
+    """Whether this ``raise`` is that of the exception that the clause has caught, by the name that it has there."""
+    every = [i for i in dis.get_instructions(code) if start < i.offset < raises.offset]
+    stored = [i.argval for i in every if i.opname == "STORE_FAST"]
+    named = stored[0] if stored and stored.count(stored[0]) == 1 else None
+    depth = 0
+    while depth != raises.arg and every:
+        i = every.pop()
+        depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth == raises.arg:
+            return i.opname.startswith("LOAD_FAST") and i.argval == named
+        if i.is_jump_target:
+            break
+    return not raises.arg
 
 
 @functools.cache

@@ -623,6 +623,10 @@ def _packages(clause):
 _a_packages_finally = _packages("    finally:\n        pass")
 _a_packages_except = _packages("    except ValueError:\n        y = x * 3")
 _a_packages_other_except = _packages("    except KeyError:\n        y = x * 3")
+_a_packages_note = _packages("    except Exception as error:\n        said = str(x.shape)\n"
+                             "        raise error from RuntimeError(f'in a package: {said}')")  # fmt: skip
+_a_packages_raise = _packages("    except Exception:\n        raise")
+_a_packages_own_error = _packages("    except ValueError as error:\n        raise RuntimeError from error")
 
 
 @may_run_live
@@ -632,6 +636,7 @@ _a_packages_other_except = _packages("    except KeyError:\n        y = x * 3")
     [(_tried, False), (_tried_for_keys, False), (_finally, False), (_deep, False), (_suppressed, False), (_managed, False),
      (_tidied, False), (_closing, False), (_under_another_name, False), (_expected, False), (_forked, False),
      (_decorated, False), (_a_packages_except, False), (_a_packages_other_except, False), (_a_packages_finally, True),
+     (_a_packages_note, True), (_a_packages_raise, True), (_a_packages_own_error, False),
      (_always_called, None), (_known_managers, None), (_in_a_handler, None), (_before_and_after, True), (_in_no_grad, True),
      (_retried, True)],
 )  # fmt: skip
