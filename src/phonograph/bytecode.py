@@ -17,7 +17,8 @@ from typing import NamedTuple
 from .codes import of_code
 
 __all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction", "looks_around",
-           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "words_in", "words_of"]  # fmt: skip
+           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in",
+           "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -319,6 +320,52 @@ def slight_use_in(code: CodeType) -> Slight:
                 rest.add(i.argval)
     sets -= counts | calls | rest
     return Slight(frozenset(counts - rest), frozenset(calls - rest), frozenset(sets), frozenset(rest))
+
+
+@of_code
+def used_in_full(code: CodeType) -> frozenset[str]:
+    """The names of attributes and variables with which code, or a function that it defines, does anything else than to fill
+    what they hold: to append to it (``x.losses.append(y)``), or to what it holds (``logs["loss"].append(y)``), or set
+    an item."""
+    found = set(_tuples_and_words(code))
+    for inner in all_within(code):
+        every = [*dis.get_instructions(inner)]
+        heard = [i for i in every if i.opname not in _SILENT]
+        for n, i in enumerate(heard):
+            if i.opname.startswith((*_ATTRIBUTES, *_ANY_VARIABLE)) and not _is_filled(every, heard, n):
+                found.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return frozenset(found)
+
+
+_ANY_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_SUPER", "STORE_GLOBAL",
+                 "STORE_NAME", "STORE_DEREF", "DELETE_", "IMPORT_")  # fmt: skip
+_LOADS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
+
+
+def _is_filled(every: Instructions, heard: Instructions, n: int) -> bool:
+    """Whether all that is done with what the n-th instruction that is `heard`, of `every` one, loads is to append to it, or to
+    what it holds, or to set an item."""
+    if not heard[n].opname.startswith("LOAD_") or heard[n].opname in ("LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        return False
+    while True:
+        after = heard[n + 1 : n + 2]
+        if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "append":
+            return len(_arguments([i for i in every if i.offset > after[0].offset]) or ()) == 1
+        n = _after_a_key(heard, n + 1)
+        if heard[n : n + 1] and heard[n].opname == "STORE_SUBSCR":
+            return True
+        if not (heard[n : n + 1] and (heard[n].opname == "BINARY_SUBSCR" or heard[n].argrepr == "[]")):
+            return False
+
+
+def _after_a_key(heard: Instructions, n: int) -> int:
+    """Where the instructions end that begin there, if they load one value, an attribute of a variable, say."""
+    if not heard[n : n + 1] or not heard[n].opname.startswith(_LOADS) or isinstance(heard[n].argval, tuple):
+        return len(heard)
+    n += 1
+    while heard[n : n + 1] and heard[n].opname == "LOAD_ATTR" and not _MARKED & (heard[n].arg or 0):
+        n += 1
+    return n
 
 
 def _variable(code: CodeType, loading: dis.Instruction) -> str:

@@ -347,7 +347,8 @@ def _arguments(call: Call, state: Entangled) -> _Given | None:
     (_, _, positional), (_, names, _) = part.children
     if not names and all(x is _TENSOR for x in positional):
         return None
-    objects = any(layout_of(type(c)) is not None for c in call.containers)
+    filled = bool(state.filled) and sum(not isinstance(c, tuple) for c in call.containers) > 1  # some besides `kwargs`
+    objects = filled or any(layout_of(type(c)) is not None for c in call.containers)
     return partial(_taken_of_objects, state, part) if objects else _Taking().written(part)
 
 
@@ -423,7 +424,7 @@ class _Other(Exception):
 def _taken_of_objects(
     state: Entangled, part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What is taken out where objects are among the containers, of which the function may reach none by another name."""
+    """What is taken out where the function may reach none of the containers by another name: objects, and what it fills."""
     found: list[Any] = []
     objects: list[Any] = []
     if not _takes(part, (args, kwargs), found, objects) or any(map(state.reaches, objects)):
@@ -443,6 +444,8 @@ def _takes(part: _Part | _Object, x: Any, found: list[Any], objects: list[Any] |
         x = own_dict(x)
         if x is None:
             return False
+    elif objects is not None and theirs is not tuple:
+        objects.append(x)
     if len(x) != len(children):
         return False
     if not all(map(is_, x, names)) and not _equal_names(x, names):  # of a dictionary

@@ -1,30 +1,41 @@
-"""What a call leaves in attributes of objects, and each replay leaves there as well.
+"""What a call leaves in attributes and containers, and each replay leaves there as well.
 
-``self.steps += 1`` and ``self.features = x`` are effects that outlive the call. A replay can have them, if it is certain that
-nothing in the call depends on what it finds there, which is something else in each call:
+``self.steps += 1``, ``self.features = x``, ``features["early"] = h`` and ``history.append(loss)`` are effects that outlive the
+call. A replay can have them, if it is certain that nothing in the call depends on what it finds there, which is something else
+in each call:
 
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
 * A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
-  attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`).
+  attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
+  always is of items.
+* Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .carried import Carried, Carries, Looked, Place, is_state
+from .carried import Carried, Carries, Place, is_state, tensors_in
+from .doors import states
+from .identity import identity
+from .introspection import MISSING
 from .numerals import Numeral
-from .places import Holder, kept, own_dict
-from .torch_private import has_memory
+from .places import Holder, is_table, kept, key_label, own_dict, table_of
+from .torch_private import has_memory, storage_id
 
 if TYPE_CHECKING:
     from .ran import Ran
 
-__all__ = ["Count", "Left", "Put", "advance", "before", "kinds", "left_by", "putting"]
+__all__ = ["APPENDED", "Count", "Found", "Left", "Put", "advance", "before", "kinds", "left_by", "putting"]
+
+APPENDED = MISSING
+"""As the name of what is put into a list."""
 
 
 class Count(NamedTuple):
@@ -37,82 +48,154 @@ class Count(NamedTuple):
 
 
 class Put(NamedTuple):
-    """One that each run sets to a tensor of its own: in the capture, to `new`."""
+    """An attribute, or an item of a dictionary, that each run sets to something of its own: in the capture, to `new`. Or what
+    it has `APPENDED` to a list."""
 
     path: str
-    of: object
-    name: str
-    new: torch.Tensor | Numeral | None = None
+    of: Any
+    name: Any
+    new: Any = None
 
 
 class Left(NamedTuple):
-    """All that a call leaves."""
+    """All that a call leaves. What `lists` are called, code may read by that. Some of it is `behind` doors."""
 
     counts: tuple[Count, ...] = ()
     puts: tuple[Put, ...] = ()
+    lists: tuple[str, ...] = ()
+    behind: bool = False
 
     @property
     def paths(self) -> list[str]:
         return [count.path for count in self.counts] + [put.path for put in self.puts]
 
     @property
-    def names(self) -> list[str]:
-        return [count.name for count in self.counts] + [put.name for put in self.puts]
+    def owners(self) -> list[Any]:
+        return [count.of for count in self.counts] + [put.of for put in self.puts]
 
     @property
-    def owners(self) -> list[object]:
-        return [count.of for count in self.counts] + [put.of for put in self.puts]
+    def items(self) -> list[Put]:
+        """Those that are put into containers."""
+        return [put for put in self.puts if put.name is APPENDED or is_table(put.of)]
 
     def after(self) -> Left:
         """For when the capture is over: without its tensors."""
-        return Left(self.counts, tuple([put._replace(new=None) for put in self.puts]))
+        return self._replace(puts=tuple([put._replace(new=None) for put in self.puts]))
 
 
-def before(holders: Sequence[Holder]) -> list[tuple[Holder, tuple[Any, ...]]]:
-    """What a call finds in attributes, right before it."""
-    return [(h, h.read()) for h in holders if h.owner is not None and _sets_plainly(type(h.owner))]
+class Found(NamedTuple):
+    """What a call finds in attributes and containers, right before it: in objects and dictionaries `tables`, in `lists`."""
+
+    tables: tuple[tuple[Holder, Any, dict[Any, Any]], ...]
+    lists: tuple[tuple[Holder, Any, tuple[Any, ...]], ...]
 
 
-def left_by(found: Sequence[tuple[Holder, tuple[Any, ...]]], ran: Ran, carried: Carried, read: Looked) -> Left:
-    """What a call in which this code ran has left in attributes, where it had `found` this; they are as before now. Of some of
-    them it is known that they are `carried`.
+def before(holders: Sequence[Holder]) -> Found:
+    tables, lists = list[Any](), list[Any]()
+    for h in holders:
+        if h.owner is not None and _sets_plainly(type(h.owner)) and not is_table(h.owner):
+            tables.append((h, h.owner, dict(own_dict(h.owner) or {})))
+        tables += [(h, d, dict(d)) for d in h.tables() if is_table(d)]
+        if h.contents is not None and type(of := h.contents.now()) in (list, deque):
+            lists.append((h, of, (*of,)))
+    return Found(tuple(tables), tuple(lists))
+
+
+def left_by(
+    found: Found, ran: Ran, carried: Carried, touched: Set[int], handed_on: Set[int] | None, appended: Mapping[int, int],
+    called: Callable[[Any], tuple[str, bool]], traced: bool,
+) -> Left:  # fmt: skip
+    """What a call in which this code ran has left in attributes and containers, where it had `found` this; they are as before
+    now. Of some of them it is known that they are `carried`. The call has read the storages `touched`, and `handed_on` those;
+    None: any. So many values were `appended` to lists, by identity; what a list is `called`, and whether a module has it, says
+    that function. Of a call that is `traced`, code may read attributes as late as in its backward.
 
     Raises:
         Carries: others are.
     """
-    counts, puts, unknown = list[Count](), list[Put](), list[Place]()
-    for holder, old in found:
-        now = holder.read()
-        end = 1 + old[0]  # of the names
-        if len(now) != len(old) or now[:end] != old[:end]:  # there are others
+    counts, puts, unknown, behind = list[Count](), list[Put](), list[Place](), False
+    given = touched | handed_on | _put_anywhere(found) if handed_on is not None else None
+
+    def read(t: torch.Tensor) -> bool:
+        return given is None or storage_id(t) in given
+
+    stood = {identity(of): old for _, of, old in found.tables}
+    for place in carried.unread():  # others of its calls read what there is
+        value = stood.get(identity(place.of), {}).get(place.name)
+        tensors = tensors_in(value) if is_state(value) else []
+        may_be_late = traced and not is_table(place.of) and not ran.is_torchs(place.name)
+        unknown += [place] if any(map(read, tensors)) or (may_be_late and tensors) else []
+    for holder, of, old in found.tables:
+        own = table_of(of)
+        if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
             continue
-        pairs = [(name, a, b) for name, a, b in zip(old[1:end], old[end:], now[end:], strict=True) if a is not b]
-        module = issubclass(type(holder.owner), torch.nn.Module)  # `isinstance` asks the object
-        counted = {name: b - a for name, a, b in pairs if type(a) is type(b) is int and ran.counts(name, of_module=module)}
-        put = {name: b for name, _, b in pairs if _is_tensor(b) and ran.sets(name, of_module=module)}
-        may_carry = carried.learns and type(holder.owner).__weakrefoffset__
-        state = [(name, a, b) for name, a, b in pairs if may_carry and name not in put and is_state(a) and is_state(b)]
-        if pairs and len(counted) + len(put) + len(state) == len(pairs):
-            unknown += _not_known(holder, state, carried, lambda name, t: not ran.is_torchs(name) or read(t))
-            counts += [Count(f"{holder.path}.{name}", holder.owner, name, by) for name, by in counted.items()]
+        pairs = [(name, old.get(name, MISSING), b) for name, b in own.items() if b is not old.get(name, MISSING)]
+        if not pairs:
+            continue
+        item, module = own is of, issubclass(type(of), torch.nn.Module)  # `isinstance` asks the object
+        counted = {name: b - a for name, a, b in pairs
+                   if not item and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
+        put = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
+        may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
+        state = [(name, a, b) for name, a, b in pairs
+                 if may_carry and name not in put and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
+        if len(counted) + len(put) + len(state) == len(pairs):
+            late = {name for name, *_ in state if traced and not item and not ran.is_torchs(name)}
+            unknown += _not_known(holder, of, state, carried, read, late)
+            counts += [Count(f"{holder.path}.{name}", of, name, by) for name, by in counted.items()]
             put |= {name: b for name, _, b in state}
-            puts += [Put(f"{holder.path}.{name}", holder.owner, name, new) for name, new in put.items()]
-            holder.restore(old)
+            puts += [Put(_path(holder, name), of, name, new) for name, new in put.items()]
+            behind = behind or holder.behind is not None
+            for name, a, _ in pairs:
+                if a is MISSING:
+                    del own[name]
+                else:
+                    own[name] = a
+    lists = list[str]()
+    for holder, of, was in found.lists:
+        count, now = appended.get(identity(of), 0), (*of,)
+        new = now[len(now) - count :]
+        expected = (*was, *new)
+        if type(of) is deque and of.maxlen is not None:
+            expected = expected[max(0, len(expected) - of.maxlen) :]
+        fits = 0 < count <= len(now) and [*map(identity, expected)] == [*map(identity, now)]
+        name, of_module = called(of) if fits else ("", False)
+        if name and ran.fills(name, of_module=of_module):
+            lists.append(name)
+            puts += [Put(holder.path, of, APPENDED, value) for value in new]
+            holder.restore(was)
     if unknown:
         raise Carries(unknown)
-    return Left(tuple(counts), tuple(puts))
+    return Left(tuple(counts), tuple(puts), tuple(lists), behind)
+
+
+def _put_anywhere(found: Found) -> set[int]:
+    """The storages of the tensors that are in places in which they were not found."""
+    new = [b for _, of, old in found.tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
+    new += [x for _, of, was in found.lists for x in of if len(of) != len(was) or any(map(is_not, of, was))]
+    values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
+    return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
+
+
+def _path(holder: Holder, name: Any) -> str:
+    return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether this is a new container that may be what others fill later: an equal one is not it."""
+    return type(value) in (list, dict) and not value
 
 
 def _not_known(
-    holder: Holder, state: Sequence[tuple[str, Any, Any]], carried: Carried, read: Callable[[str, torch.Tensor], bool]
-) -> list[Place]:  # fmt: skip
-    """Those attributes of which it is not known that they are carried, or that what was there is read."""
-    found = []
+    holder: Holder, of: Any, state: Sequence[tuple[Any, Any, Any]], carried: Carried, read: Callable[[torch.Tensor], bool],
+    late: Set[str],
+) -> Iterator[Place]:  # fmt: skip
+    """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
     for name, old, _ in state:
-        reads = old is not None and read(name, old)
-        if not carried.has(holder.owner, name) or (reads and not carried.reads(holder.owner, name)):
-            found.append(Place(f"{holder.path}.{name}", holder.owner, name, reads))
-    return found
+        tensors = tensors_in(old) if old is not MISSING else []
+        reads = any(map(read, tensors)) or (name in late and bool(tensors))
+        if not carried.has(of, name) or (reads and not carried.reads(of, name)):
+            yield Place(_path(holder, name), of, name, reads)
 
 
 def _sets_plainly(kind: type) -> bool:
@@ -143,10 +226,11 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, more: int = 0) -> Callable[[list[Any]], Any]:
+def putting(left: Left, rebuild: Callable[[list[Any]], Any], *, more: int = 0) -> Callable[[list[Any]], Any]:
     """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
     many `more` such pairs."""
-    where = [(put.of, put.name) for put in puts]
+    where = [(put.of, put.name) for put in left.puts]
+    opened = states.opened if left.behind else None
 
     def rebuilt(leaves: list[Any]) -> Any:
         result, rest = rebuild(leaves), []
@@ -154,10 +238,15 @@ def putting(puts: Sequence[Put], rebuild: Callable[[list[Any]], Any], *, more: i
             result, last = result
             rest.append(last)
         result, tensors = result
-        for (of, name), tensor in zip(where, tensors, strict=True):
-            own = own_dict(of)
-            assert own is not None
-            own[name] = tensor
+        for (of, name), value in zip(where, tensors, strict=True):
+            if name is APPENDED:
+                of.append(value)
+            else:
+                own = table_of(of)
+                assert own is not None
+                own[name] = value
+        if opened is not None:
+            opened()
         for last in reversed(rest):
             result = (result, last)
         return result

@@ -44,6 +44,7 @@ from .errors import Overlooked, Refusal, Unseen
 from .garbage import telling_collections
 from .identity import identity
 from .loggers import ASKING, Question, question
+from .places import is_table
 from .randomness import READS, SETS, asked
 from .torch_private import on_thread_of_autograds
 from .where import is_users, users_line
@@ -54,6 +55,7 @@ __all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python
 # By identity: a code's hash goes through all its instructions.
 _FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which each start is heard, and no effect by itself
 _READ = frozenset(map(identity, READS))
+_LISTS = frozenset({list, deque})  # to which values may be appended
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
@@ -93,7 +95,8 @@ class Listener:
 
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `elsewhere`
     that of some which ran in other threads or were called by the garbage collector, and were no part of it,
-    `overlooked` what one of them was left out for, `loggers` what these were asked."""
+    `overlooked` what one of them was left out for, `loggers` what these were asked, `appended` what is to be said of the calls
+    that append to a list which outlives the call, by its identity."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
                  follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
@@ -105,6 +108,7 @@ class Listener:
         self.by_identity: dict[int, CodeType] = {}  # all functions that ran: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self.by_identity.values()
         self.elsewhere: dict[int, CodeType] = {}
+        self.appended: dict[int, list[Refusal]] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
@@ -114,7 +118,12 @@ class Listener:
         self._collecting = collecting
 
     def called(self, function: Any, owner: Any, frame: FrameType) -> None:
-        self._judge(of_call(function, owner, frame, self.outer), frame)
+        effect = of_call(function, owner, frame, self.outer)
+        if effect is not None and type(owner) in _LISTS and function.__name__ == "append" and self.concerned():
+            refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))
+            self.appended.setdefault(identity(owner), []).append(refusal)
+        elif not (effect is not None and is_table(owner) and function.__name__ == "__setitem__"):
+            self._judge(effect, frame)
 
     def started(self, frame: FrameType) -> None:
         if frame.f_code in ASKING and self.concerned():

@@ -70,7 +70,7 @@ class Objects:
     def __init__(self, heard: frozenset[str], ran: Ran | None, left: Left | None) -> None:
         self._heard = heard
         self._ran = ran
-        self._put: dict[int, set[str]] = defaultdict(set)  # of which objects it has put tensors into attributes
+        self._put: dict[int, set[Any]] = defaultdict(set)  # where it has put something: into what, and under which names
         for put in left.puts if left is not None else ():
             self._put[identity(put.of)].add(put.name)
         self._resumed: set[str] = set()  # what generators name, which may have run unheard
@@ -118,8 +118,9 @@ class Objects:
     # -- containers
 
     def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
-        self._hold(places.dictionary(path, d, watched=watched))
-        self._items(path, d)
+        put = self._put.get(identity(d))
+        self._hold(places.dictionary_without(path, d, put) if put else places.dictionary(path, d, watched=watched))
+        self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
 
     def _items(self, path: str, d: dict[Any, Any]) -> None:
         seen, work = self._seen, self._work
@@ -142,6 +143,11 @@ class Objects:
 
     def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
         dicts = [d for d in dicts if identity(d) not in self._seen]
+        for d in [d for d in dicts if identity(d) in self._put]:
+            self._seen.add(identity(d))
+            self.met.append(d)
+            self._dict(path, d)
+        dicts = [d for d in dicts if identity(d) not in self._put]
         self._hold(places.dictionaries(path, dicts, watched=watched))
         self.met += dicts
         self._seen.update(map(identity, dicts))
@@ -149,6 +155,8 @@ class Objects:
             self._items(path, d)
 
     def _list(self, path: str, values: list[Any] | deque[Any]) -> None:
+        if identity(values) in self._put:
+            return
         place = places.ordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
@@ -357,6 +365,8 @@ class Objects:
         self._objects.append(optimizer)
         own, groups = optimizer.__dict__, optimizer.param_groups
         room = room_of(optimizer)
+        if room is not None and any(identity(state) in self._put for state in own["state"].values()):
+            room = None
         self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and not (room and k == "state")])
         self._hold(places.dictionary(path, own) if room is None else places.without(path, own, "state"))
         self._items(path, own)
@@ -367,7 +377,7 @@ class Objects:
         self._seen.add(identity(outer))
         if room is None:
             self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
-            self._dict(f"{path}.state", outer, watched=True)
+            self._dict(f"{path}.state", outer)
         else:
             self._hold(places.nested(f"{path}.state", own, "state", room))
             self._items(f"{path}.state", outer)

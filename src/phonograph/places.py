@@ -11,7 +11,7 @@ import gc
 import hashlib
 import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain, cycle, islice, repeat
@@ -33,7 +33,9 @@ __all__ = [
     "cells",
     "dictionaries",
     "dictionary",
+    "dictionary_without",
     "frozen_array",
+    "is_table",
     "item",
     "kept",
     "key_label",
@@ -44,6 +46,7 @@ __all__ = [
     "slots",
     "some",
     "space",
+    "table_of",
     "unordered",
     "with_inner",
     "without",
@@ -86,9 +89,9 @@ class Holder(NamedTuple):
     `read` gives the values it holds now; `restore` puts such values back. `watched` says that the witness hears of
     changes, so that it need not be read before each replay; `dial`, that it is this (group identity, key) of an optimizer.
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
-    of `owner` holds, or the `contents` of a container. It lies `behind` a door (`doors.Room`), and need not be read while that
-    is shut. `spot` finds where the i-th of the values read lies. All of it is `inside` these dictionaries, if it is known of
-    any: while they have not changed, it has not.
+    of `owner` holds, or the `contents` of a container; it has these `tables`, dictionaries that are no object's attributes. It
+    lies `behind` a door (`doors.Room`), and need not be read while that is shut. `spot` finds where the i-th of the values read
+    lies. All of it is `inside` these dictionaries, if it is known of any: while they have not changed, it has not.
     """
 
     path: str
@@ -100,6 +103,7 @@ class Holder(NamedTuple):
     part: Part | None = None
     owner: Any = None
     contents: Contents | None = None
+    tables: Callable[[], Iterable[dict[Any, Any]]] = tuple
     behind: Any = None
     spot: Find | None = None
     inside: Callable[[], Sequence[Any]] | None = None
@@ -174,8 +178,17 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         nonlocal d
         d = to
 
-    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move), spot=_keyed(lambda k: item(d, k)),
-                  inside=lambda: (d,))  # fmt: skip
+    return Holder(path, read, restore, watched, keyed, contents=Contents(lambda: d, move), tables=lambda: [d],
+                  spot=_keyed(lambda k: item(d, k)), inside=lambda: (d,))  # fmt: skip
+
+
+def dictionary_without(path: str, d: dict[Any, Any], names: Set[Any]) -> Holder:
+    """The same, but for what is under these names: of them only counts where they stand."""
+
+    def read() -> Values:
+        return (len(d), *d, *[value for key, value in d.items() if key not in names])
+
+    return kept(path, read)
 
 
 _values: Callable[[Any], Any] = methodcaller("values")
@@ -212,7 +225,7 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
             i, values = i - n - 2 * total, values[n + 2 * total :]
         return path
 
-    return Holder(path, read, restore, watched, named, inside=lambda: dicts)
+    return Holder(path, read, restore, watched, named, tables=lambda: dicts, inside=lambda: dicts)
 
 
 def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:
@@ -283,7 +296,10 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
     def named(path: str, i: int, values: Values) -> str:
         return path
 
-    return Holder(path, read, restore, named=named, part=Part(held, held_of, named), behind=behind)
+    def tables() -> list[dict[Any, Any]]:
+        return [one for one in dict.values(d[name]) if isinstance(one, dict)]
+
+    return Holder(path, read, restore, named=named, part=Part(held, held_of, named), tables=tables, behind=behind)
 
 
 def _flat(value: Any) -> Values:
@@ -310,6 +326,19 @@ def own_dict(thing: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+_TABLES = (dict, OrderedDict, defaultdict)
+
+
+def is_table(thing: Any) -> bool:
+    """Whether this is a dictionary, and nothing but what it holds."""
+    return type(thing) in _TABLES
+
+
+def table_of(thing: Any) -> dict[Any, Any] | None:
+    """The dictionary in which an object has its attributes, or which it is."""
+    return thing if is_table(thing) else own_dict(thing)
 
 
 def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:

@@ -95,7 +95,7 @@ class Player:
         if recording.numbers:
             self._rebuild = reading(recording.numbers, self._rebuild)
         if recording.left.puts:
-            self._rebuild = putting(recording.left.puts, self._rebuild, more=bool(recording.edits) + bool(recording.gained))
+            self._rebuild = putting(recording.left, self._rebuild, more=bool(recording.edits) + bool(recording.gained))
         self._edits = recording.edits
         self._gained = recording.gained
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None

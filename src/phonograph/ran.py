@@ -18,7 +18,7 @@ from collections.abc import Collection, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import looks_around, matches, names_in, slight_use_in
+from .bytecode import looks_around, matches, names_in, slight_use_in, used_in_full
 from .mentions import likeness
 from .where import LIBRARY, is_torchs, is_users, origin
 
@@ -84,6 +84,16 @@ class Ran:
     def sets(self, attribute: str, *, of_module: bool) -> bool:
         """Whether it sets it, and does not read it before it has."""
         return self._use_of(attribute).sets and not (of_module and attribute in self._torchs)
+
+    def fills(self, name: str, *, of_module: bool) -> bool:
+        """Whether all that it does with what has this name, an attribute or a variable, is to append to it, or to set items."""
+        if self.looks_around or self.reads_fields or (of_module and name in self._torchs):
+            return False
+        return name not in self._used_in_full and name not in self._elsewhere
+
+    @functools.cached_property
+    def _used_in_full(self) -> frozenset[str]:
+        return _NONE.union(*map(used_in_full, self._others))
 
     def slightly(self, attribute: str, value: object, *, of_module: bool) -> bool:
         """Whether no more than the kind of what this attribute holds can matter: a number that is counted, or what is no

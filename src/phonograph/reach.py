@@ -56,7 +56,7 @@ from .left import Left, Put, kinds
 from .marked import is_marked
 from .mentions import CONSTRUCTORS, EVALUATED
 from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
-from .places import Holder, kept, own_dict
+from .places import Holder, is_table, kept, own_dict
 from .ran import Ran, is_resumed
 from .versions import of_class
 from .where import is_ours, is_users, users_line, written_out
@@ -95,6 +95,7 @@ class Reach(Objects):
         self.truncated = False  # there was more than could be looked at
         self._ways: dict[type, Enter] = {}  # how to enter an object of this type
         self._functions: list[FunctionType] = []
+        self._variables: set[int] = set()  # the identities of cells, of which each is one place in however many closures
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
@@ -166,13 +167,16 @@ class Reach(Objects):
         has `left`, but for what is `carried`."""
         if ran.reflects:
             return None
-        arguments = [Put(name, of, name) for of, name in carried.taken()]
-        if not (left.names or arguments or self._selected or any(self._kinds.values())):
+        arguments = [Put(str(name), of, name) for of, name in carried.places()]
+        if not (left.paths or arguments or self._selected or any(self._kinds.values())):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
-        names = [put.name for put in left.puts if not carried.has(put.of, put.name)] + [count.name for count in left.counts]
+        items = [*map(identity, left.items)]
+        puts = [put for put in (*left.puts, *arguments) if not (identity(put) in items or is_table(put.of))]
+        names = [put.name for put in puts if not carried.has(put.of, put.name)]
+        names += [*(count.name for count in left.counts), *left.lists]
         reads = part._any_attribute or any(map(part._named_otherwise, names))
-        return None if (left.names or arguments) and reads else part
+        return None if (puts or left.counts or left.lists) and reads else part
 
     # -- walking
 
@@ -252,6 +256,21 @@ class Reach(Objects):
         dicts = [own_dict(thing) for _, thing, _ in self._selected]
         dicts += [d for m in self.modules for d in (m._modules, m._parameters, m._buffers)]
         return any(name in d for d in dicts if d) or any(name in vars(k) for bases in self._kinds.values() for k in bases)
+
+    def called(self, container: Any) -> tuple[str, bool]:
+        """By which name code gets at a container, or at what holds it, and whether it is an attribute of a module; "" if there
+        are several names, or none."""
+        if identity(container) in self.shared:
+            return "", False
+        for holder in self.holders:
+            values = holder.read()
+            i = next((i for i, value in enumerate(values) if value is container), -1)
+            if i >= 0 and holder.contents is not None:
+                return self.called(holder.contents.now())
+            if i >= 0:
+                name = holder.label(i, values).rpartition(".")[2] if [*holder.tables()] == [] else ""
+                return name if name.isidentifier() else "", issubclass(type(holder.owner), torch.nn.Module)
+        return "", False
 
     def overlooked(self, ran: Iterable[CodeType]) -> Overlooked | None:
         """What this walk lacked, going by the code that ran in a capture."""
@@ -351,10 +370,11 @@ class Reach(Objects):
             place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             if not unbound:
                 self._hold(place)
-            for name, value in zip(f.__code__.co_freevars, place.read(), strict=True):
+            for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
-                else:
+                elif identity(cell) not in self._variables:
+                    self._variables.add(identity(cell))
                     self._work.append((name, value))
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:

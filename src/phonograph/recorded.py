@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -31,7 +32,7 @@ from torch.autograd import forward_ad
 
 from . import optimizers, ranks, torch_private
 from .backward import Backward
-from .carried import Carried, Carries
+from .carried import Carried, Carries, tensors_in
 from .checks import look, lookouts
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
@@ -46,6 +47,7 @@ from .identity import identity
 from .joint import TWICE, Joint
 from .keys import NoSignature
 from .known import KnownCalls, Undescribed
+from .left import APPENDED
 from .marked import MARK, Marked
 from .observe import Counters, Observed, Stats, logger, totals
 from .opened import layout_of
@@ -401,7 +403,7 @@ class Recorded(Observed, Generic[P, R]):
                     e.let_go()
                     return True, self._warm_up(call, args, kwargs)
                 except (Carries, Opens) as e:
-                    self._learn(e)
+                    self._learn(e, call)
                     call = self._described(args, kwargs)  # which has another signature now
                     self._history(call.key, history)
                     self._counters.calls -= 1
@@ -418,12 +420,12 @@ class Recorded(Observed, Generic[P, R]):
         refusal.let_go()
         return False, refusal
 
-    def _learn(self, of: Carries | Opens) -> None:
+    def _learn(self, of: Carries | Opens, call: Call) -> None:
         """A capture has shown by what else calls are to be described."""
         of.__traceback__ = of.__context__ = of.__cause__ = None  # which keep what it has made
         if isinstance(of, Opens):
             self._regulars.by_attributes |= of.kinds
-        elif not self._carried.learn(of.places):
+        elif not self._carried.learn(of.places, self._reach(call).met):
             raise RuntimeError(f"{of.places[0].path} is known to be carried")
 
     def _broken(self, found: Found, history: History) -> str | None:
@@ -847,7 +849,7 @@ class Recorded(Observed, Generic[P, R]):
         with uncollected():
             reach = Reach([(self.name, self._function), *objects, *parameters, *classes, *met], self._heard)
         reach.packages = self._packages
-        for t in self._carried.standing():  # an argument, wherever else it is found
+        for t in chain.from_iterable(map(tensors_in, self._carried.standing())):  # an argument, wherever else it is found
             reach.tensors.pop(identity(t), None)
         self._regulars.bind(filter(_among(reach.met), call.containers))
         self._regulars.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
@@ -981,6 +983,8 @@ class Recorded(Observed, Generic[P, R]):
                     raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:
                     raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
+                if (appended := [put.path for put in recording.left.puts if put.name is APPENDED]) and self.options.verify:
+                    raise Refusal(f"appends to {appended[0]}, which verify would do twice", "record it without verify")
                 return recording
             except Overlooked as e:
                 self._heard |= e.names

@@ -48,6 +48,7 @@ from .mentions import CYCLED, HISTORY, LIVE
 from .numerals import without
 from .opened import layout_of
 from .optimizers import fit_to_step
+from .places import is_table
 from .pool import Lease, unowned
 from .ran import Ran
 from .ranks import follow_program
@@ -72,7 +73,7 @@ from .torch_private import (
     wait_for_all,
 )
 from .tracing import Tracing
-from .trees import Edit, Opening, Opens, entries, flatten, goes_by_pytree, opened_in, unflatten
+from .trees import Edit, Opening, Opens, containers, entries, flatten, goes_by_pytree, opened_in, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
@@ -221,8 +222,9 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         changes = snapshot.changes()  # `self.seen = []` is none
         relied = None if changes else _relied(captured, reach, terms.carried)
         changes += left.paths if relied is None else []
-        if captured.watch.parts and (carried := next((p.path for p in left.puts if terms.carried.has(p.of, p.name)), "")):
-            raise Refusal(f"sets {carried}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
+        seen = [p.path for p in left.puts if terms.carried.has(p.of, p.name) or p in left.items] if captured.watch.parts else []
+        if seen:
+            raise Refusal(f"sets {seen[0]}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
         if changes:
             steps = [name for name in changes if name.endswith(".last_epoch")]
             changes, remedy = (steps, _SCHEDULER) if steps else (changes, _OUTLIVES)
@@ -242,9 +244,15 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         with _placed(lambda _: returned_at(function)):
             plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
+        late = [p.path for p in left.items] + [p.path for p in terms.carried.unread() if is_table(p.of)]
+        if backward is not None and backward.function is not None and late:
+            raise Refusal(f"sets {late[0]}, and has code that runs in its backward, which may read what was there",
+                          "record the whole step")  # fmt: skip
         copied = tuple(leases.pop(key) for key in captured.copied)
         captured.program.copies(outputs.moulds(plan, copied))
-        entangled = _entangling(captured.watch, reach, call)
+        entangled = _entangling(captured.watch, reach, call, left)
+        if any(map(entangled.filled.__contains__, map(identity, call.containers))):
+            raise Refusal(Entangled.REASON, "pass a copy", this_call=True)
         _separate(call, entangled)
         relied = relied or reach
         snapshot = snapshot if relied is reach else Snapshot(relied)
@@ -678,9 +686,19 @@ def _capture(
         if all_of_it is not None and alone() and not (terms.borrow or watch.runs_python):
             # Whether it is another tensor of the call's, nobody could say of what stands in for one.
             carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
-            left[0] = left_by(found_there, all_of_it, carried, lambda t: storage_id(t) in watch.touched)
+            appended = {key: len(calls) for key, calls in listener.appended.items()}
+            # Whoever asks where a tensor comes from may look at one that no operator reads.
+            handed_on = _memory_in((result, [values for _, values in edited])) if not reach.mentions.asks_history else None
+            left[0] = left_by(found_there, all_of_it, carried, watch.touched, handed_on, appended, reach.called,
+                              tracing is not None)  # fmt: skip
+        filled = {identity(put.of) for put in left[0].items}
+        for refusals in (calls for key, calls in listener.appended.items() if key not in filled):
+            raise refusals[0]
         standing.pop()()
         if left[0].puts:
+            once = [*map(identity, chain.from_iterable(containers(x) for x in (result, *[put.new for put in left[0].puts])))]
+            if len({*once}) < len(once) or not outer.isdisjoint({*once} - filled):
+                raise Refusal(f"keeps a container in {left[0].paths[0]} that is found elsewhere as well", "use a new one")
             result = (result, [put.new for put in left[0].puts])
             left[0] = left[0].after()
         edits = [edit for edit, _ in edited]
@@ -693,7 +711,7 @@ def _capture(
             for i in gained:
                 seen[i].grad = None
         result, read = without(result, {*map(identity, built)})
-        returned.append(Returned.of(result, edits, gained, built, outer))
+        returned.append(Returned.of(result, edits, gained, built, outer, filled))
         result = returned[0].leaves
         numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         wait_for_all(result)
@@ -820,6 +838,16 @@ def _sealed(built: list[Any], held: list[dict[Any, Any] | None]) -> list[Any]:
     return found
 
 
+def _memory_in(tree: Any) -> set[int] | None:
+    """The storages of the tensors in what a call hands on, None if there may be any."""
+    leaves: list[Any] = []
+    try:
+        flatten(tree, leaves, Opening())
+    except RecursionError:
+        return None
+    return {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+
+
 def _gained(call: Call, slots: list[torch.Tensor]) -> list[int]:
     """Which arguments have a gradient now: they had none, or would stand for themselves. (What stands for one with a history is
     a leaf as well, but the gradient is not for that: a backward goes on from there.)"""
@@ -867,7 +895,7 @@ def _separate(call: Call, entangled: Entangled) -> None:
         raise Refusal(Entangled.REASON, "pass a clone", this_call=True)
 
 
-def _entangling(watch: Any, reach: Reach, call: Call) -> Entangled:
+def _entangling(watch: Any, reach: Reach, call: Call, left: Left) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     if not watch.written.keys().isdisjoint(watch.slot_ids):
@@ -881,7 +909,7 @@ def _entangling(watch: Any, reach: Reach, call: Call) -> Entangled:
     tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
     given = {identity(x) for x in call.leaves}
     objects = [x for x in reach.met if layout_of(type(x)) is not None and identity(x) not in given]
-    return Entangled(tensors, storages.values(), objects)
+    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items])
 
 
 @contextmanager

@@ -102,11 +102,14 @@ def memory_of(t: torch.Tensor) -> tuple[int, int]:
 
 class Entangled:
     """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
-    share; objects likewise, which may not be taken apart. Weakly: when a storage is gone, its memory is somebody else's."""
+    share; objects, and containers that it fills, likewise, which may not be taken apart. Weakly, but for containers: when a
+    storage is gone, its memory is somebody else's."""
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (), objects: Iterable[Any] = ()
+        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (), objects: Iterable[Any] = (),
+        filled: Iterable[Any] = (),
     ) -> None:  # fmt: skip
+        self.filled = {identity(c): c for c in filled}
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
@@ -121,6 +124,7 @@ class Entangled:
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
         self._objects |= other._objects
+        self.filled |= other.filled
         self._storages |= other._storages
         self.spans = Spans(self._storages)
         return self
@@ -131,6 +135,8 @@ class Entangled:
 
     def reaches(self, thing: Any) -> bool:
         """Whether an object is such a one."""
+        if identity(thing) in self.filled:
+            return True
         known = self._objects.get(identity(thing))
         return known is not None and known() is thing
 

@@ -649,7 +649,9 @@ def not_heard(things: Iterable[object]) -> None:
 
 def is_heard_of(holder: Holder) -> bool:
     """Whether the witness hears of changes in a place."""
-    return holder.watched and identity(holder.owner) not in _unheard
+    if not holder.watched or identity(holder.owner) in _unheard:
+        return False
+    return not _unheard or _unheard.isdisjoint(map(identity, holder.tables()))
 
 
 def _taking_turns(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Callable[[list[Any]], bool], list[torch.Tensor]]]:

@@ -32,16 +32,18 @@ class Returned(NamedTuple):
     gained: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int]) -> Returned:
-        """Of a call that was given the containers `built`, and could reach `outer`."""
+    def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int],
+           filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
+        """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
         numbers = {identity(c): i for i, c in enumerate(built)}
-        opening, leaves = Opening(numbers, outer), list[Any]()
+        shut = numbers.keys() | filled
+        opening, leaves = Opening(shut, outer), list[Any]()
         shape = opening.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
-        return cls(tree, shape, leaves, opening.containers, Opening(numbers, outer), tuple(edits), tuple(gained))
+        return cls(tree, shape, leaves, opening.containers, Opening(shut, outer), tuple(edits), tuple(gained))
 
     def again(self) -> Node | None:
         """Its shape, found once more."""

@@ -45,7 +45,8 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream",
            "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
            "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
-           "steps_captured", "steps_itself", "storage_at", "take_cublas_workspace", "tensor_check", "traced_stack",
+           "steps_captured", "steps_itself", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
+           "traced_stack",
            "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like",
            "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
            "without_modes", "written_by_graph"]  # fmt: skip
@@ -282,6 +283,11 @@ def _gives_storage(t: torch.Tensor) -> bool:
 _has_storage: Callable[[torch.Tensor], bool] = getattr(torch._C, "_has_storage", _gives_storage)
 _is_functional: Callable[[torch.Tensor], bool] = getattr(torch, "_is_functional_tensor", lambda t: False)
 _is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zerotensor", lambda t: False)
+
+
+def storage_id(t: torch.Tensor) -> int:
+    """The identity of a tensor's memory: the same for all its views, for as long as it lives."""
+    return int(t.untyped_storage()._cdata)
 
 
 def has_memory(t: torch.Tensor) -> bool:

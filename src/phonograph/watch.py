@@ -50,6 +50,7 @@ from .torch_private import (
     kind_of,
     not_compiled_by_itself,
     say_themselves,
+    storage_id,
     waits_by_itself,
     without_modes,
 )
@@ -63,11 +64,6 @@ if TYPE_CHECKING:
     from .forms import Meta
 
 __all__ = ["CHECKS", "OperatorWatch", "storage_id"]
-
-
-def storage_id(t: torch.Tensor) -> int:
-    """The identity of a tensor's memory: the same for all its views, for as long as it lives."""
-    return int(t.untyped_storage()._cdata)
 
 
 _GIVEN = operators.meaning(torch.ops.aten.alias.default)

@@ -924,7 +924,7 @@ def losses_in_a_list(device):
     def f(x):
         y = x * 2
         losses.append(y)  # here
-        return y
+        return y * len(losses)
 
     for call in recorded(f):
         call(ramp(device, 4))
