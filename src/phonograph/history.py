@@ -94,10 +94,10 @@ class History:
         time, or when it came first; None if that is now."""
         return self.crowded if self.crowded is not None else self.met if self.repeats else None
 
-    def still(self) -> Refusal | None:
-        """Why this call runs live, if it does. Each call that asks counts as one that does."""
+    def still(self, calls: int = 1) -> Refusal | None:
+        """Why this call runs live, if it does. Each call that asks counts as one that does, or as so many."""
         if self.waits:
-            self.waits -= 1
+            self.waits = max(0, self.waits - calls)
             if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
                 self.refusal = None
                 if self.crowded is None:
@@ -106,9 +106,9 @@ class History:
             return self.refusal
         change = None
         for refusal, grounds in self.standing:  # the last one first
-            found = grounds.changed()
+            found = grounds.changed(calls)
             if found is None:
-                self.held += 1
+                self.held += calls
                 self.over, self.tried = None, False
                 return refusal
             change = change or found

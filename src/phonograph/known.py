@@ -6,8 +6,7 @@ and again: for those, one comparison in C++ (torch.compile's guards) and one of 
 signature. A known call is made once and kept with its signature. Which one comes next is guessed from what came after the last
 one the time before: so kinds that take turns (two shapes, train and eval) are recognised as fast as one.
 
-A signature that runs live for good has a known call as well. It leads to the function itself, and as long as there is nothing
-but such, most calls get only the glance in C++: one that is taken for another by that runs live a few times more than it must.
+A signature that runs live for good has a known call as well, which leads to the function itself.
 """
 
 from __future__ import annotations
@@ -37,9 +36,11 @@ from .where import written_out
 
 __all__ = ["KnownCall", "KnownCalls", "Undescribed"]
 
-_REFUSED = 32  # known calls, from which on one that runs live takes the place of another such
+_REFUSED = 256  # known calls, from which on one that runs live takes the place of another such
+_ALIKE = 32  # of the same size, among which one is looked for
+_DEEP = 4  # containers in each other, in whose first place that is
 
-_PAUSE = 15  # calls at most that are not looked at closely, where all run live
+_PAUSE = 15  # calls at most that are not tried to be described
 _ROW = 4  # calls in a row that cannot be described, after which not each is tried
 
 _PLACES = 256  # of arguments that are remembered
@@ -59,12 +60,12 @@ class KnownCall:
     both stay current.
     """
 
-    __slots__ = ("_aliases", "_alignments", "_among", "_check", "_clear", "_count", "_given", "_grad", "_guess", "_leaves",
-                 "_pause", "_spans", "_state", "_trust", "_unchanged", "_unlooked", "history", "next", "players")  # fmt: skip
+    __slots__ = ("_aliases", "_alignments", "_check", "_clear", "_count", "_given", "_guess", "_leaves", "_spans", "_state",
+                 "_trust", "_unchanged", "history", "next", "players")  # fmt: skip
 
     def __init__(
         self, call: Call, check: Callable[..., bool], given: _Given | None, still: Callable[[], bool], players: list[Player],
-        state: Entangled, history: History | None, among: KnownCalls,
+        state: Entangled, history: History | None,
     ) -> None:  # fmt: skip
         tensors = call.tensors
         self._check = check
@@ -84,18 +85,13 @@ class KnownCall:
         self.next = self  # the one that came after this one last time
         self.history = history
         """Of a signature that runs live: what says for how long."""
-        self._among = among
-        self._grad = torch.is_grad_enabled()
-        self._unlooked = self._pause = 0
         self._guess: Player | None = None  # the one that was played last, where what those before it rely on is not so
         self._trust = 0
         self._spans: Any = None
         self._clear: set[tuple[int, ...]] = set()  # where arguments have lain that met nothing of these spans
 
     @staticmethod
-    def of(
-        call: Call, players: list[Player], state: Entangled, history: History | None, among: KnownCalls
-    ) -> KnownCall | None:  # fmt: skip
+    def of(call: Call, players: list[Player], state: Entangled, history: History | None) -> KnownCall | None:
         """For this call's signature, or None where it takes more to recognise one, or to play it: where it may be that the call
         has to be begun again, or has to be refused."""
         if call.lent or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
@@ -110,7 +106,7 @@ class KnownCall:
         check = tensor_check(call.tensors) if call.tensors else _not_transformed
         if check is None or not still():
             return None
-        return KnownCall(call, check, given, still, players, state, history, among)
+        return KnownCall(call, check, given, still, players, state, history)
 
     def knows(self, players: list[Player]) -> bool:
         """Whether it would be made again as it is: for these players, in the modes as they are now."""
@@ -132,20 +128,7 @@ class KnownCall:
         elif kwargs:
             return None
         n = self._count
-        if len(args) != n or not self._check(*args):
-            return None
-        if self._unlooked and self._among.all_live and torch.is_grad_enabled() is self._grad:
-            self._unlooked -= 1
-            return args
-        self._unlooked = 0
-        fitting = self._fitting(args, n)
-        self._pause = min(2 * self._pause + 1, _PAUSE) if fitting is not None else 0
-        if self.history is not None:
-            self._unlooked = self._pause
-        return fitting
-
-    def _fitting(self, args: _Tensors, n: int) -> _Tensors | None:
-        if not self._still():
+        if len(args) != n or not self._check(*args) or not self._still():
             return None
         # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
         places = (*map(address, args),)
@@ -197,20 +180,15 @@ class KnownCall:
 
 
 class KnownCalls:
-    """Those of one function, each with its signature."""
+    """Those of one function, each with its signature, and among those with a first argument of the same size."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Any, KnownCall] = {}
-        self._all: tuple[KnownCall, ...] = ()
+        self._by_key: dict[Any, tuple[KnownCall, Any]] = {}
+        self._by_size: dict[Any, tuple[KnownCall, ...]] = {}
         self._last: KnownCall | None = None
-        self.all_live = False
-
-    def _set(self, all_of_them: tuple[KnownCall, ...]) -> None:
-        self._all = all_of_them
-        self.all_live = all(known.history is not None for known in all_of_them)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_key)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[KnownCall, _Tensors] | None:
         """The kind of this call, and its tensors."""
@@ -221,7 +199,7 @@ class KnownCalls:
         tensors = known.fits(args, kwargs)
         if tensors is None:
             guess = known
-            for known in self._all:
+            for known in self._by_size.get(_size(args, kwargs), ()):
                 if known is not guess and (tensors := known.fits(args, kwargs)) is not None:
                     break
             else:
@@ -232,37 +210,54 @@ class KnownCalls:
 
     def learn(self, call: Call, players: list[Player], state: Entangled, history: History | None = None) -> None:
         """A call of this signature was played, or is refused: the next one is known, if that can be."""
-        known = self._by_key.get(call.key)
+        known, size = self._by_key.get(call.key, (None, None))
         if known is not None and known.knows(players):
             return
         self.forget(call.key)
-        known = KnownCall.of(call, players, state, history, self)
-        if known is not None:
-            if history is not None and len(self._all) >= _REFUSED:
-                self._forget_one_refused()
-            self._by_key[call.key] = known
-            self._set((known, *self._all))
-            self._last = self._last or known
+        known, size = KnownCall.of(call, players, state, history), _size(*call.like)
+        if known is None:
+            return
+        if history is not None and len(self._by_key) >= _REFUSED:
+            self._forget_one_refused()
+        self._by_key[call.key] = known, size
+        self._by_size[size] = known, *self._by_size.get(size, ())[: _ALIKE - 1]
+        self._last = self._last or known
 
     def forget(self, key: Any) -> None:
         """The recordings of a signature are others, or gone."""
-        gone = self._by_key.pop(key, None)
+        gone, size = self._by_key.pop(key, (None, None))
         if gone is None:
             return
-        self._set(tuple([known for known in self._all if known is not gone]))
-        self._last = next(iter(self._all), None) if self._last is gone else self._last
-        for known in self._all:
+        self._by_size[size] = tuple([known for known in self._by_size[size] if known is not gone])
+        if not self._by_size[size]:
+            del self._by_size[size]
+        others = [known for known, _ in self._by_key.values()]
+        self._last = next(iter(others), None) if self._last is gone else self._last
+        for known in others:
             known.next = known if known.next is gone else known.next
         gone.next = gone
 
     def _forget_one_refused(self) -> None:
         """The one that has been known for longest."""
-        self.forget(next((key for key, known in self._by_key.items() if known.history is not None), None))
+        self.forget(next((key for key, (known, _) in self._by_key.items() if known.history is not None), None))
 
     def clear(self) -> None:
-        for known in self._all:
+        for known, _ in self._by_key.values():
             known.next = known
-        self._by_key, self._all, self._last = {}, (), None
+        self._by_key, self._by_size, self._last = {}, {}, None
+
+
+def _size(args: Any, kwargs: dict[str, Any]) -> Any:
+    """The shape of the first argument, or of what it has in it first, if that is a tensor; otherwise of what kind it is."""
+    found: Any = (args, kwargs) if args else kwargs
+    for _ in range(_DEEP):
+        if type(found) is dict:
+            found = next(iter(found.values()), None)
+        elif type(found) in (tuple, list):
+            found = found[0] if found else None
+        else:
+            break
+    return found.shape if isinstance(found, torch.Tensor) else type(found)
 
 
 class Undescribed:

@@ -61,6 +61,7 @@ from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import BEGINS_ANEW, MEMORY, Entangled, Recording
 from .regulars import Regulars
+from .resting import Rest
 from .segments import Cuts, Diverged, Unmarked
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes, stands_in
@@ -206,7 +207,7 @@ class Recorded(Observed, Generic[P, R]):
         self._growth = Growth()
         self._naming: Naming | None = None
         self._reset_wanted = False
-        self._known_calls, self._undescribed = KnownCalls(), Undescribed()
+        self._known_calls, self._undescribed, self._rest = KnownCalls(), Undescribed(), Rest()
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self._trials: dict[Any, Trial] = {}  # of recordings that have yet to show that they pay, by signature
@@ -297,6 +298,9 @@ class Recorded(Observed, Generic[P, R]):
             return self._function(*args, **kwargs)
         if self._timing:
             return self._timed(args, kwargs)  # type: ignore[no-any-return]
+        if (refusal := self._rest.refusal) is not None and self._rest.passes():
+            self._count_free(refusal)
+            return self._function(*args, **kwargs)
         if not lock.acquire(False) and not waited():
             self._counters.calls += 1
             self._counters.live += 1
@@ -305,7 +309,7 @@ class Recorded(Observed, Generic[P, R]):
             known = self._known_calls.find(args, self._with_state(kwargs))
             if known is not None:
                 kind, tensors = known
-                free = None if kind.history is None else kind.history.still()
+                free = None if kind.history is None else self._still(kind.history)
                 if kind.history is None and (played := kind.play(tensors)) is not None:
                     counters = self._counters
                     result, copied = played
@@ -327,6 +331,20 @@ class Recorded(Observed, Generic[P, R]):
         if traced:
             return self._function(*args, **kwargs)
         return value if answered else self._refused(value, args, kwargs)  # live, and no business of other threads
+
+    def _still(self, history: History) -> Refusal | None:
+        """Why a call of this signature runs live, if it does."""
+        calls = self._rest.looked()
+        self._counted_from += calls - 1
+        refusal = history.still(calls)
+        if refusal is not None:
+            self._rests(refusal)
+        return refusal
+
+    def _rests(self, refusal: Refusal) -> None:
+        """Another call runs live of which that was to be expected; perhaps the next few are not looked at."""
+        if not (len(self._shelf) or self._trials) and self.options.fallback != "error":
+            self._rest.note(refusal)
 
     def _count_free(self, refusal: Refusal) -> None:
         """Count a call that runs live, of what has been said to do so."""
@@ -358,7 +376,7 @@ class Recorded(Observed, Generic[P, R]):
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
                     return True, self._play(found.player, call)
                 history = self._history(call.key)
-                refusal = history.still()
+                refusal = self._still(history)
                 if refusal is not None:
                     if call.key in self._trials:
                         self._note_grounds(self._trials[call.key], call)
@@ -381,7 +399,9 @@ class Recorded(Observed, Generic[P, R]):
                     history.warm += 1
                     if history.warm == 1:
                         self._note_signature(call)
+                    self._rest.doubt()
                     return True, self._warm_up(call, args, kwargs)
+                self._rest.doubt()
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
                 gone = gone or found.broken == MEMORY  # to which nothing of the user's has happened
@@ -642,8 +662,10 @@ class Recorded(Observed, Generic[P, R]):
         if self._counters.calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
             self._unrepeated, self._counted_from = 1, self._counters.calls
         if self._unrepeated > _UNREPEATED and self._differs:
-            raise Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
-                          "tensors; pad tensors to a few shapes (shapes=)", users_line())  # fmt: skip
+            refusal = Refusal(f"is called with {self._differs} nearly each time", "pass numbers that change as "
+                              "tensors; pad tensors to a few shapes (shapes=)", users_line())  # fmt: skip
+            self._rests(refusal)
+            raise refusal
 
     def _growing(self, call: Call, history: History) -> None:
         """A signature comes for the first time: perhaps it is one of which each call has another, one longer than the last.
@@ -653,6 +675,7 @@ class Recorded(Observed, Generic[P, R]):
         refusal = self._growth.of(call, self._counters.calls, self._named())
         if refusal is not None:
             history.warm += 1
+            self._rests(refusal)
             raise refusal
 
     def _note_again(self, history: History) -> None:
@@ -747,12 +770,17 @@ class Recorded(Observed, Generic[P, R]):
 
     def _stop(self, refusal: Refusal) -> None:
         """A backward has shown that calls have to run live where gradients are wanted."""
-        self._known_calls.clear()
+        self._forget_known()
         self._stopped = refusal.at(users_line())
+
+    def _forget_known(self) -> None:
+        """The next call is taken apart."""
+        self._known_calls.clear()
+        self._rest.over()
 
     def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
         """Likewise, should this say so at the next call."""
-        self._known_calls.clear()
+        self._forget_known()
         self._for_good = None
         self._doubts.append((broken, refusal))
 
@@ -1084,11 +1112,11 @@ class Recorded(Observed, Generic[P, R]):
         if inside() or recording_here() or (not lock.acquire(False) and not waited()):
             for one in (self, *self._bound):
                 one._reset_wanted, one._for_good = True, None
-                one._known_calls.clear()
+                one._forget_known()
             return
         try:
             self._reset_wanted = False
-            self._known_calls, self._undescribed = KnownCalls(), Undescribed()
+            self._known_calls, self._undescribed, self._rest = KnownCalls(), Undescribed(), Rest()
             self._drop([*self._shelf.clear(), *(player for trial in self._trials.values() for player in trial.aside)])
             self._trials.clear()
             self._timing = False

@@ -40,7 +40,7 @@ class Standing(NamedTuple):
 class Lasting:
     """The grounds of what is over when somebody says so."""
 
-    def changed(self) -> None:
+    def changed(self, _calls: int = 1) -> None:
         """Nothing is."""
 
 
@@ -77,9 +77,9 @@ class Grounds(Entries):
         self._heard_change: str | None = None
         self._change: str | None = None
 
-    def changed(self) -> str | None:
-        """What is something else than it was, by name, as far as that is known. Each call that asks counts."""
-        self._asked = asked = self._asked + 1
+    def changed(self, calls: int = 1) -> str | None:
+        """What is something else than it was, by name, as far as that is known. Each call that asks counts, or so many."""
+        self._asked = asked = self._asked + calls
         if asked < self._next and witness.epoch == self._epoch:
             return self._change
         heard = witness.epoch != self._epoch and asked >= self._next_whole

@@ -240,3 +240,96 @@ def test_c21_fallback_error_raises_each_time(device):
     for _ in range(8):
         with pytest.raises(pg.Unrecordable, match="host"):
             g(ramp(device, 3))
+
+
+def _grows(device):
+    """Each text is longer than the one before, and than all others."""
+    return lambda g, n: g(ramp(device, 1, 3 + n))
+
+
+def _grows_and_begins_again(device):
+    return lambda g, n: g(ramp(device, 1, 3 + n % 70))
+
+
+def _slides_over_a_text_that_grows(device):
+    text = ramp(device, 1, 500)
+    return lambda g, n: g(text[:, : n + 9].clone()[:, -8:])
+
+
+def _never_the_same(device):
+    return lambda g, n: g(ramp(device, 3 + (n * n + 7 * n) % 1009))
+
+
+NEW_EACH_TIME = [(_grows, False), (_grows, True), (_grows_and_begins_again, True), (_slides_over_a_text_that_grows, False),
+                 (_slides_over_a_text_that_grows, True), (_never_the_same, False), (_never_the_same, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "reads"), NEW_EACH_TIME)
+def test_c21_sizes_that_are_new_each_time(device, case, reads, done):
+    inside = Inside()
+
+    def f(x):
+        inside()
+        return x * (x.sum().item() if reads else 2)
+
+    g, call = pg.record(f), case(device)
+    for n in range(300):
+        assert_same(call(g, n), call(f, n))
+    done.clear()
+    inside.seen.clear()
+    stats = pg.stats(g)
+    for n in range(300, 364):
+        assert_same(call(g, n), call(f, n))
+    looked = done.count("describe")
+    assert looked <= 64 / 8, pg.explain(g)
+    assert len({*inside.seen}) <= 2 + 2 * looked
+    now = pg.stats(g)
+    assert (now.calls, now.live, now.recorded) == (stats.calls + 64, stats.live + 64, 0)
+    assert sum(now.refusals.values()) >= sum(stats.refusals.values()) + 64 - looked
+
+
+def test_c21_many_kinds_that_run_live_beside_one_that_is_recorded(device, done):
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    generator = torch.Generator().manual_seed(0)
+    sizes = [1, *range(3, 83)]
+    for n in [1] * 3 + sizes * 3:
+        f(ramp(device, n))
+    done.clear()
+    for i in torch.randint(0, len(sizes), (200,), generator=generator).tolist():
+        x = ramp(device, sizes[i])
+        assert_same(f(x), x * 2 if x.numel() == 1 else x * x.sum().item())
+    assert done.count("describe") == 0
+    assert pg.stats(f).recorded == 1
+
+
+@pytest.mark.parametrize("often", [1, 2, 5])
+def test_c11_what_can_be_recorded_is_found_among_many_that_cannot(device, often):
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    for _ in range(100):
+        f(ramp(device, 3))
+    for n in range(400):
+        f(ramp(device, 3 if n % often else 1))
+    assert pg.stats(f).recorded == 1
+    replayed = pg.stats(f).replayed
+    f(ramp(device, 1))
+    assert pg.stats(f).replayed == replayed + 1
+
+
+def test_c21_flags_that_change_while_no_call_is_looked_at(device):
+    layer = torch.nn.Dropout(0.0).to(device)
+
+    def f(x):
+        x = layer(x)
+        return x * x.sum().item() if layer.training else x * 2
+
+    g, x = pg.record(f), ramp(device, 3)
+    for _ in range(100):
+        g(x)
+    layer.eval()
+    live = pg.stats(g).live
+    for _ in range(8):
+        assert_same(g(x), x * 2)
+    assert pg.stats(g).live == live + 1
+    layer.train()
+    for _ in range(8):
+        assert_same(g(x), x * x.sum().item())
