@@ -17,6 +17,7 @@ CHANGES = 8  # recordings that one signature may outgrow because something outsi
 _FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
 _STANDING = 4  # refusals of one signature that each stand while their grounds hold: in training, with another flag...
 _ROOM = 8  # live calls of one signature, after which it takes the place of a recording that was not played meanwhile
+_SPARED = 16  # live calls, after which a signature is tried although others like it could not be recorded
 PATIENCE = 64  # live calls after which it is tried again, the first time; each time it waits twice as long
 
 
@@ -24,8 +25,8 @@ class History:
     """Of one signature."""
 
     __slots__ = ("attached", "attempts", "changes", "crowded", "device", "failing", "held", "left", "met", "notes", "over",
-                 "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room", "split", "standing", "torn",
-                 "tried", "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
+                 "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room", "spared", "split", "standing",
+                 "torn", "tried", "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -36,6 +37,7 @@ class History:
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.split = split  # operators that run live between segments
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
+        self.spared: Refusal | None = None  # why it was not tried for some live calls: others like it could not be recorded
         self.torn = False  # a marked function has done what a replay could not go on after
         self.device: torch.device | None = None  # where calls without any tensor work, as far as a capture has shown it
         self.left = 0  # bytes that the last live call has left on the device: its results, and what its backward will read
@@ -83,6 +85,11 @@ class History:
         self.patience *= 2
         return refusal
 
+    def spare(self, refusal: Refusal) -> None:
+        """Others like it could not be recorded: it is tried if it comes again and again."""
+        self.refuse(refusal)
+        self.waits, self.spared = _SPARED, refusal
+
     def begin_again(self, refusal: Refusal) -> None:
         """It is to be captured in another way, and this refusal does not count."""
         self.attempts, self.refusal, self.waits = 0, None, 0
@@ -94,13 +101,15 @@ class History:
         time, or when it came first; None if that is now."""
         return self.crowded if self.crowded is not None else self.met if self.repeats else None
 
-    def still(self, calls: int = 1) -> Refusal | None:
-        """Why this call runs live, if it does. Each call that asks counts as one that does, or as so many."""
+    def still(self, calls: int = 1, *, alone: bool = True) -> Refusal | None:
+        """Why this call runs live, if it does. Each call that asks counts as one that does, or as so many; `alone`: of this
+        signature, as far as is known."""
         if self.waits:
-            self.waits = max(0, self.waits - calls)
+            spared = self.spared is not None and self.refusal is self.spared
+            self.waits = max(0, self.waits - (calls if alone or not spared else 1))
             if not self.waits:  # many things change for some time only: a weight that grows to 1, models that are made in turn
                 self.refusal = None
-                if self.crowded is None:
+                if self.crowded is None and not spared:
                     self.changes = CHANGES - 1
         if not self.standing:
             return self.refusal

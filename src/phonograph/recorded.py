@@ -61,7 +61,7 @@ from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import BEGINS_ANEW, MEMORY, Entangled, Recording
 from .regulars import Regulars
-from .resting import Rest
+from .resting import Alike, Rest
 from .segments import Cuts, Diverged, Unmarked
 from .shelf import Found, Shelf
 from .signature import Call, describe, modes, stands_in
@@ -204,7 +204,7 @@ class Recorded(Observed, Generic[P, R]):
         self._counted_from = 0  # ...since the function had so many calls
         self._last_key: Any = None
         self._differs = ""  # how the last of those differs from the one before
-        self._growth = Growth()
+        self._growth, self._alike = Growth(), Alike()
         self._naming: Naming | None = None
         self._reset_wanted = False
         self._known_calls, self._undescribed, self._rest = KnownCalls(), Undescribed(), Rest()
@@ -336,7 +336,8 @@ class Recorded(Observed, Generic[P, R]):
         """Why a call of this signature runs live, if it does."""
         calls = self._rest.looked()
         self._counted_from += calls - 1
-        refusal = history.still(calls)
+        refusal = history.still(calls, alone=self._rest.of == identity(history))
+        self._rest.of = identity(history)
         if refusal is not None:
             self._rests(refusal)
         return refusal
@@ -395,6 +396,7 @@ class Recorded(Observed, Generic[P, R]):
                     history.met = next(uses)
                     if self._watches_sizes:
                         self._growing(call, history)
+                self._spare(call, history)
                 if history.warm < self.options.warmup:
                     history.warm += 1
                     if history.warm == 1:
@@ -582,6 +584,7 @@ class Recorded(Observed, Generic[P, R]):
             history.attempts += 1
             if last:
                 self._refuse(history, refusal, grounds)
+                self._alike.failed(call, refusal, grounds)
             raise
 
     def _refuse(self, history: History, refusal: Refusal, grounds: Grounds | None) -> None:
@@ -675,6 +678,17 @@ class Recorded(Observed, Generic[P, R]):
         refusal = self._growth.of(call, self._counters.calls, self._named())
         if refusal is not None:
             history.warm += 1
+            self._rests(refusal)
+            raise refusal
+
+    def _spare(self, call: Call, history: History) -> None:
+        """Nothing is known yet of a signature: perhaps others like it could not be recorded, one after the other."""
+        known = history.spared or history.tried or history.attempts or history.over or self._shelf.of(call.key)
+        if known or self._marked or self.options.fallback != "live":
+            return
+        refusal = self._alike.expected(call)
+        if refusal is not None:
+            history.spare(refusal)
             self._rests(refusal)
             raise refusal
 
@@ -945,6 +959,7 @@ class Recorded(Observed, Generic[P, R]):
         self._entangled |= recording.entangled
         self._devices.add(device)
         self._counters.recorded += 1
+        self._alike.made()
         totals().recorded += 1
         self._unplayed += 1
         self._known_calls.forget(call.key)
@@ -1127,7 +1142,7 @@ class Recorded(Observed, Generic[P, R]):
             self._carried = Carried(self._carried.learns)
             self._following = Following()
             self._unrepeated, self._counted_from, self._displaced = 0, self._counters.calls, 0
-            self._growth = Growth()
+            self._growth, self._alike = Growth(), Alike()
             self._stopped = self._for_good = None
             self._packages = Packages()
             self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))

@@ -333,3 +333,30 @@ def test_c21_flags_that_change_while_no_call_is_looked_at(device):
     layer.train()
     for _ in range(8):
         assert_same(g(x), x * x.sum().item())
+
+
+def _captures(monkeypatch):
+    made, record = [], recorded.record
+    monkeypatch.setattr(recorded, "record", lambda *args: made.append(args) or record(*args))
+    return made
+
+
+def test_c11_of_many_sizes_that_cannot_be_recorded_few_are_tried(device, monkeypatch):
+    made = _captures(monkeypatch)
+    f, text = pg.record(lambda x: x * x.sum().item()), ramp(device, 1, 500)
+    for _ in range(3):
+        for n in range(3, 120):
+            x = text[:, :n].clone()[:, -8:]
+            assert_same(f(x), x * x.sum().item())
+    assert 4 <= len(made) <= 12, pg.explain(f)
+
+
+def test_c11_a_size_that_can_be_recorded_among_many_that_cannot(device, monkeypatch):
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    for n in [9, 4, 17, 6, 31, 12, 5, 22, 3] * 3:
+        x = ramp(device, n)
+        assert_same(f(x), x * x.sum().item())
+    for _ in range(40):
+        assert_same(f(ramp(device, 1)), ramp(device, 1) * 2)
+    assert pg.stats(f).recorded == 1
+    assert pg.stats(f).replayed >= 10, pg.explain(f)
