@@ -336,3 +336,31 @@ def test_c11_dropout_beside_live_parts(device):
             run.log(*step(run.batch()))
 
     same_as_plain(program, device)
+
+
+@may_run_live
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_c12_dropout_in_a_call_that_sets_the_generators_state(device, again, refused):
+    """A capture that comes to nothing has set it, too: what was drawn from before does not begin anew for that."""
+    read, put = (torch.cuda.get_rng_state, torch.cuda.set_rng_state) if device.type == "cuda" else (
+        torch.get_rng_state, torch.set_rng_state)  # fmt: skip
+
+    def program(run):
+        net = run.net(nn.LSTM(6, 8, num_layers=2, dropout=0.3))
+
+        def f(x):
+            first = net(x)[0].detach()
+            state = read()
+            noise = torch.rand(3, device=x.device)
+            put(state)
+            second = net(x)[0].detach() if again else first + torch.rand(3, 1, device=x.device).sum()
+            return first, noise, second * 2.0 if not refused or second.sum().item() > 0 else second
+
+        f = run.record(f)
+        for n in range(8):
+            run.log(f(run.batch()))
+            if n % 2:
+                run.log(net(run.batch())[0])  # consumes what setting has left
+
+    same_as_plain(program, device)

@@ -45,7 +45,7 @@ from .base import Captured, Made
 from .cuda_asked import told_as_live
 from .cuda_checks import CudaChecks
 from .cuda_constants import filled_in
-from .cuda_dropout import BUFFER
+from .cuda_dropout import BUFFER, forgotten
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 from .host_reads import ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
@@ -543,12 +543,15 @@ class CudaDevice:
 
     @contextmanager
     def _not_begun(self, watch: CudaWatch) -> Iterator[None]:
-        """Where a capture is refused because dropout of cuDNN's begins anew, the next live call begins it."""
+        """After a capture, dropout of cuDNN's begins anew if it would before. (In a call that sets the generator's state it
+        does so after that, whatever was before; each run of such a recording says so.)"""
         try:
             yield
         finally:
-            if watch.begins_dropout:
+            if watch.begins_dropout and not watch.sets_states:
                 reset(torch.cuda.default_generators[self.index])
+            elif watch.sets_states and watch.drops_out and not watch.begins_dropout:
+                forgotten(self.index)
 
     def _footprint(
         self, handle: tuple[int, int], allocated: list[tuple[int, int]], before: list[cuda_memory.Block]

@@ -21,7 +21,7 @@ from ..randomness import reset
 from ..recording import BEGINS_ANEW
 from ..where import is_ours
 
-__all__ = ["BUFFER", "Dropout", "begins_anew", "buffer_of", "draws"]
+__all__ = ["BUFFER", "Dropout", "begins_anew", "buffer_of", "draws", "forgotten"]
 
 BUFFER = "what dropout of cuDNN's draws from"
 
@@ -79,6 +79,14 @@ class Dropout:
 
 def _asked(device: int) -> torch.Tensor | None:
     """The buffer that torch would hand to cuDNN now; None if it would begin a new one."""
+    found = forgotten(device)
+    if found is None:
+        reset(torch.cuda.default_generators[device])
+    return found
+
+
+def forgotten(device: int) -> torch.Tensor | None:
+    """The same, after which torch does not begin a new one: it takes the generator for one that was not seeded since."""
     asking, given = _question(device)
     asking.buffer = None
     try:
@@ -89,7 +97,6 @@ def _asked(device: int) -> torch.Tensor | None:
             else:
                 torch.lstm(*given)
     except _Begins:
-        reset(torch.cuda.default_generators[device])  # torch took note that it begins; it has yet to
         return None
     return asking.buffer
 
