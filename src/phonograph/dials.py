@@ -369,6 +369,14 @@ class Dials:
         if type(number) is float and number in self.formulas and number not in self.wide:
             self.used.add(number)
 
+    def stands_in(self, t: torch.Tensor) -> bool:
+        """Whether this tensor on the CPU, made of numbers, has some that stand for others."""
+        if not (t.is_cpu and t.is_floating_point() and self.formulas):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            probes = torch.tensor([*self.formulas], dtype=torch.float64, device="cpu").to(t.dtype)
+            return bool(torch.isin(t.detach(), probes).any())
+
     def count(self, x: object) -> float | None:
         """What stands for this step count; None if it is none, or if another thread asks."""
         i = self.counts.index.get(identity(x))

@@ -82,7 +82,7 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(builtins, "print input breakpoint", lambda n: Effect(f"calls {n}()")),
     **_named(builtins, "open", lambda n: Effect("calls open()")),
     **_named(_warnings, "warn warn_explicit", lambda n: Effect(f"calls warnings.{n}()", by=DIRECTLY)),
-    **_named(torch, "from_numpy frombuffer", lambda n: Effect(f"calls torch.{n}, whose tensor shares memory with a host "
+    **_named(torch, "frombuffer", lambda n: Effect(f"calls torch.{n}, whose tensor shares memory with a host "
              "object", "pass the tensor as an argument", by=DIRECTLY)),
     **_named(time, _CLOCKS, lambda n: Effect(f"reads the clock ({n})", _PASS, by=DIRECTLY)),
     **_named(os, "urandom getrandom", lambda n: Effect(f"reads entropy of the system (os.{n})", _DRAW)),

@@ -39,12 +39,11 @@ from .ran import Ran
 from .torch_private import behind, has_memory, inner_names, is_shape
 from .where import is_users
 
-__all__ = ["BUFFERS", "BUILTINS", "FEW", "LEAVES", "UNNAMED", "Enter", "Objects"]
+__all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", "Objects"]
 
 FEW = 64  # so many parameters are all looked at before each replay
 _BUFFER = 4096  # bytes of a buffer that are compared before each replay; larger ones are refused
-_ARRAY = 64 << 10  # bytes of an array that are all compared before each replay; of larger ones a part each time...
-_LARGE = 64 << 20  # ...up to this size
+LARGE = 64 << 20  # bytes of an array that is compared before each replay; larger ones are refused
 _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
 BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
@@ -181,11 +180,11 @@ class Objects:
             return
         if _is_frozen(array):
             self._hold(places.frozen_array(path, array))
-        elif array.nbytes > _LARGE:
+        elif array.nbytes > LARGE:
             self.arrays.append(path)
             return
         else:
-            self._hold(places.array_of_numpys(path, array, _ARRAY))
+            self._hold(places.array_of_numpys(path, array))
         self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
 
     def _record(self, path: str, row: Any) -> None:

@@ -17,8 +17,8 @@ from .errors import Refusal
 from .identity import identity
 from .wording import MARKED, at_work
 
-__all__ = ["Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "remedy", "tensors_in",
-           "written_by"]  # fmt: skip
+__all__ = ["MASKED", "Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "remedy",
+           "tensors_in", "written_by"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -75,6 +75,8 @@ _SHAPE_KNOWN_IF = {
     "aten::index": lambda args, kwargs: not _has_mask(args[1]),
 }
 _MASKED_WRITES = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
+MASKED = frozenset({"aten::index", *_MASKED_WRITES})
+"""Operators that may be given masks as indices."""
 # They read lengths or ranges on the host without saying so.
 _READS_HOST = {"aten::_pack_padded_sequence", "aten::fbgemm_linear_quantize_weight", "aten::_cslt_sparse_mm_search"}
 # An operator that answers with a plain value has read one, but for these, which answer from what is known without.

@@ -7,6 +7,7 @@ descriptor, whatever methods the class has.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import threading
@@ -23,6 +24,7 @@ from .identity import identity
 from .introspection import MISSING, contents
 
 __all__ = [
+    "AT_ONCE",
     "Contents",
     "Holder",
     "Spot",
@@ -40,6 +42,7 @@ __all__ = [
     "kept",
     "key_label",
     "keyed",
+    "memory",
     "nested",
     "ordered",
     "own_dict",
@@ -51,6 +54,9 @@ __all__ = [
     "with_inner",
     "without",
 ]  # fmt: skip
+
+AT_ONCE = 64 << 10
+"""Bytes of an array, or of memory, that are all compared before each replay; of larger ones a part each time."""
 
 Values = tuple[Any, ...]
 
@@ -506,16 +512,16 @@ def frozen_array(path: str, array: Any) -> Holder:
     return kept(path, lambda: (array.shape, array.dtype.str, array.strides, array.flags.writeable))
 
 
-def array_of_numpys(path: str, array: Any, most: int) -> Holder:
-    """An array: what it is, and its bytes; of more than so many a digest. A recording that relies on it looks at `most` bytes
-    of such a one each time, and so at all of it in some replays. It is read itself, and no view of it: that would keep its
-    shape."""
+def array_of_numpys(path: str, array: Any) -> Holder:
+    """An array: what it is, and its bytes; of more than `AT_ONCE` a digest. A recording that relies on it looks at so many
+    bytes of such a one each time, and so at all of it in some replays. It is read itself, and no view of it: that would keep
+    its shape."""
 
     def read() -> Values:
-        return (array.shape, array.dtype.str, array.strides, array.tobytes() if array.nbytes <= most else _digest(array))
+        return (array.shape, array.dtype.str, array.strides, array.tobytes() if array.nbytes <= AT_ONCE else _digest(array))
 
     before, was = array.copy(), read()
-    step = max(1, most // max(1, array.itemsize))
+    step = max(1, AT_ONCE // max(1, array.itemsize))
     starts = cycle(range(0, array.size, step))
     intact = True
 
@@ -539,7 +545,42 @@ def array_of_numpys(path: str, array: Any, most: int) -> Holder:
         array[...] = before
 
     part = Part(read_some, lambda values: (*values[:3], values == was), lambda path, i, _: path)
-    return Holder(path, read, restore, part=part if array.nbytes > most else None)
+    return Holder(path, read, restore, part=part if array.nbytes > AT_ONCE else None)
+
+
+def memory(path: str, storage: Any, tensors: Sequence[Any]) -> Holder:
+    """The bytes of tensors on the CPU that share this storage; of more than `AT_ONCE` a part each time, and how often the
+    tensors were written, which tells of all but what goes around torch."""
+    n = storage.nbytes()
+    before = ctypes.string_at(storage.data_ptr(), n) if n else b""
+    counting = [t for t in tensors if not t.is_inference()]
+    parts = cycle(range(0, n, AT_ONCE))
+    intact = True
+
+    def read() -> Values:
+        if storage.nbytes() != n:
+            return (b"",)
+        now = ctypes.string_at(storage.data_ptr(), n) if n else b""
+        return (before if now == before else now,)
+
+    def read_some() -> Values:
+        nonlocal intact
+        start = next(parts)
+        if storage.nbytes() == n:
+            some = ctypes.string_at(storage.data_ptr() + start, min(AT_ONCE, n - start))
+            intact = intact and before.startswith(some, start)
+        return (intact, *[t._version for t in counting])
+
+    def restore(_: Values) -> None:
+        if storage.nbytes() == n:
+            ctypes.memmove(storage.data_ptr(), before, n)
+
+    large = Part(read_some, lambda _: (True, *[t._version for t in counting]), _unnumbered)
+    return Holder(path, read, restore, named=_unnumbered, part=large if n > AT_ONCE else None)
+
+
+def _unnumbered(path: str, i: int, values: Values) -> str:
+    return path
 
 
 def _digest(array: Any) -> bytes:

@@ -255,7 +255,9 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
             raise Refusal(Entangled.REASON, "pass a copy", this_call=True)
         _separate(call, entangled)
         relied = relied or reach
-        snapshot = snapshot if relied is reach else Snapshot(relied)
+        if relied is not reach:
+            snapshot = Snapshot(relied)
+            snapshot.also([*captured.watch.relied_on.values()])
         snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
@@ -619,6 +621,7 @@ def _capture(
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
+        watch.relies = snapshot.also
         watch.outermost = sys._getframe().f_code
         watch.has_backward = tracing is not None or isinstance(function, Backward)
         watch.numerals = [] if terms.numbers else None

@@ -1264,6 +1264,17 @@ def silence_stream_mismatch() -> None:
         setter(False)
 
 
+def let_copies_be_seen(on: bool) -> bool:
+    """Whether what torch makes of Python numbers for a GPU is first a tensor on the CPU for all who see operators, and its copy
+    an operator of its own; what that was before. (Fake tensors are made so. It holds for all threads, and changes nothing.)"""
+    get, put = _c("_only_lift_cpu_tensors"), _c("_set_only_lift_cpu_tensors")
+    if get is None or put is None:
+        return False
+    before = bool(get())
+    put(on)
+    return before
+
+
 raw_stream: Callable[[int], int] = _c("_cuda_getCurrentRawStream")
 """The current stream's cudaStream_t on a device. 0.1 us; `torch.cuda.current_stream()` costs 3.6 us."""
 current_device: Callable[[], int] = _c("_cuda_getDevice")

@@ -35,6 +35,7 @@ from .following import takes
 from .identity import identity
 from .listening import unheard
 from .numerals import Numeral, listable, readable
+from .places import Holder
 from .pool import dense, extent
 from .randomness import FORKS, States
 from .reach import Reach
@@ -147,6 +148,9 @@ class OperatorWatch(TorchDispatchMode):
         self._counts: Set[int] = frozenset()  # the storages of step counts on the host that they follow
         self._counting = False  # whether they follow any
         self._constants: set[int] = set()  # those of tensors that were made of numbers
+        self._outside = tensors
+        self.relied_on: dict[int, Holder] = {}  # memory outside whose contents are taken for the same in each replay
+        self.relies: Callable[[list[Holder]], None] = _nobody  # is told of it
         self.give_back: Callable[[int, int], None] = _not_here  # that much memory at this address, to the capture
         self.met_outside: Callable[[torch.Tensor], None] = _unsaid  # a tensor that was there before, and that nothing leads to
         self.drew = True  # whether it may draw random numbers; a device may know better
@@ -180,15 +184,16 @@ class OperatorWatch(TorchDispatchMode):
         blamed: Any = None
         listening = unheard()
         try:
-            if self.split and func in self.split:
+            m = operators.meaning(func)
+            constant = (m.refusable or self.split) and self.is_constant(m, args, kwargs)
+            if self.split and func in self.split and not constant:
                 assert self.cutting is not None
                 with self:  # what the cut makes is the call's own
                     return self.cutting(func, args, kwargs)
-            m = operators.meaning(func)
             if m.communicates:
                 self.communicates(m, args, kwargs)
             blamed = func
-            if m.refusable and not self.only_views(m, args):
+            if m.refusable and not constant and not self.only_views(m, args):
                 operators.check(m, args, kwargs)
             blamed = None
             if m.name in _COUNTING and self._counting and self._counted(m, args, kwargs):
@@ -458,6 +463,13 @@ class OperatorWatch(TorchDispatchMode):
                 return bool(t.item())
         return self.checks(check, t)
 
+    def is_constant(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
+        """Whether an operator that reads values here and now reads such as are the same in each replay."""
+        return False
+
+    def reads_on_host(self, t: torch.Tensor, said: str) -> None:
+        """The values of a tensor are read on the host."""
+
     def takes(self, check: Check) -> bool:
         """Whether each replay can make this check as a live call does."""
         return check.exact
@@ -596,6 +608,10 @@ class OperatorWatch(TorchDispatchMode):
 def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
     return Refusal(f"{at_work(m.name)} works with {kind_of(t)}",
                    f"use dense tensors, or do it outside the recorded function, {MARKED}")  # fmt: skip
+
+
+def _nobody(found: list[Holder]) -> None:
+    """Nobody relies on anything."""
 
 
 def _not_here(address: int, nbytes: int) -> None:

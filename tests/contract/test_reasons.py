@@ -1188,7 +1188,8 @@ def a_tensor_on_the_cpu(device):
     table = torch.ones(())
 
     def f(x):
-        return x * table  # here
+        table.add_(1)  # here
+        return x * table
 
     for call in recorded(f):
         call(ramp(device, 4))

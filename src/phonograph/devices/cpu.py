@@ -11,6 +11,7 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -108,6 +109,7 @@ class Tape(OperatorWatch):
         self._places: dict[int, _Place] = {}
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
+        self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
         self.drew = False
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
@@ -123,12 +125,29 @@ class Tape(OperatorWatch):
     def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
         tensors = super()._see(m, args, kwargs)
+        if self._lent_by_others:
+            self._see_arrays(m, args, kwargs, tensors)
         if kwargs and (named := kwargs.get("device")) is not None:
             self._stays_here(m, torch.device(named))
         for t in tensors:
             if not t.is_cpu:
                 self._stays_here(m, t.device)
         return tensors
+
+    def _see_arrays(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        """A replay has what an array held when a tensor was made of it, and has no array."""
+        for key in {*map(storage_id, tensors)} & self._lent_by_others.keys():
+            address, nbytes, before = self._lent_by_others[key]
+            if ctypes.string_at(address, nbytes) != before:
+                raise Refusal(f"{at_work(m.name)} reads a tensor on the memory of an array that was written since",
+                              "make the tensor of the array when it is complete, or by torch.tensor")  # fmt: skip
+        if any(storage_id(t) in self._lent_by_others for t in operators.written_by(m, args, kwargs)):
+            raise Refusal(f"{at_work(m.name)} writes a tensor on the memory of an array", "write a clone of it")
+
+    def close_arrays(self, leaving: Set[int]) -> None:
+        """A result on the memory of an array would be one of its own in a replay."""
+        if leaving & self._lent_by_others.keys():
+            raise Refusal("returns a tensor on the memory of an array", "return a clone of it")
 
     def _stays_here(self, m: Meaning, device: torch.device) -> None:
         if device.type not in ("cpu", "meta"):
@@ -236,6 +255,9 @@ class Tape(OperatorWatch):
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
         super()._constant(t)
+        if not t.untyped_storage().resizable():  # it is an array's
+            place = memory_of(t)
+            self._lent_by_others[storage_id(t)] = *place, ctypes.string_at(*place)
         operand = self._new(t)
         self._steps.append(_Step(aten.clone.default, (t.clone(),), {}, [operand]))
         return t
@@ -256,6 +278,7 @@ class Tape(OperatorWatch):
 
     def died(self, key: int) -> None:
         super().died(key)
+        self._lent_by_others.pop(key, None)
         place = self._places.pop(key, None)
         if place is not None and place.planned:
             self._arena.give(place.address)
@@ -555,6 +578,7 @@ class CpuDevice:
                 raise tape.refusal
             kept = {storage_id(t) for t in kept_of()}
             leaving = {storage_id(t) for t in outputs_of(result)} | kept
+            tape.close_arrays(leaving)
             others = tape.others(leaving)
             made = tape.close(leaving)
             footprint = Spans([*self._arena.used, *(memory_of(s) for s in shared if s is not None)])

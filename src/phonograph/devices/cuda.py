@@ -26,7 +26,7 @@ import torch
 from .. import torch_private
 from ..breaks import MarkedBreak
 from ..dials import Dials
-from ..errors import Refusal
+from ..errors import Again, Refusal
 from ..garbage import uncollected
 from ..naming import is_of, named
 from ..pool import Pool, Spot, extent, unowned
@@ -44,11 +44,11 @@ from . import cuda_memory, driver
 from .base import Captured, Made
 from .cuda_asked import told_as_live
 from .cuda_checks import CudaChecks
-from .cuda_constants import filled_in
 from .cuda_dropout import BUFFER, forgotten
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
-from .host_reads import ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
+from .host_constants import Room, seen_from_the_host
+from .host_reads import AS_MEMORY, ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -175,6 +175,7 @@ class CudaDevice:
         self._streams = {self._stream.cuda_stream: self._stream}
         self._event = torch.cuda.Event()
         self._checks = CudaChecks(torch_device)
+        self._room = 0  # bytes that the constants of the next recording may need
 
     # -- live calls
 
@@ -351,6 +352,7 @@ class CudaDevice:
         if self._checks.full:
             self._checks = CudaChecks(self.torch_device)
         self._checks.make_room()
+        room = self._room_for_constants()
         with self._on_stream(), self._undisturbed(protected, apart) as held:
             handle = self._anchor.handle
             made_room = self._make_room(expected)
@@ -370,12 +372,18 @@ class CudaDevice:
                 graphs = Graphs(self._stream, handle, self._generators, states, dials)
                 watch.answers = graphs.answers = self._checks.answers()
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
+                watch.room = room
                 if held is not None:
                     watch.give_back = held.give_back
                 with self._not_begun(watch), self._capturing(graphs, states):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    with watch, host_reads_refused(watch, (*LISTED, ITEM, TRUTH), of_the_host), filled_in():
-                        result = call(slots, watch)
+                    reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, TRUTH), of_the_host)
+                    with watch, reads, seen_from_the_host():
+                        try:
+                            result = call(slots, watch)
+                        except Again:
+                            self._room = room.wanted
+                            raise
                     if raw_stream(self.index) != self._stream.cuda_stream:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
                     graphs.join()
@@ -384,6 +392,7 @@ class CudaDevice:
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
                 self._end_workspace()
+                room.fill()
             if watch.refusal is not None:
                 raise watch.refusal
             footprint = self._footprint(handle, allocated, before)
@@ -398,7 +407,7 @@ class CudaDevice:
         final = [unowned(s) for s in slots]
         graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
         programs = [
-            GraphProgram(segment, footprint, watch, self._anchor, self.index, rewind,
+            GraphProgram(segment, footprint, watch, (self._anchor, room if room else None), self.index, rewind,
                          surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
@@ -438,6 +447,15 @@ class CudaDevice:
             with suppress(torch.OutOfMemoryError), torch_private.route_to_pool(self.index, self._anchor.handle):
                 torch_private.raw_free(torch_private.raw_alloc(missing, self._stream.cuda_stream))
         return missing > cuda_memory.SEGMENT
+
+    def _room_for_constants(self) -> Room:
+        """Memory for the constants of the next recording. It is no part of the pool, and is given back where there are none."""
+        nbytes, self._room = self._room, 0
+        with torch.cuda.device(self.index):
+            try:
+                return Room(self.torch_device, nbytes, self._served)
+            except torch.OutOfMemoryError:
+                raise Refusal("has no memory for what it copies from the CPU", "keep it on the GPU", final=False) from None
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it: for what can only run captured, and could not be recorded. Its result is in

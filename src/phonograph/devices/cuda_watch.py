@@ -3,8 +3,9 @@
 A capture writes down what is launched, with the addresses and numbers that it is launched with. Whatever else the call does
 happens now, once, and would not happen again at a replay. So this watch refuses, besides what no device can record:
 
-* copies between the host and the device, and operators on tensors of the host that are there outside the call. Constants that
-  the call itself makes there are another matter: their values are built in;
+* copies from the device to the host. A tensor on the host is a constant of the recording: one that the call makes there of
+  Python values, and draws nothing for; and one that is there outside, whose contents are compared before each replay. Nothing
+  may write to the latter, and what is copied from the host comes from memory of the recording's own (`host_constants`);
 * random numbers that are drawn on the host;
 * a random generator that is met only when the capture has begun, because a graph has to know of it before. That refusal is
   not final: now it is known, and the next capture begins with it;
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
+from .. import places, torch_private
 from ..breaks import Break
 from ..checks import Check, validates
 from ..collectives import COLLECTIVES, called, refusal
@@ -34,7 +35,8 @@ from ..effects import ANYONE, Effect, Starts
 from ..errors import Again, Refusal, Unseen
 from ..identity import identity
 from ..naming import is_of
-from ..operators import Meaning, operands, tensors_in
+from ..objects import LARGE
+from ..operators import MASKED, Meaning, operands, tensors_in
 from ..pool import Spot
 from ..randomness import Known, Rewind
 from ..reach import Reach
@@ -46,6 +48,7 @@ from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
 from . import cuda_dropout, driver
 from .cuda_checks import Answers
+from .host_constants import Room, given, moves
 
 __all__ = ["CudaWatch"]
 
@@ -83,6 +86,8 @@ class CudaWatch(OperatorWatch):
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
         self._events: list[Any] = []  # which the call has made
+        self.room: Room | None = None  # for constants of the host's
+        self._hosts: list[torch.Tensor] = []  # those that the operator is given which is about to run
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
         self.answers: Answers | None = None  # of checks, where each run keeps them
@@ -105,9 +110,9 @@ class CudaWatch(OperatorWatch):
         tensors = super()._see(m, args, kwargs)
         if raw_stream(self.device.index) != self._stream and not m.metadata_only:
             self._look_at_stream()
-        hosts = [t for t in tensors if t.is_cpu]
-        if hosts or m.copies:
-            self._see_hosts(m, args, kwargs, hosts, len(hosts) < len(tensors))
+        self._hosts = [t for t in tensors if t.is_cpu]
+        if self._hosts or m.copies:
+            self._see_hosts(m, args, kwargs, len(self._hosts) < len(tensors))
         return tensors
 
     def _see_buffer(self, m: Meaning, args: Any, buffer: torch.Tensor) -> None:
@@ -131,9 +136,9 @@ class CudaWatch(OperatorWatch):
         own = self.known.get(storage_id(t)) == "" and not t.untyped_storage().nbytes()
         return own and args[1]._cdata in self.known
 
-    def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, hosts: list[torch.Tensor], others: bool) -> None:
-        """Refuse what is between the host and the device, or works on tensors of the host that are there outside. Whether
-        there are `others` among the arguments."""
+    def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, others: bool) -> None:
+        """Refuse a copy to the host, and note which tensors of the host that are there outside are read. Whether there are
+        `others` among the arguments."""
         if m.copies and others:
             target = kwargs.get("device")
             to_host = (target is not None and torch.device(target).type == "cpu") or (
@@ -142,17 +147,45 @@ class CudaWatch(OperatorWatch):
             if to_host:
                 raise Refusal(f"{at_work(m.name)} copies a tensor from the GPU to the CPU",
                               "return the tensor, and copy it outside the recorded function")  # fmt: skip
-        if not hosts:
+        for t in self._hosts:
+            self.reads_on_host(t, at_work(m.name))
+        if self._hosts and not others:
+            self.dials_lost([*args, *kwargs.values()])  # what is worked out here is not launched
+
+    def reads_on_host(self, t: torch.Tensor, said: str) -> None:
+        """Its contents are what a recording relies on, if it is a tensor of the host that is there outside."""
+        key = storage_id(t)
+        name = self.known.get(key) if t.is_cpu else ""
+        if not name or key in self.relied_on:
             return
-        if m.copies and (kwargs.get("device") is not None or others):
-            raise Refusal(f"{at_work(m.name)} copies a tensor from the CPU to the GPU",
-                          "copy it before the call and pass it as an argument; make constants on the GPU, by torch.full(..., "
-                          "device=), or once outside")  # fmt: skip
-        for t in hosts:
-            name = self.known.get(storage_id(t))
-            if name:
-                raise Refusal(f"{at_work(m.name)} uses {name}, a tensor on the CPU",
-                              "move it to the device; a replay could not see it change")  # fmt: skip
+        there = [x for x in self._outside if storage_id(x) == key]
+        if any(x.requires_grad for x in there) and torch.is_grad_enabled():
+            raise Refusal(f"{said} uses {name}, a tensor on the CPU that requires a gradient", "move it to the device")
+        if t.untyped_storage().nbytes() > LARGE:
+            raise Refusal(f"{said} uses {name}, a tensor on the CPU of more than {LARGE >> 20} MiB, which nobody could compare "
+                          "before each replay", "move it to the device")  # fmt: skip
+        self.touched.add(key)
+        self.relied_on[key] = place = places.memory(name, t.untyped_storage(), there)
+        self.relies([place])
+
+    def writes(self, t: torch.Tensor, version: int | None = None) -> None:
+        name = self.known.get(storage_id(t)) if t.is_cpu else ""
+        if name:
+            raise self.located(Refusal(f"writes {name}, a tensor on the CPU, which a replay could not repeat",
+                                       "move it to the device, or write it outside"))  # fmt: skip
+        super().writes(t, version)
+
+    def is_constant(self, m: Meaning, args: Any, kwargs: Any) -> bool:
+        """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask."""
+        if not (m.reads_host or m.shape_from_data or m.name in MASKED):
+            return False
+        tensors = operands(args, kwargs)
+        if m.name in MASKED and tensors and not tensors[0].is_cpu:
+            tensors = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        elif torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return False
+        known = [self.known.get(storage_id(t)) is not None for t in tensors if t.is_cpu and has_memory(t)]
+        return len(known) == len(tensors) > 0 and all(known)
 
     def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
         known = COLLECTIVES.get(m.name)
@@ -272,6 +305,14 @@ class CudaWatch(OperatorWatch):
                 lowest = args[1].detach().amin() >= 0
             self.checks(Check(True, RuntimeError, _NEGATIVE, users_line()), lowest)
             func = _normal
+        hosts, self._hosts = self._hosts, []
+        if moves(m) and not self.states.knows(args[0]):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if m.others and hosts and all(t.is_cpu for t in operands(args, kwargs)):
+            raise Refusal(f"{at_work(m.name)}, an operator of others, works on the CPU", "give it tensors of the device")
+        if hosts and self.room is not None:
+            func, args, kwargs = given(self.room, func, m, args, kwargs)
         self._performing += 1
         try:
             out = super().perform(func, m, args, kwargs)
@@ -286,6 +327,11 @@ class CudaWatch(OperatorWatch):
             raise Refusal(f"runs {part.said} live, and keeps a state of a random generator", "call it outside")
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
+
+    def _constant(self, t: torch.Tensor) -> torch.Tensor:
+        if self.dials and self.dials.stands_in(t):
+            self.dials.lost = True  # its value would be that of what stands in for a number
+        return super()._constant(t)
 
     def _has_its_own(self, does: str, of: torch.device) -> None:
         """Where a generator has another's state, a place in the count is one in the count of that."""

@@ -17,16 +17,17 @@ import torch
 from .. import operators
 from ..errors import Refusal
 from ..torch_private import has_memory, on_thread_of_autograds
-from ..watch import OperatorWatch, storage_id
+from ..watch import OperatorWatch
 from ..wording import at_work
 
-__all__ = ["ITEM", "LISTED", "NUMBERS", "READS", "TRUTH", "host_reads_refused", "of_the_host", "reads_value"]
+__all__ = ["AS_MEMORY", "ITEM", "LISTED", "NUMBERS", "READS", "TRUTH", "host_reads_refused", "of_the_host", "reads_value"]
 
 # On CUDA these copy to the host, but for tensors that lie there; and of those `tolist` alone needs no operator. `tensor_split`
 # reads if it is given the places to split at as a tensor; numbers are asked for by `torch.tensor([t, ...])` and by indexes like
 # `[t, ...]`.
 LISTED = ("tolist",)
 ITEM = "item"  # gives a number, which may be handed on
+AS_MEMORY = ("numpy", "__array__", "__dlpack__")
 _NUMBERS_OF = (ITEM, *LISTED)
 READS = ("numpy", *LISTED, "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
 TRUTH = "__bool__"  # which torch asks for in order to raise, too
@@ -48,15 +49,10 @@ def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refu
 
 
 def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
-    """Why a call of a GPU's cannot read a tensor that lies on the host, outside of the call."""
-    if name in (ITEM, TRUTH):
-        return None  # an operator reads it
-    t = args[0]
-    found = watch.known.get(storage_id(t)) if t.is_cpu and has_memory(t) else None
-    if not found:
-        return None
-    return Refusal(f"{at_work(f'Tensor.{name}')} reads {found}, a tensor on the CPU",
-                   "keep the numbers in a list or tuple: a replay could not see the tensor change")  # fmt: skip
+    """Why a call of a GPU's cannot read a tensor. What lies on the host is a constant."""
+    if has_memory(args[0]):
+        watch.reads_on_host(args[0], at_work(f"Tensor.{name}"))
+    return None
 
 
 @contextmanager
