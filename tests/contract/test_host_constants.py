@@ -307,3 +307,39 @@ def test_c11_a_tensor_on_the_host_that_is_too_large_is_refused_with_what_to_do(d
         recorded(ramp(device, 4))
     assert "more than 64 MiB" in reasons(recorded)
     assert "move it to the device" in reasons(recorded)
+
+
+COPIES = {
+    "to": lambda x: (x * 2).to("cpu", non_blocking=True),
+    "several": lambda x: torch._foreach_copy_([torch.empty(4, pin_memory=x.is_cuda)], [x * 2], non_blocking=True),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=list(COPIES))
+def test_c11_what_is_copied_to_the_host_is_no_constant(device, copy, inference):
+    def f(x):
+        here = copy(x)
+        here = here if isinstance(here, torch.Tensor) else here[0]
+        if here.device != x.device:
+            torch.cuda.current_stream().synchronize()
+        return x + here.to(x.device)
+
+    recorded = pg.record(f, warmup=1)
+    with torch.inference_mode(inference):
+        for i in range(5):
+            x = ramp(device, 4, start=i)
+            assert_same(recorded(x), x * 3)
+
+
+@may_run_live
+def test_c09_compiled_code_that_reads_what_is_on_the_host(device):
+    h = Holds()
+    compiled = torch.compile(lambda x: x * h.scale)
+    recorded = pg.record(compiled, warmup=1)
+    for i in range(9):
+        if i == 5:
+            h.scale.fill_(9.0)
+        x = ramp(device, 4, start=i)
+        assert_same(recorded(x), x * h.scale)

@@ -1165,15 +1165,6 @@ def synchronizing(device):
         call(ramp(device, 4))
 
 
-@way("from the CPU to the GPU", remedy="before the call", only="cuda")
-def copying_in(device):
-    def f(x):
-        return x + torch.ones(4).to(device)  # here
-
-    for call in recorded(f):
-        call(ramp(device, 4))
-
-
 @way("from the GPU to the CPU", remedy="outside", only="cuda")
 def copying_out(device):
     def f(x):

@@ -261,6 +261,9 @@ class CudaWatch(OperatorWatch):
     def _compiled(self, frame: FrameType) -> bool:
         """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
         self._look_at_stream()
+        for t in frame.f_locals.get("inputs") or ():
+            if isinstance(t, torch.Tensor) and has_memory(t):
+                self.reads_on_host(t, "compiled code")
         written = torch_private.written_by_graph(frame)
         for t in written or ():
             self.writes(t, version=-1)  # it has been counted on already

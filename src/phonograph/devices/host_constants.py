@@ -109,7 +109,9 @@ def given(room: Room, func: Any, m: Meaning, args: Any, kwargs: Any) -> tuple[An
     if m.name == "aten::copy_" and not args[0].is_cpu:
         return func, (args[0], room.place(args[1].to(args[0].dtype)), *args[2:]), kwargs
     if m.name == "aten::_foreach_copy_":
-        pairs = zip(args[0], args[1], strict=True)
+        pairs = [*zip(args[0], args[1], strict=True)]
+        if any(t.is_cpu and not s.is_cpu for t, s in pairs):
+            raise Refusal("copies a tensor from the GPU to the CPU", "return it, and copy it outside the recorded function")
         sources = [room.place(s.to(t.dtype)) if s.is_cpu and not t.is_cpu else s for t, s in pairs]
         return func, (args[0], sources, *args[2:]), kwargs
     if m.name in _INDEXING and not args[0].is_cpu:

@@ -74,7 +74,8 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 numerals = (watch.numeral if name == ITEM else watch.listed)(args[0])
                 if numerals is not None:
                     return numerals
-            refusal = judge(watch, name, args, kwargs) if threading.get_ident() == mine else None
+            concerned = threading.get_ident() == mine or on_thread_of_autograds()
+            refusal = judge(watch, name, args, kwargs) if concerned else None
             if refusal is None:
                 return read(*args, **kwargs)
             raise watch.located(refusal)
