@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SCRIPTS = (
     "tiny_kernels",
+    "host_time",
     "ppo_update",
     "digits_cpu",
     "bitwise",

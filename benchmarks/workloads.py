@@ -69,11 +69,20 @@ def gpt2(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
 
 def resnet50(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
     """ResNet-50 from timm, bf16 autocast, channels last, 16 images of 224 x 224 a step."""
+    return _images("resnet50", 16, device, wrap, **optimizer_options)
+
+
+def mobilenet(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
+    """MobileNetV3 (large) from timm, likewise, 32 images a step."""
+    return _images("mobilenetv3_large_100", 32, device, wrap, **optimizer_options)
+
+
+def _images(name: str, most: int, device: str, wrap: Wrap, **optimizer_options: Any) -> Training:
     import timm
 
     torch.manual_seed(0)
-    rows, side = (2, 64) if device == "cpu" else (16, 224)
-    model = timm.create_model("resnet50").to(device, memory_format=torch.channels_last).train()
+    rows, side = (2, 64) if device == "cpu" else (most, 224)
+    model = timm.create_model(name).to(device, memory_format=torch.channels_last).train()
     called = wrap(model)
 
     def loss_of(images: Tensor, labels: Tensor) -> Tensor:

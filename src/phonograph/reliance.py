@@ -32,7 +32,7 @@ import torch
 from . import witness
 from .dials import Dials
 from .doors import gradient, gradients, has_gradient_door, nobody_has, open_gradients, states
-from .identity import identity
+from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
 from .places import Holder
@@ -40,7 +40,7 @@ from .randomness import share_state
 from .reach import Reach
 from .signature import modes
 from .torch_private import address, alias, bump, tensor_check, use_count
-from .versions import Versions, tell
+from .versions import Versions, at_one_glance, tell
 from .where import written_out
 
 __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
@@ -48,6 +48,8 @@ __all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of"
 
 _HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at in rotation...
 _PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
+_DICTIONARIES = 16  # (so many of those places that lie in dictionaries which tell when they have changed)
+_LONG = 32  # items of a list that is not read item by item
 _LAP = 4  # ...once in so many replays: one kind each time
 
 
@@ -498,20 +500,20 @@ class Reliances(Entries):
         held = [(entry, is_heard_of(entry[0])) for entry in self._held if entry[0].behind is None]
         self._hot = [entry for entry, is_watched in held if not is_watched]
         self._watched = [entry for entry, is_watched in held if is_watched]
-        self._tell()
-        kinds = [*[_PLACES][: len(self._watched)], *self._laps, *[_STATE][: len(self._behind)]]
-        self._kinds: Iterator[str | None] = cycle([*kinds, *[None] * (_LAP - len(kinds))])
-        self._rotates = bool(kinds)
-        self._rounds = cycle(_parts(self._watched, _HOLDERS))
-
-    def _tell(self) -> None:
-        """Which places need not be read where dictionaries say that they have not changed."""
-        self._moved_places = False
+        # Which places need not be read where dictionaries say that they have not changed.
         self._told, self._told_by = _by_dictionary(self._hot)
         told = {identity(entry) for entries in self._told for entry in entries}
         self._read = [entry for entry in self._hot if identity(entry) not in told]
-        self._read_hot = _together([entry[1] for entry in self._read])
+        self._read_hot = _together([*map(_reading, self._read)])
         self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
+        self._moved_places = False
+        kinds = [*[_PLACES][: len(self._watched)], *self._laps, *[_STATE][: len(self._behind)]]
+        self._kinds: Iterator[str | None] = cycle([*kinds, *[None] * (_LAP - len(kinds))])
+        self._rotates = bool(kinds)
+        self._heard = _in_parts(self._watched)
+        heard = {identity(entry) for told, _ in self._heard for entries in told for entry in entries}
+        others = [entry for entry in self._watched if identity(entry) not in heard]
+        self._rounds = cycle([*self._heard, *(((part,), None) for part in _parts(others, _HOLDERS))])
 
     def __len__(self) -> int:
         return len(self._hot) + len(self._watched) + len(self._behind) + len(self._tensors)
@@ -536,7 +538,7 @@ class Reliances(Entries):
                         return which(entry)
                 self._last_hot = now
         if self._moved_places:
-            self._tell()
+            self._sort()
         if self._behind and not self._is_shut() and (broken := self._look_behind()) is not None:
             return broken
         if self._pointed and not self._alike(self._pointed):
@@ -616,7 +618,11 @@ class Reliances(Entries):
         """A few at a time, of one kind. What is found once is found again: the next look is a full one."""
         kind, changed = next(self._kinds), None
         if kind is _PLACES:
-            changed = next((which(e) for e in next(self._rounds) if not self.unchanged(e)), None)
+            told, by = next(self._rounds)
+            moved = range(len(told)) if by is None else by.moved()
+            changed = next((which(e) for i in moved for e in told[i] if not self.unchanged(e)), None)
+            if by is not None and moved and changed is None:
+                by.keep()
         elif kind is _STATE:
             room, p, found = next(self._turn, (None, None, ()))
             return None if room is None or room.of(p) == found else self._look_behind()
@@ -695,6 +701,18 @@ def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], li
     parts = ", ".join(f"m{i}, *r{i}()" for i in range(len(reads)))
     together: Callable[[], list[Any]] = written_out(f"lambda: [{parts}]", names)
     return together
+
+
+def _reading(entry: list[Any]) -> Callable[[], tuple[Any, ...]]:
+    """What reads a place before each replay."""
+    values = None if entry[0].contents is None else entry[0].contents.now()
+    return reading_list(values) if type(values) is list and len(values) >= _LONG else entry[1]
+
+
+def _in_parts(entries: list[list[Any]]) -> list[tuple[list[list[list[Any]]], Versions]]:
+    """Such places in parts, of which one at a time is asked: all together, where that takes one glance."""
+    parts = [entries] if at_one_glance else _parts(entries, _DICTIONARIES)
+    return [(told, by) for told, by in map(_by_dictionary, parts) if told]
 
 
 def _by_dictionary(entries: list[list[Any]]) -> tuple[list[list[list[Any]]], Versions]:

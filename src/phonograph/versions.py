@@ -20,7 +20,7 @@ from typing import Any
 
 from .torch_private import dict_version
 
-__all__ = ["Versions", "of_class", "tell"]
+__all__ = ["Versions", "at_one_glance", "of_class", "tell"]
 
 
 class _Clock:
@@ -92,7 +92,8 @@ def of_class(kind: type) -> Any:
 
 
 _heard = dict_version is not None and _are_heard()
-_together = _heard and _are_counted_together()
+at_one_glance = _heard and _are_counted_together()
+"""Whether it takes no more to know that none of many has been changed. Otherwise each is asked."""
 
 
 def tell(dictionaries: Iterable[Any]) -> bool:
@@ -116,8 +117,8 @@ class Versions:
         """The places of those that may hold something else than at the last `keep`: at first, of all."""
         own = [find() for find in self._find]
         replaced = not all(map(is_, own, self._own))
-        epoch = _clock.now() if _together else -1
-        if epoch == self._epoch and _together and not replaced:
+        epoch = _clock.now() if at_one_glance else -1
+        if epoch == self._epoch and at_one_glance and not replaced:
             return []
         now = [*map(dict_version, self._dictionaries), *map(dict_version, own)]
         if now == self._versions and not replaced:

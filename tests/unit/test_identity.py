@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from phonograph.identity import identity, reading_parts
+from phonograph import identity as identity_module
+from phonograph.identity import identity, reading_list, reading_parts
 
 _AUDITED = """
 import sys, torch, phonograph as pg
@@ -80,3 +81,25 @@ def test_functions_lie_as_it_is_thought():
 def test_no_two_objects_have_one_identity():
     things = [object() for _ in range(1000)] + [[], {}, int, type, test_no_two_objects_have_one_identity]
     assert len({*map(identity, things)}) == len(things)
+
+
+CHANGES = {
+    "item": lambda values: values.__setitem__(20, object()),
+    "the same again": lambda values: values.__setitem__(20, values[20]),
+    "appended": lambda values: values.append(object()),
+    "one less": lambda values: values.pop(),
+    "cleared": lambda values: values.clear(),
+    "reversed": lambda values: values.reverse(),
+    "all others": lambda values: values.__setitem__(slice(None), [object() for _ in values]),
+    "grown and shrunk": lambda values: (values.extend(range(1000)), values.__delitem__(slice(40, None))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_long_list_is_read_at_one_glance_as_long_as_it_holds_the_same(change):
+    values = [object() for _ in range(40)]
+    before, read = list(values), reading_list(values)
+    assert read() == ((tuple(values),) if identity_module._LISTS else tuple(values))
+    CHANGES[change](values)
+    same = len(values) == len(before) and all(a is b for a, b in zip(values, before, strict=True))
+    assert read() in ([(tuple(values),), tuple(values)] if same else [tuple(values)])
