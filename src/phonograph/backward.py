@@ -76,6 +76,8 @@ class Recompute:
             kept.update({key: selected_anew(entries) for key, entries in first.items()})
 
     def __exit__(self, *_: object) -> None:
+        if self.rewind is not None:
+            self.rewind.settle()
         for part in self.parts:
             forget_recomputed(part)
         for kept, _first in self._selections:

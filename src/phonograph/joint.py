@@ -34,6 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from .backward import Backward, Gradients
 from .errors import Refusal
 from .identity import identity
+from .own_generators import Begins
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
@@ -435,7 +436,7 @@ class _Flight:
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.spent: Set[int] = frozenset()  # what the last to read it has read
-        self.begins = (0, 0)  # where the random generator stood, if the backward draws the forward's numbers again
+        self.begins: tuple[Begins, ...] = ()  # where generators stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor]] = []  # that code keeps, after their slots
         self.looks: dict[int, _Look] = {}  # by the numbers of the backwards that run
         self._joined: Any = None  # the node, weakly: it has this

@@ -8,6 +8,8 @@ place in that count: it means something to the capture that has read it, and not
 A generator on CUDA can also be given the whole state of another (`graphsafe_set_state`), which both of them then move on:
 trackers of named generators work so. A graph knows states, and not generators; so what it needs is that each generator has
 the state with which it was captured, or one with the same numbers.
+
+Compiled code has generators of its own besides, for what its backward draws again (`own_generators`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import torch
 from .errors import Refusal
 from .identity import identity
 from .naming import named
+from .own_generators import Begins, OwnGenerators
+from .torch_private import puts_own_generators
 
 __all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "held", "put", "put_offset", "reset",
            "sets_for_torch", "share_state"]  # fmt: skip
@@ -44,7 +48,8 @@ _FILES = frozenset(code.co_filename for code in SETS)
 
 def sets_for_torch(frame: FrameType) -> bool:
     """Whether this frame, which calls `Generator.set_state`, belongs to one of torch's functions for that."""
-    return frame.f_code in SETS or (frame.f_code.co_filename in _FILES and frame.f_code.co_name == "cb")
+    code = frame.f_code
+    return code in SETS or (code.co_filename in _FILES and code.co_name == "cb") or puts_own_generators(frame)
 
 
 def asked(frame: FrameType) -> torch.device:
@@ -123,7 +128,7 @@ class Known:
         self._states = [(g, g.graphsafe_get_state()) for g in generators]
         self._together = self._which_share()
         again = {j for _, j in self._together}
-        distinct = [*self.lone, *(g for j, g in enumerate(self._others) if j not in again)]
+        distinct = [g for j, g in enumerate(self._others) if j not in again]
         self._distinct = [(g, own) for g, own in self._states if any(g is one for one in distinct)]
 
     @property
@@ -189,42 +194,73 @@ class Known:
 
 class Rewind:
     """What a backward on CUDA needs in order to draw the numbers of its forward again: the states that this has read, each
-    as a number of draws after its beginning, and where it has begun."""
+    as a number of draws after its beginning, and where it has begun; and likewise of generators of compiled code's own."""
 
-    def __init__(self, device: torch.device, states: list[torch.Tensor], drawn: int) -> None:
+    def __init__(
+        self, device: torch.device, states: list[torch.Tensor], drawn: int, calls: Sequence[tuple[OwnGenerators, int]] = ()
+    ) -> None:
+        """`calls` of compiled functions, by their numbers."""
         self._generator = torch.cuda.default_generators[device.index]
         self._states = states
         # Those of the CPU's generator are here as well: nothing is drawn from it.
         cuda = [state for state in states if state.nbytes == ctypes.sizeof(CudaState)]
         self._places = [(state, CudaState.of(state).offset) for state in cuda]
         self._drawn = drawn  # by the forward
-        self.begins = (0, 0)
-        """Seed and offset at the beginning of the forward whose backward comes next."""
+        self.own = list(dict.fromkeys(own for own, _ in calls))
+        self._calls = frozenset(calls)
+        self._own_places = [(own, state, i, CudaState.of(state).offset) for own, number in calls
+                            for i, state in enumerate(own.places(number))]  # fmt: skip
+        for own, number in calls:
+            weakref.finalize(self, own.forget, number).atexit = False
+        self.begins: tuple[Begins, ...] = (((0, 0),), *[((0, 0),) * len(own.forward) for own in self.own])
+        """Seed and offset at the beginning of the forward whose backward comes next: of the default generator, and of each of
+        those of the `own`."""
 
-    def of_last(self) -> tuple[int, int]:
+    def of_last(self) -> tuple[Begins, ...]:
         """Where the forward has begun that was played just now."""
-        return self._generator.initial_seed(), self._generator.get_offset() - self._drawn
+        default = self._generator.initial_seed(), self._generator.get_offset() - self._drawn
+        return (default,), *[own.begins for own in self.own]
 
     def knows(self, state: torch.Tensor) -> bool:
         """Whether the forward has read it."""
         return any(s is state for s in self._states)
 
+    def has_called(self, own: OwnGenerators, number: int) -> bool:
+        """Whether the forward has made this call."""
+        return (own, number) in self._calls
+
     def prepare(self) -> None:
         """Let the states mean what they do in the backward that begins: in a capture, which is played from where the forward
         has begun, their place in that; otherwise their place in all numbers."""
-        seed, start = self.begins
-        if torch.cuda.is_current_stream_capturing():
+        ((seed, start),), *begins = self.begins
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured:
             seed, start = CudaState.of(self._generator.get_state()).seed, 0
         for state, n in self._places:
             now = CudaState.of(state)
             now.seed, now.offset = seed, start + n
+        self.settle()
+        of = dict(zip(self.own, begins, strict=True))
+        for own, state, i, n in self._own_places:
+            seed, start = of[own][i] if not captured else (CudaState.of(own.backward[i].get_state()).seed, 0)
+            now = CudaState.of(state)
+            now.seed, now.offset = seed, start + n
+
+    def settle(self) -> None:
+        """Compiled functions have run."""
+        for own in self.own:
+            own.settle()
 
     def begin(self) -> None:
         """Put the generator to where the forward has begun."""
         state = self._generator.get_state()
         now = CudaState.of(state)
-        now.seed, now.offset = self.begins
+        ((now.seed, now.offset),), *_ = self.begins
         put(self._generator, state)
+
+    def begin_own(self, own: OwnGenerators) -> None:
+        """Put those that compiled code has for its backward to where the forward has begun."""
+        own.put_backward(self.begins[1 + self.own.index(own)])
 
 
 class States:

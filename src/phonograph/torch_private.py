@@ -33,23 +33,23 @@ from torch.utils.hooks import BackwardHook
 __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias",
            "allocations_since", "are_fake", "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind",
            "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces",
-           "code_of", "compiled_by", "compiling", "compiling_apart", "compiling_backend", "current_device", "default_device",
-           "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation",
-           "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun", "has_memory",
-           "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers", "in_inference",
-           "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_shape",
-           "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_settings",
-           "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "may_run_backward",
-           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
-           "not_compiled_by_itself", "not_followed_by_dynamo", "on_thread_of_autograds", "optimizer_hooks", "original_views",
-           "other_calling", "own_call", "parametrizations_are_cached", "ran_compiled", "raw_alloc", "raw_free", "raw_stream",
-           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
-           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
-           "steps_captured", "steps_itself", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
-           "traced_stack",
-           "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like",
-           "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph"]  # fmt: skip
+           "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend", "current_device",
+           "default_device", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of",
+           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
+           "has_memory", "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers",
+           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
+           "is_shape", "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
+           "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
+           "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
+           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
+           "optimizer_hooks", "original_views", "other_calling", "own_call", "parametrizations_are_cached",
+           "puts_own_generators", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
+           "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew",
+           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
+           "storage_at", "storage_id", "take_cublas_workspace", "tensor_check", "traced_stack", "transformed",
+           "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
+           "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run", "without_modes",
+           "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -941,6 +941,62 @@ def written_by_graph(frame: FrameType) -> list[torch.Tensor] | None:
     if places is None or inputs is None:
         return None
     return [inputs[i] for i in places if isinstance(inputs[i], torch.Tensor)]
+
+
+_COMPILED_CALL = os.path.join("torch", "_functorch", "_aot_autograd", "runtime_wrappers.py")
+_KEEPS = ("fwd_rng_states", "bwd_rng_states", "curr_fwd_iter", "backward_state_position", "pending_forwards",
+          "saved_backward_tensor_states")  # fmt: skip
+
+
+def compiled_call(frame: FrameType | None) -> Any:
+    """The node of autograd's whose forward or backward, which AOTAutograd has compiled, runs in this frame or calls it; None if
+    there is none."""
+    while frame is not None:
+        if frame.f_code.co_name in ("forward", "backward") and frame.f_code.co_filename.endswith(_COMPILED_CALL):
+            return frame.f_locals.get("ctx")
+        frame = frame.f_back
+    return None
+
+
+def puts_own_generators(frame: FrameType) -> bool:
+    """Whether this frame is of AOTAutograd's, and puts generators to where a forward has begun, before its backward."""
+    code = frame.f_code
+    return code.co_name in ("backward", "add_backward_args") and code.co_filename.endswith(_COMPILED_CALL)
+
+
+def number_of_call(node: Any) -> int | None:
+    """The number of a call of what AOTAutograd has compiled, among those of its own generators; None if it has none."""
+    return getattr(node, "_curr_iter", None)
+
+
+class _Cells:
+    """Some variables of functions, as attributes."""
+
+    def __init__(self, names: Sequence[str], *functions: Any) -> None:
+        found = {n: c for f in functions for n, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)}
+        self.__dict__["cells"] = {n: found[n] for n in names if n in found}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["cells"][name].cell_contents
+        except (KeyError, ValueError):
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["cells"][name].cell_contents = value
+
+
+def kept_of_generators(node: Any) -> Any:
+    """What AOTAutograd keeps of the generators of a function that it has compiled, of which this is a node: `fwd_rng_states`,
+    for the forwards that `curr_fwd_iter` numbers; `bwd_rng_states`, which stand where the one of number
+    `backward_state_position` has begun; which forwards are `pending_forwards`; and for the others of them,
+    `saved_backward_tensor_states`. None if it has none, or keeps others."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None or not hasattr(function, "compiled_fw"):
+        return None
+    functions = function.forward, function.backward  # of which they are variables (torch 2.11), or of one object (2.13)
+    found = getattr(_Cells(["rng_state"], *functions), "rng_state", None) or _Cells(_KEEPS, *functions)
+    return found if all(hasattr(found, name) for name in _KEEPS) else None
 
 
 _NAMES = "kernel_name_max_ops"

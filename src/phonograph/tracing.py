@@ -34,6 +34,7 @@ from .effects import ANYONE, Effect, Starts
 from .errors import Refusal
 from .identity import identity
 from .keeping import NODE, Contents, kept
+from .own_generators import OwnGenerators, own_of
 from .pool import Lease, copy_of, place_of, unowned
 from .randomness import CudaState, Rewind, States
 from .saved import PartOf, Places
@@ -45,6 +46,7 @@ from .torch_private import (
     is_valueless,
     lend_code,
     lend_module,
+    number_of_call,
     original_views,
     recomputed_part,
     share_version,
@@ -374,7 +376,8 @@ class Tracing:
         states = self._states.held()
         code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
         code += map(lend_module, self._module_hooks)
-        rewind = Rewind(self._device, states, self._drawn) if states and self._device.type == "cuda" else None
+        calls = _calls_that_draw(found.python)
+        rewind = Rewind(self._device, states, self._drawn, calls) if (states and self._device.type == "cuda") or calls else None
         sources = [s for s in self._sources if s.edge.node in found.sources]
         starts = {node: i for i, node in enumerate([*(x.edge.node for x in (*sources, *(start for _, start in stands))),
                                                     *map(identity, found.leaves)])}  # fmt: skip
@@ -428,6 +431,21 @@ class Tracing:
         if not t.untyped_storage().nbytes():
             return t
         raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
+
+
+def _calls_that_draw(nodes: Iterable[Any]) -> list[tuple[OwnGenerators, int]]:
+    """Calls of compiled functions whose backwards draw again what they have drawn.
+
+    Raises:
+        Refusal: of one of them it is not known where it has begun.
+    """
+    calls = [
+        (own, number) for node in nodes if (number := number_of_call(node)) is not None and (own := own_of(node)) is not None
+    ]
+    if any(not own.places(number) for own, number in calls):
+        raise Refusal("calls compiled code that has random generators of its own, and does not say where they stood",
+                      "record the whole step")  # fmt: skip
+    return calls
 
 
 @cache

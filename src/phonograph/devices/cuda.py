@@ -29,6 +29,7 @@ from ..dials import Dials
 from ..errors import Again, Refusal
 from ..garbage import uncollected
 from ..naming import is_of, named
+from ..own_generators import settled
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, held, put, reset, share_state
 from ..reach import Reach
@@ -375,7 +376,7 @@ class CudaDevice:
                 watch.room = room
                 if held is not None:
                     watch.give_back = held.give_back
-                with self._not_begun(watch), self._capturing(graphs, states):
+                with self._not_begun(watch), self._capturing(graphs, states), settled(watch.own):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
                     reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, TRUTH), of_the_host)
                     with watch, reads, seen_from_the_host():
@@ -419,7 +420,8 @@ class CudaDevice:
             for part, inputs, results in watch.cuts:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
-            named_here = [g for g in states.generators[1:] if any(g is other for other in watch.generators)]
+            drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
+            named_here = [g for g in states.generators[1:] if any(g is other for other in drawn)]
             program = Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)
@@ -474,6 +476,8 @@ class CudaDevice:
             graph.instantiate()
             if rewind is not None:
                 rewind.begin()
+                for own in rewind.own:
+                    rewind.begin_own(own)
             graph.replay()
             if rewind is not None:
                 put(generator, now)

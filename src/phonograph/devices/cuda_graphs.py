@@ -255,6 +255,8 @@ class GraphProgram:
         self._random = bool(segment.drawn)
         self._sets: torch.Generator | None = torch.cuda.default_generators[device] if watch.sets_states else None
         self._rewind = rewind if watch.sets_states else None
+        self._own = list(watch.own.items())
+        self._own_rewind = rewind
         self._surplus = surplus
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
@@ -321,6 +323,14 @@ class GraphProgram:
     def _go_random(self) -> None:
         """Through torch, which tells the graph where the generators stand and moves them on."""
         assert self._graph is not None
+        for own, rewinds in self._own:
+            if rewinds:
+                assert self._own_rewind is not None
+                self._own_rewind.begin_own(own)
+                continue
+            own.begin()
+            if rewinds is not None:
+                own.put_backward(own.begins)
         generator, now = self._sets, None
         if generator is not None and self._rewind is not None:
             now = generator.get_state()
@@ -355,5 +365,6 @@ class GraphProgram:
         if self._graph is not None:
             self._graph.reset()
         self._graph = None
-        self._keep = self._dropout = None
+        self._keep, self._own = None, []
+        self._dropout = None
         self._pointers, self._random, self._stream = None, False, -1  # a live part may close what goes on after it

@@ -37,6 +37,7 @@ from ..identity import identity
 from ..naming import is_of
 from ..objects import LARGE
 from ..operators import MASKED, Meaning, operands, tensors_in
+from ..own_generators import OwnGenerators, among, own_of_caller
 from ..pool import Spot
 from ..randomness import Known, Rewind
 from ..reach import Reach
@@ -61,6 +62,8 @@ _RECORDS = Effect(
 _BESIDE = Effect("lets a stream wait for work that is not the call's", "let it wait before the call", ANYONE)
 _ASKS = Effect("asks how far the GPU is (query)", by=ANYONE)
 _WAITS = Effect("waits for the GPU (synchronize)", by=ANYONE)
+_CUT = Refusal("draws random numbers from generators of compiled code's own, before what runs live, and again after that",
+               "record the parts by themselves")  # fmt: skip
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 
@@ -80,6 +83,11 @@ class CudaWatch(OperatorWatch):
         self._registered = generators
         self._lent = lent  # those of compiled code's own
         self._unknown: list[torch.Generator] = []  # those that this capture was not told of
+        self.own: dict[OwnGenerators, bool | None] = {}
+        """Those from which it draws. Whether what their backward draws, the forward has drawn of which this is the backward;
+        None if that draws nothing."""
+        self._own_calls: dict[tuple[OwnGenerators, int], int] = {}  # of compiled forwards: in which graph
+        self._lending = False  # an operator that runs draws from such
         self.known_states: Known | None = None  # of the generators, as the capture has begun with them
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
@@ -292,7 +300,7 @@ class CudaWatch(OperatorWatch):
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         if m.random and _on_host(args, kwargs):
             raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
-        if m.random and self._rewind is not None:
+        if m.random and self._rewind is not None and not self._lending:
             self._draws.add(self._rewound)
             if len(self._draws) > 1:
                 raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
@@ -328,6 +336,8 @@ class CudaWatch(OperatorWatch):
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         if self.sets_states or self.states.held():
             raise Refusal(f"runs {part.said} live, and keeps a state of a random generator", "call it outside")
+        if self.own and self.has_backward and self._rewind is None:
+            raise self.located(_CUT)
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
@@ -380,28 +390,66 @@ class CudaWatch(OperatorWatch):
             self._lines[code] = frame.f_code, users_line(frame)
         return self._lines[code][1]
 
+    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        outer, self._lending = self._lending, any(isinstance(x, torch.Generator) for x in kwargs.values())
+        try:
+            return super()._of_higher_order(func, args, kwargs)
+        finally:
+            self._lending = outer
+
     def lent(self, generator: torch.Generator) -> torch.Generator:
-        """Compiled code has one for each place where its backward draws again what its forward has drawn: they are noted all
+        """Compiled code has a pair for each place where its backward draws again what its forward has drawn: they are noted all
         together, and here and now it is drawn from the default one."""
         if not is_of(generator, self.device):
             return super().lent(generator)
-        if self.has_backward:
-            raise self.located(Refusal("draws random numbers from generators of compiled code's own, from which its backward, "
-                                       "that recomputes a part, has to draw them again", "record the whole step"))  # fmt: skip
-        if all(not _same(generator, g) for g in self._lent):
-            self._lent.append(generator)
-        if all(not _same(generator, g) for g in self._registered):
-            self._registered.append(generator)
-            self._unknown.append(generator)
+        if among(generator, self.generators):  # the user's
+            return generator
+        called = own_of_caller(sys._getframe(1))
+        if called is None or not among(generator, [*called[0].forward, *called[0].backward]):
+            raise self.located(Refusal("draws random numbers from generators of compiled code's own, and nobody says whose",
+                                       "record it uncompiled"))  # fmt: skip
+        if among(generator, called[0].forward):
+            self._draws_own(*called)
+        else:
+            self._draws_again(*called)
+        new = [g for g in (*called[0].forward, *called[0].backward) if not among(g, self._registered)]
+        self._lent.extend(g for g in (*called[0].forward, *called[0].backward) if not among(g, self._lent))
+        if new:
+            self._registered.extend(new)
+            self._unknown.extend(new)
             self.refusal = self.refusal or Again("uses random generators that were not known before the capture",
                                                  "call it once more", final=False)  # fmt: skip
-        if any(_same(generator, g) for g in self._unknown):
+        if among(generator, self._unknown):
             return torch.cuda.default_generators[self.device.index].graphsafe_get_state()
         return generator
 
+    def _draws_own(self, own: OwnGenerators, number: int) -> None:
+        """The forward of a compiled function draws."""
+        if self.has_backward and self._rewind is None and self.cuts:
+            raise self.located(_CUT)
+        if (own, number) not in self._own_calls:
+            own.settle(begun=number)
+            self._own_calls[own, number] = len(self.cuts)
+            self.own.setdefault(own, None)
+
+    def _draws_again(self, own: OwnGenerators, number: int) -> None:
+        """The backward of a compiled function draws what its forward has drawn: in this graph, or in that of which this is the
+        backward."""
+        here = self._own_calls.get((own, number))
+        if here is None and not (self._rewind is not None and self._rewind.has_called(own, number)):
+            raise self.located(Refusal("draws again random numbers of compiled code that was called outside of it",
+                                       "record what contains that call as well"))  # fmt: skip
+        if here is not None and here != len(self.cuts):
+            raise self.located(_CUT)
+        rewinds = here is None
+        if self.own.get(own, rewinds) not in (None, rewinds):
+            raise self.located(Refusal("draws again, in one backward, random numbers of compiled code that was called in it "
+                                       "and of such that was called before", "record the whole step"))  # fmt: skip
+        self.own[own] = rewinds
+
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
-        if is_of(generator, self.device) and all(not _same(generator, g) for g in self._registered):
+        if is_of(generator, self.device) and not among(generator, self._registered):
             self._registered.append(generator)
             raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
                           "variable or global, or pass it as an argument", final=False)  # fmt: skip
@@ -434,8 +482,3 @@ def _on_host(args: Any, kwargs: Any) -> bool:
     if tensors:
         return all(t.device.type == "cpu" for t in tensors)
     return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
-
-
-def _same(a: torch.Generator, b: torch.Generator) -> bool:
-    """Two Python objects may stand for one generator."""
-    return a is b or getattr(a, "_cdata", a) == getattr(b, "_cdata", b)
