@@ -48,12 +48,11 @@ ANYONE, USERS, DIRECTLY = "anyone", "users", "directly"
 
 class Effect(NamedTuple):
     """An effect, the remedy, and whose it must be: `ANYONE`'s; the `USERS` code's, or the standard library's when it works
-    for the user; or the user's own frame's `DIRECTLY`. `once`: a live call does it, and the next one need not."""
+    for the user; or the user's own frame's `DIRECTLY`."""
 
     reason: str
     remedy: str = f"do it outside the recorded function, {MARKED}"
     by: str = USERS
-    once: bool = False
 
     def counts(self, frame: FrameType | None) -> bool:
         """Whether it is an effect when the code of `frame` causes it."""
@@ -170,11 +169,6 @@ for _name, _rule in (
 ):  # fmt: skip
     _BY_NAME.setdefault(_name, []).append(_rule)
 
-_COMPILED = os.path.join("torch", "_functorch", "_aot_autograd", "runtime_wrappers.py")
-_CATCHES_UP = Effect("runs a compiled backward after forwards that had none (set_state)",
-                     "run each forward's backward before the next forward", ANYONE, once=True)  # fmt: skip
-"""Its generators have to be put where they stood at its forward: a capture that came to nothing half-way is such a forward."""
-
 _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "add", "discard", "setdefault", "popitem",
             "appendleft", "extendleft", "popleft", "rotate", "sort", "reverse", "difference_update", "intersection_update",
             "symmetric_difference_update", "move_to_end", "__setitem__", "__delitem__", "__iadd__", "__next__"}  # fmt: skip
@@ -206,8 +200,6 @@ def of_call(function: Any, owner: Any, frame: FrameType, outer: set[int]) -> Eff
     effect = _FUNCTIONS.get(function)
     if function.__name__ == "set_state" and sets_for_torch(frame):
         return None  # heard where that function started
-    if function.__name__ == "set_state" and frame.f_code.co_filename.endswith(_COMPILED):
-        return _CATCHES_UP
     if effect is None and function.__name__ in _OF_C10D and getattr(function, "__module__", None) == _C10D:
         effect = _OF_C10D[function.__name__]
     if effect is None:

@@ -116,5 +116,5 @@ class Attached(Refusal):
 
 
 class Unseen(Refusal):
-    """Something has to run for the first time (nothing is known yet of what an operator gives there), or once again: the call
-    has to be a live one."""
+    """Something has to run for the first time (nothing is known yet of what an operator gives there): the call has to be a live
+    one."""

@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 
 from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
-from .errors import Overlooked, Refusal, Unseen
+from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
 from .loggers import ASKING, Question, question
@@ -178,8 +178,7 @@ class Listener:
             # Where something is refused on its way already, what comes of that (torch logs what is raised in a collective) is
             # stopped as well, and no reason of its own.
             first = self._follower.refusal or next(iter(self.found), None)
-            kind, final = (Unseen, False) if effect.once else (Refusal, final)
-            self.found.append(first or kind(effect.reason, effect.remedy, where=users_line(frame), final=final))
+            self.found.append(first or Refusal(effect.reason, effect.remedy, where=users_line(frame), final=final))
             raise self.found[-1]
 
     def concerned(self) -> bool:

@@ -548,7 +548,8 @@ class Recorded(Observed, Generic[P, R]):
             with Within():
                 return self._function(*args, **kwargs)
 
-        return verified(self.name, call, reach, live, lambda: player.play(call)[0])  # type: ignore[no-any-return]
+        own = player.recording.program.own_generators
+        return verified(self.name, call, reach, live, lambda: player.play(call)[0], own)  # type: ignore[no-any-return]
 
     def _made(self, call: Call, found: Found, history: History, gone: bool = False) -> Player:
         """A new recording of this call, because none fits: perhaps because all gradients are `gone`, or the memory of one."""

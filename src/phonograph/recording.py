@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ class Program(Protocol):
     """What is not as it must be for it to run now, by name: random generators have one state that had two when it was made, or
     the other way round, say. None if that cannot be."""
 
+    own_generators: Sequence[torch.Generator]
+    """Those of compiled code's own from which it draws, and a live call as well."""
     outs: tuple[torch.Tensor, ...]
 
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:

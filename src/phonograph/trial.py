@@ -110,7 +110,8 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
     moulds: Moulds | None = None
     if not all(map(_can_show, _padded(pads, args, kwargs))):
         return None
-    with _nothing_drawn(generators_in(reach) if player.recording.draws else ()):
+    own = player.recording.program.own_generators
+    with _nothing_drawn([*generators_in(reach), *own] if player.recording.draws else ()):
         for rows, fills in _TRIALS:
             first: _Leaves | None = None
             for fill in fills:

@@ -7,7 +7,7 @@ state is put in place, because that is the right one, and `Mismatch` is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +28,14 @@ __all__ = ["equal", "generators_in", "verified"]
 class _State:
     """The contents of everything that a call can reach, copied."""
 
-    def __init__(self, call: Call, reach: Reach) -> None:
+    def __init__(self, call: Call, reach: Reach, own: Sequence[torch.Generator]) -> None:
         named = [(f"argument {i}", t) for i, t in enumerate(call.tensors)]
         named += [(name, t) for name, t in reach.tensors.values()]
         named += [(f"{name}.grad", t.grad) for name, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
         unique = {storage_id(t): (name, _bytes(t)) for name, t in named if has_memory(t)}
         self._contents = [(name, b, b.clone()) for name, b in unique.values()]
         self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
-        self._generators = [(g, g.get_state()) for g in generators_in(reach)]
+        self._generators = [(g, g.get_state()) for g in (*generators_in(reach), *own)]
 
     def restore(self) -> None:
         for _, b, copy in self._contents:
@@ -69,15 +69,18 @@ def generators_in(reach: Reach) -> list[torch.Generator]:
     return ours + (list(torch.cuda.default_generators) if torch.cuda.is_initialized() else [])
 
 
-def verified(name: str, call: Call, reach: Reach, live: Callable[[], Any], play: Callable[[], Any]) -> Any:
-    """The result of `play()`, which must be what `live()` gives on the same state.
+def verified(
+    name: str, call: Call, reach: Reach, live: Callable[[], Any], play: Callable[[], Any], own: Sequence[torch.Generator] = ()
+) -> Any:
+    """The result of `play()`, which must be what `live()` gives on the same state. Both draw from the generators that compiled
+    code has of its `own`.
 
     Raises:
         Mismatch: they differ; the state is then the live run's.
     """
-    before, given = _State(call, reach), _tensors(call.like)
+    before, given = _State(call, reach, own), _tensors(call.like)
     expected = _noted(live(), given)
-    after = _State(call, reach)
+    after = _State(call, reach, own)
     grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
     before.restore()
     result = play()

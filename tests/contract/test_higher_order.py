@@ -103,50 +103,199 @@ class Recomputing(nn.Module):
         return F.dropout(self.a(x).relu(), 0.5, self.training)
 
     def forward(self, x):
-        x = checkpoint(self.block, x, use_reentrant=False)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=False)
         return self.b(F.dropout(x, 0.3, self.training))
 
 
-def trained(device, compiler, options, *, whole=False):
-    """The same code, compiled by AOTAutograd: losses, weights and where the generator stands; and what was recorded."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = Recomputing().to(device)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    compiled = torch.compile(net, backend=compiler, options=options)
+INNER = "aot_eager_decomp_partition"  # the same code, compiled by AOTAutograd, of operators
 
-    def step(x):
-        loss = compiled(x).square().mean()
-        opt.zero_grad()
+
+class Job:
+    """A model that is compiled, and trained in one of the ways."""
+
+    def __init__(self, device, way, **options):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.device, self.way, self.net = device, way, Recomputing().to(device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        if way == "backend":
+            self.model = torch.compile(self.net, backend=backend, options={"inner": INNER, **options})
+        else:
+            self.model = torch.compile(self.net, backend=INNER)
+        if way == "pair":
+            self.model = pg.record(self.model, **options)
+        self._recorded = [self.model] if way == "pair" else []
+        if way == "whole step":
+            self.step = pg.record(self.step, **options)
+            self._recorded = [self.step]
+        torch.manual_seed(5)
+
+    def input(self, n):
+        return ramp(self.device, 4, 8, start=n) / 16
+
+    def step(self, x):
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
         loss.backward()
-        opt.step()
+        self.optimizer.step()
         return loss.detach()
 
-    run = pg.record(step) if whole else step
-    torch.manual_seed(5)
-    losses = [run(ramp(device, 4, 8, start=n) / 16).clone() for n in range(6)]
-    found = [*losses, *(p.detach().clone() for p in net.parameters()), torch.rand(3, device=device)]
-    return found, [run] if whole else graphs()
+    def end(self, results):
+        """All that came of it."""
+        return [*results, *(p.detach().clone() for p in self.net.parameters()), torch.rand(3, device=self.device)]
+
+    @property
+    def recorded(self):
+        return self._recorded or graphs()
+
+    @property
+    def replayed(self):
+        return sum(pg.stats(f).replayed for f in self.recorded)
+
+
+def steps(job):
+    return job.end([job.step(job.input(n)).clone() for n in range(7)])
+
+
+def in_flight(job):
+    """Three forwards wait at a time, their backwards come in another order, one twice; and some never come."""
+    results = []
+    for n in range(6):
+        losses = [job.model(job.input(n + k)).square().mean() for k in range(3)]
+        job.optimizer.zero_grad()
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+        if n % 2:
+            losses[2].backward()
+        job.optimizer.step()
+        results += [x.detach().clone() for x in losses]
+        if n == 3:
+            results.append(job.model(job.input(n)).detach().clone())
+    return job.end(results)
+
+
+def chosen_gradients(job):
+    """Of one parameter only, and of the input."""
+    results = []
+    for n in range(6):
+        x = job.input(n).requires_grad_()
+        y = job.model(x).square().mean()
+        results += torch.autograd.grad(y, (job.net.b.weight,), retain_graph=True)
+        results += torch.autograd.grad(y, (x, job.net.a.weight))
+    return job.end([t.clone() for t in results])
+
+
+def made(function, device, way, **options):
+    job = Job(device, way, **options)
+    return function(job), job
+
+
+@pytest.mark.parametrize("function", [steps, in_flight, chosen_gradients], ids=lambda f: f.__name__)
+def test_c02_compiled_dropout_that_is_recomputed(device, function):
+    theirs, _ = made(function, device, "live")
+    ours, job = made(function, device, "backend")
+    assert_same(ours, theirs)
+    assert job.replayed >= 4, "".join(map(reasons, job.recorded))
+
+
+@pytest.mark.parametrize("way", ["whole step", "pair"])
+@pytest.mark.parametrize("function", [steps, in_flight, chosen_gradients], ids=lambda f: f.__name__)
+def test_c02_compiled_dropout_that_is_recomputed_in_a_recording(cuda, function, way):
+    """(The CPU device cannot see what compiled code calls.)"""
+    if way == "whole step" and function is not steps:
+        pytest.skip("it takes no whole steps")
+    theirs, _ = made(function, cuda, "live")
+    ours, job = made(function, cuda, way)
+    assert_same(ours, theirs)
+    assert job.replayed >= 4, "".join(map(reasons, job.recorded))
+    if function is steps:
+        assert [pg.stats(f).recorded for f in job.recorded] == [1]
+
+
+def beside_live_calls(job):
+    """The same compiled code is called live, before and after recorded steps: what waits for its backward, and what comes next,
+    must find the generators as if all were live. Half of the time the gradients are made elsewhere, and a capture may come to
+    nothing in the middle of its backward."""
+    results, compiled = [], job.model if job.way == "backend" else torch.compile(job.net, backend=INNER)
+    for n in range(12):
+        waits = compiled(job.input(n)).square().mean() if n % 3 else None
+        results.append(job.step(job.input(n)).clone())
+        if n % 3 == 2:
+            results.append(compiled(job.input(n)).detach().clone())  # whose backward never comes
+        if waits is not None:
+            results += [g.clone() for g in torch.autograd.grad(waits, [*job.net.parameters()])]
+        if n == 7:
+            results += torch.autograd.grad(compiled(job.input(n)).sum(), [job.net.a.weight])
+    return job.end(results)
 
 
 @may_run_live
-def test_c02_compiled_dropout_that_is_recomputed(device):
-    """A forward and its backward that are recorded apart cannot share generators of compiled code's own, which it has on a
-    GPU."""
-    theirs, _ = trained(device, "aot_eager_decomp_partition", None)
-    ours, recorded = trained(device, backend, {"inner": "aot_eager_decomp_partition"})
-    assert_same(ours, theirs)
-    if device.type == "cpu":
-        assert sum(pg.stats(graph).replayed for graph in recorded) >= 4
-    else:
-        assert "generators of compiled code's own" in "".join(map(reasons, recorded))
-        assert "record the whole step" in "".join(map(reasons, recorded))
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("way", ["whole step", "pair", "backend"])
+def test_c02_compiled_dropout_beside_live_calls_of_the_same_code(cuda, way, warm):
+    found = []
+    for each in ("live", way):
+        job = Job(cuda, each)
+        before = [job.step(job.input(n)).clone() for n in range(4)] if warm else []
+        found.append(before + beside_live_calls(job))
+    assert_same(*found)
+    if warm:
+        assert job.replayed >= 4, "".join(map(reasons, job.recorded))
 
 
-def test_c02_a_whole_step_of_compiled_dropout_that_is_recomputed(cuda):
-    """(The CPU device cannot see what compiled code calls.)"""
-    theirs, _ = trained(cuda, "aot_eager_decomp_partition", None)
-    ours, (step,) = trained(cuda, "aot_eager_decomp_partition", None, whole=True)
+def two_at_once(job):
+    def step(x):
+        losses = [job.model(x), job.model(x + 1)]
+        job.optimizer.zero_grad()
+        (losses[0].square().mean() + losses[1].square().mean() * 2).backward()
+        job.optimizer.step()
+        return losses[0].detach().clone()
+
+    job.both = pg.record(step) if job.records else step
+    return job.end([job.both(job.input(n)).clone() for n in range(7)])
+
+
+def test_c02_a_step_that_calls_compiled_code_twice(cuda):
+    """Before its backwards: these have to begin where each of the forwards has begun, in the same graph."""
+    found = []
+    for records in (False, True):
+        job = Job(cuda, "live")
+        job.records = records
+        found.append(two_at_once(job))
+    assert_same(*found)
+    assert counts(job.both)[1:] == (1, 6), reasons(job.both)
+
+
+@pytest.mark.parametrize("way", ["whole step", "pair", "backend"])
+def test_c10_verify_of_compiled_dropout_that_is_recomputed(cuda, way):
+    """A live call on the same state draws from compiled code's generators as well."""
+    theirs, _ = made(steps, cuda, "live")
+    ours, job = made(steps, cuda, way, verify=2)
     assert_same(ours, theirs)
-    assert pg.stats(step).replayed >= 3, reasons(step)
-    assert pg.stats(step).recorded == 1
+    assert job.replayed >= 4, "".join(map(reasons, job.recorded))
+
+
+@may_run_live
+def test_c11_compiled_dropout_that_is_recomputed_after_what_runs_live(cuda):
+    """The graph that ends there knows where the forward began, and the next one does not."""
+
+    @pg.live
+    def look(x):
+        return x * 2
+
+    found = []
+    for records in (False, True):
+        job = Job(cuda, "live")
+
+        def step(x, job=job):
+            loss = look(job.model(x)).square().mean()
+            job.optimizer.zero_grad()
+            loss.backward()
+            job.optimizer.step()
+            return loss.detach()
+
+        run = pg.record(step) if records else step
+        found.append(job.end([run(job.input(n)).clone() for n in range(6)]))
+    assert_same(*found)

@@ -399,6 +399,7 @@ class TapeProgram:
         self.footprint = footprint
         self.operators = len(steps)
         self.amiss: Callable[[], str | None] | None = None
+        self.own_generators: Sequence[torch.Generator] = ()
         self.owned = Spans()
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []

@@ -29,7 +29,7 @@ from ..dials import Dials
 from ..errors import Again, Refusal
 from ..garbage import uncollected
 from ..naming import is_of, named
-from ..own_generators import settled
+from ..own_generators import among, settled
 from ..pool import Pool, Spot, extent, unowned
 from ..randomness import CudaState, Known, Rewind, held, put, reset, share_state
 from ..reach import Reach
@@ -421,7 +421,7 @@ class CudaDevice:
                 part.lies([spot.tensor() for spot in inputs], [spot.tensor() for spot in results])
             parts = [part for part, *_ in watch.cuts]
             drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
-            named_here = [g for g in states.generators[1:] if any(g is other for other in drawn)]
+            named_here = [g for g in states.generators[1:] if among(g, drawn)]
             program = Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
         others = watch.others({storage_id(t) for t in leaving})
         return Captured(result, program, made, watch, slots, final, tuple(out), others=others)

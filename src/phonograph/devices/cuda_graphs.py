@@ -25,7 +25,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -257,6 +257,7 @@ class GraphProgram:
         self._rewind = rewind if watch.sets_states else None
         self._own = list(watch.own.items())
         self._own_rewind = rewind
+        self.own_generators: Sequence[torch.Generator] = [g for own in watch.own for g in own.forward]
         self._surplus = surplus
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
