@@ -6,10 +6,12 @@ bf16, 2 x 256 tokens, AdamW(fused=True). The whole step is recorded with the com
 pair, or compiled with the backend. All compile the same code: without donated buffers, which a pair needs. First each way runs
 eight steps from the same seeds, with deterministic algorithms; losses and weights are compared with the same compiled code
 live, by their bits. Then times are measured, without. How many calls were replayed is told: one that runs live is equal, too.
+By hand, the generators that compiled code keeps for itself are looked for and registered with the graph.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -89,9 +91,16 @@ def stepping(device: str, way: str) -> harness.Step:
     return lambda: step(*next(feed))
 
 
+def own_generators() -> list[torch.Generator]:
+    """Those that compiled code keeps for what is recomputed: a graph has to know them, and nothing public names them."""
+    lists = [x for x in gc.get_objects() if type(x) is list and x and isinstance(x[0], torch.Generator)]
+    return [*dict.fromkeys(g for x in lists for g in x if g.device.type == "cuda")]
+
+
 def by_hand(device: str) -> harness.Step:
     training = job(device, torch.compile, capturable=True)
-    call, feed = harness.by_hand(training.step, training.batches[0]), training.forever()
+    call = harness.by_hand(training.step, training.batches[0], generators=own_generators)
+    feed = training.forever()
     return lambda: call(*next(feed))
 
 

@@ -76,14 +76,18 @@ def _median(timings: Sequence[Timing]) -> Timing:
 # ---- the reference -------------------------------------------------------------------------------
 
 
-def by_hand(function: Callable[..., Any], example: Sequence[Tensor], warmup: int = 5) -> Callable[..., Any]:
+def by_hand(
+    function: Callable[..., Any], example: Sequence[Tensor], warmup: int = 5,
+    generators: Callable[[], Sequence[torch.Generator]] = tuple,
+) -> Callable[..., Any]:  # fmt: skip
     """`function` captured as the CUDA documentation shows it: the practical limit.
 
     A call copies its inputs into the captured ones, all in one kernel, replays, and returns the captured outputs, which
-    the next call overwrites. It checks nothing.
+    the next call overwrites. It checks nothing. `generators` are those from which it draws besides the default one, asked for
+    after the warm-up.
     """
     static = [tensor.clone() for tensor in example]
-    graph, outputs = capture(lambda: function(*static), warmup)
+    graph, outputs = capture(lambda: function(*static), warmup, generators=generators)
 
     def call_one(new: Tensor) -> Any:
         static[0].copy_(new)
@@ -105,8 +109,9 @@ def keeping(call: Callable[..., Any], *things: object) -> Callable[..., Any]:
 
 
 def capture(
-    function: Callable[[], Any], warmup: int = 5, pool: Any = None, before: Callable[[], Any] | None = None
-) -> tuple[torch.cuda.CUDAGraph, Any]:
+    function: Callable[[], Any], warmup: int = 5, pool: Any = None, before: Callable[[], Any] | None = None,
+    generators: Callable[[], Sequence[torch.Generator]] = tuple,
+) -> tuple[torch.cuda.CUDAGraph, Any]:  # fmt: skip
     """The graph of one call of `function`, and what that call returned. `before` runs instead of it to warm up."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -116,6 +121,8 @@ def capture(
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    for generator in generators():
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph, pool=pool):
         outputs = function()
     return graph, outputs

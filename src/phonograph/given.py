@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .identity import identity
+from .pool import row_of_bytes
 from .reliance import state_of
 from .signature import attributes, modes
 from .torch_private import has_memory, is_batched, transformed, use_count
@@ -115,12 +116,7 @@ def _soon(holds: Callable[[], bool]) -> bool:
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of the same metadata hold other bits."""
-    return not torch.equal(_bits(a), _bits(b))
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    dense = t.detach().contiguous()  # (the stride of a single element may be any)
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return not torch.equal(row_of_bytes(a.detach()), row_of_bytes(b.detach()))
 
 
 def _state(t: torch.Tensor) -> tuple[Any, ...]:

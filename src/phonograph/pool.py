@@ -39,7 +39,7 @@ from .torch_private import storage_at, use_count
 if TYPE_CHECKING:
     from .recording import Recording
 
-__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "once", "place_of", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "once", "place_of", "row_of_bytes", "unowned"]
 
 _references: Callable[[object], int] = sys.getrefcount
 
@@ -112,6 +112,12 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies, and how."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
+
+
+def row_of_bytes(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements, in their order."""
+    whole = t.contiguous()  # (the stride of a single element may be any)
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def dense(t: torch.Tensor) -> bool:

@@ -624,8 +624,9 @@ def is_higher_order(func: object) -> bool:
 
 
 def insists_on_no_mode(func: Any) -> bool:
-    """Whether its own code does not run under a dispatch mode: that calls one function or another, and no operators itself."""
-    return func.name() in ("cond", "while_loop")
+    """Whether its own code does not run under a dispatch mode: it asks whether there is one, and calls no operators itself."""
+    code = getattr(func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd), "__code__", None)
+    return code is not None and "_get_current_dispatch_mode" in code.co_names
 
 
 def carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from .borrowed import Borrowed
 from .errors import Mismatch
+from .pool import row_of_bytes
 from .randomness import put
 from .reach import Reach
 from .reliance import same
@@ -145,6 +146,5 @@ def equal(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             return False
-        x, y = x.detach().contiguous(), y.detach().contiguous()
-        return x.numel() == 0 or torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        return x.numel() == 0 or torch.equal(row_of_bytes(x.detach()), row_of_bytes(y.detach()))
     return same(x, y)

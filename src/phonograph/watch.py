@@ -252,6 +252,7 @@ class OperatorWatch(TorchDispatchMode):
             with self:
                 return function(*args)
 
+        seen._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]  # it takes a list
         return seen
 
     def lent(self, generator: torch.Generator) -> torch.Generator:

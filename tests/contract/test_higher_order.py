@@ -3,8 +3,10 @@ is recorded. Compiled code calls them, and people do, by `torch.cond` and its li
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
@@ -42,7 +44,64 @@ def widened(x):
     return named("out_dtype")(aten.mul.Tensor, torch.float64, x, x)
 
 
-CALLED = {f.__name__: f for f in (wrapped, chosen, drawn, widened)}
+def mapped(x):
+    return named("map_impl")(lambda t, y: (t * 2 + y,), (x,), (x,))[0]
+
+
+def accumulated(x):
+    return named("associative_scan")(lambda a, b: (a + b,), (x,), ())[0]
+
+
+def invoked(x):
+    return named("invoke_subgraph")(lambda t: (t.sin() * 2,), "a_name", x)[0]
+
+
+def boxed(x):
+    def inner(args):
+        return (args[0].cos() + 1,)
+
+    inner._boxed_call = True
+    return named("invoke_subgraph")(inner, "another_name", x)[0]
+
+
+def of_each(x):
+    return named("foreach_map")(lambda t: t * 2, [x])[0]
+
+
+def hinted(x):
+    return named("hints_wrapper")(lambda t: (t * 2,), (x,), {}, hints={})[0]
+
+
+def ordered(x):
+    return named("with_effects")(torch.ops.prims._make_token(), aten.sin.default, x)[1]
+
+
+@torch.library.custom_op("phonograph_test_higher_order::add_one", mutates_args={"x"})
+def add_one(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def functionalized(x):
+    """What writes is called on a copy."""
+    y = x * 2
+    return named("auto_functionalized")(torch.ops.phonograph_test_higher_order.add_one.default, x=y)[1] + y
+
+
+def functionalized_by_bases(x):
+    y = x * 2
+    add = torch.ops.phonograph_test_higher_order.add_one.default
+    return named("auto_functionalized_v2")(add, _x_base_index=0, _all_bases=[y])[1] + y
+
+
+def attended(x):
+    q = x.reshape(1, 1, 1, 3).expand(1, 1, 16, 3).contiguous()
+    options = {"PRESCALE_QK": False, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, device=x.device).as_tuple()
+    return named("flex_attention")(q, q, q, lambda s, b, h, i, j: s + (i - j), mask, 1.0, options)[0]
+
+
+_OF_FUNCTIONS = (wrapped, chosen, drawn, widened, mapped, accumulated, invoked, boxed, of_each, hinted, ordered)
+CALLED = {f.__name__: f for f in (*_OF_FUNCTIONS, functionalized, functionalized_by_bases, attended)}
 
 
 @pytest.mark.parametrize("function", CALLED.values(), ids=CALLED)
@@ -83,6 +142,42 @@ def test_c11_one_that_decides_by_a_value(device):
 
 
 @may_run_live
+def test_c11_one_that_repeats_by_a_value(device):
+    def f(x):
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        return named("while_loop")(lambda i, y: y.sum() < 99, lambda i, y: (i + 1, y * 2), (start, x), ())
+
+    g = pg.record(f)
+    for n in (1, 1, 5, 40, 1):
+        assert_same(g(ramp(device, 3, start=n)), f(ramp(device, 3, start=n)))
+    assert pg.stats(g).recorded == 0
+    assert ("value on the host" if device.type == "cpu" else "waits for the GPU") in reasons(g)
+
+
+def test_c01_a_triton_kernel_of_the_users_in_compiled_code(cuda):
+    """`triton_kernel_wrapper_mutation`, which compiled code that stays of operators calls."""
+    triton = pytest.importorskip("triton")
+    language = pytest.importorskip("triton.language")
+    globals()["language"] = language
+
+    @triton.jit
+    def doubling(source, target, n, size: language.constexpr):
+        at = language.program_id(0) * size + language.arange(0, size)
+        language.store(target + at, language.load(source + at, mask=at < n) * 2, mask=at < n)
+
+    def f(x):
+        y = torch.empty_like(x)
+        doubling[(1,)](x, y, x.numel(), size=16)
+        return y + 1
+
+    torch._dynamo.reset()
+    g = pg.record(torch.compile(f, backend="aot_eager"))
+    for n in range(5):
+        assert_same(g(ramp(cuda, 3, start=n)), ramp(cuda, 3, start=n) * 2 + 1)
+    assert counts(g) == (1, 1, 4), reasons(g)
+
+
+@may_run_live
 @pytest.mark.parametrize("fallback", ["live", "split"])
 def test_c11_what_they_call_may_be_refused(device, fallback):
     def f(x):
@@ -108,16 +203,24 @@ class Recomputing(nn.Module):
         return self.b(F.dropout(x, 0.3, self.training))
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_donated():
+    """A backward that writes what its forward has saved could not be recorded apart from it."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
 INNER = "aot_eager_decomp_partition"  # the same code, compiled by AOTAutograd, of operators
 
 
 class Job:
     """A model that is compiled, and trained in one of the ways."""
 
-    def __init__(self, device, way, **options):
+    def __init__(self, device, way, *, updates=True, **options):
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.device, self.way, self.net = device, way, Recomputing().to(device)
+        self.updates = updates
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         if way == "backend":
             self.model = torch.compile(self.net, backend=backend, options={"inner": INNER, **options})
@@ -138,7 +241,8 @@ class Job:
         loss = self.model(x).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()
+        if self.updates:
+            self.optimizer.step()
         return loss.detach()
 
     def end(self, results):
@@ -237,7 +341,7 @@ def beside_live_calls(job):
 def test_c02_compiled_dropout_beside_live_calls_of_the_same_code(cuda, way, warm):
     found = []
     for each in ("live", way):
-        job = Job(cuda, each)
+        job = Job(cuda, each, updates=False)
         before = [job.step(job.input(n)).clone() for n in range(4)] if warm else []
         found.append(before + beside_live_calls(job))
     assert_same(*found)

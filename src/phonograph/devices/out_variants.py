@@ -17,6 +17,7 @@ import torch
 
 from ..identity import identity
 from ..operators import tensors_in
+from ..pool import row_of_bytes
 from ..torch_private import is_composite, storage_at
 
 __all__ = ["Variant", "tried"]
@@ -104,7 +105,7 @@ def _agrees(variant: Variant, args: Any, kwargs: Any, results: list[torch.Tensor
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.stride() != b.stride():
         return False
-    rows = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)] if a.numel() else []
+    rows = [*map(row_of_bytes, (a, b))] if a.numel() else []
     return not rows or torch.equal(*rows)
 
 
