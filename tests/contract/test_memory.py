@@ -1486,6 +1486,15 @@ def test_c10_verify_while_results_are_held(device):
     assert counts(both)[2] >= 6
 
 
+def test_c10_verify_of_one_element_whose_stride_is_two(device):
+    def f(x):
+        return torch.as_strided(x * 2, (1,), (2,))
+
+    recorded = pg.record(f, verify=1)
+    for n in range(5):
+        assert_same(recorded(filled(device, n)), f(filled(device, n)))
+
+
 # ---------------------------------------------------------------------------------------------------
 # What a wrong line would break, each seen to fail without it
 
