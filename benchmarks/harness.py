@@ -37,6 +37,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 RESULTS = Path(__file__).parent / "results"
 _TURNS = 12  # at most, before what is measured has to have settled
 _SETTLED = 48  # calls at least, after which it is known which recordings pay
+COMPILED = ", compiled inside"
 REFERENCE = "by hand"  # rows are compared with the row of this name, or of this name and the same ", suffix"
 
 Step = Callable[[], object]
@@ -206,6 +207,13 @@ def trying(report: Report, method: str) -> Iterator[None]:
         report.rows.append(Row(method, error=f"{type(error).__name__}: {str(error)[:300]}"))
 
 
+def possible(methods: dict[str, Any], device: str) -> dict[str, Any]:
+    """Those that the device can run: on the CPU nothing is captured by hand, and compiled code runs live."""
+    if device != "cpu":
+        return methods
+    return {name: x for name, x in methods.items() if not (name.startswith(REFERENCE) or name.endswith(COMPILED))}
+
+
 def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str, Step]:
     """Make every method's step and run it once; those that fail get their row here.
 
@@ -213,7 +221,7 @@ def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str,
     """
     gc.collect()
     steps = {}
-    for method, make in methods.items():
+    for method, make in possible(methods, report.arguments.device).items():
         with trying(report, method):
             step = make()
             step()

@@ -16,11 +16,11 @@ from torch import nn
 
 import harness
 import phonograph as pg
+from harness import COMPILED
 from workloads import Decoding, llama_decoding, llama_model
 
 CLAIM, LIMIT = "llama_decode", 1.02
 TARGET = f"compiled inside: at most {LIMIT} x the graph captured by hand"
-COMPILED = ", compiled inside"
 
 
 def looping(decoding: Decoding, wrap: Callable[[Any], Any] = lambda step: step) -> harness.Step:

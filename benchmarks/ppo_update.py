@@ -18,11 +18,11 @@ from torch.distributions import Normal
 
 import harness
 import phonograph as pg
+from harness import COMPILED
 
 CLAIM, LIMIT = "ppo_update", 1.10
 TARGET = f"phonograph at most {LIMIT:.2f} x the graph captured by hand, eager and compiled inside"
 OBSERVED, ACTIONS, ROWS = 17, 6, 64
-COMPILED = ", compiled inside"
 
 Loss = Callable[..., Tensor]
 

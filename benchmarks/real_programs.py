@@ -99,7 +99,7 @@ class Variant:
         return running
 
 
-def unchanged(function: Any) -> Any:
+def unchanged(function: Any, **_: Any) -> Any:
     return function
 
 

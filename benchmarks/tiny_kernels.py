@@ -84,7 +84,7 @@ def main() -> int:
     inputs = [torch.full((64, 64), float(n), device=arguments.device) for n in range(INPUTS)]
     kept_right, steps = {}, {}
     with torch.no_grad():
-        for method, make in methods(inputs[0], not arguments.quick).items():
+        for method, make in harness.possible(methods(inputs[0], not arguments.quick), arguments.device).items():
             with harness.trying(report, method):
                 function = make()
                 kept_right[method] = _survives(function, inputs)

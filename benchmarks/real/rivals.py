@@ -73,7 +73,7 @@ def cuda_graph_module(function: Callable[..., Any]) -> Any:
     return Theirs(without_validation()(function))
 
 
-def reduce_overhead(function: Any) -> Any:
+def reduce_overhead(function: Any, **_: Any) -> Any:
     return torch.compile(function, mode="reduce-overhead")
 
 

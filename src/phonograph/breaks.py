@@ -1,4 +1,5 @@
-"""What runs live between two segments of a recording: an operator that needs the host, or a function marked `@pg.live`.
+"""What runs live between two segments of a recording: an operator that needs the host, a function marked `@pg.live`, or a look
+at a number by which the call goes on.
 
 Either reads the memory of the recording, and what it gives is copied to where the next segment reads it. An operator works in
 that memory. A function of the user's may keep what it is given, and do what it likes: it gets copies, which are copied back. It
@@ -18,13 +19,14 @@ from .errors import Refusal
 from .forms import SHARES, Form, Meta, form_of, sizes_of
 from .given import HISTORY, Given, differ
 from .identity import identity
+from .numerals import READS_NUMBER
 from .pool import copy_of, once
 from .randomness import put
 from .torch_private import alias, below_autograd
 from .trees import Node, flatten, unflatten
 from .within import Within
 
-__all__ = ["HERE", "Break", "Done", "MarkedBreak", "Torn"]
+__all__ = ["HERE", "Break", "Decision", "Done", "MarkedBreak", "Torn"]
 
 _SHAPE = "gives a result of another shape than before"
 HERE = object()  # stands for a tensor that lies in the recording's memory
@@ -34,6 +36,7 @@ class Break:
     """A live operator, between two segments."""
 
     grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    remedy = "use what gives a fixed shape, or call it outside"
 
     def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, casts: tuple[Any, ...] = ()) -> None:
         self.form = form
@@ -93,6 +96,25 @@ class Break:
         new = [x for x, kind in zip(found, self.form.results, strict=True) if isinstance(kind, Meta)]
         for place, t in zip(self._outputs, new, strict=True):
             once(place).copy_(once(t))
+
+
+class Decision(Break):
+    """A number is read of a tensor, by which the call goes on: the next segment is what comes after this very number."""
+
+    remedy = 'where that is rare, nothing; else torch.where instead of `if`, or torch.compile(..., backend="phonograph")'
+
+    def __init__(self, number: Any, said: str, where: str) -> None:
+        super().__init__(Form(READS_NUMBER, None, ()), None, [HERE], where)
+        self.said = said
+        self._number = number
+
+    def __str__(self) -> str:
+        return f"a look at a number{f' at {self.where}' if self.where else ''}, which has to be {self._number!r}"
+
+    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
+        with Within(waits=True), below_autograd():
+            now = self._inputs[0].item()
+        return "" if repr(now) == repr(self._number) else "reads another number than before"
 
 
 class Torn(Exception):

@@ -97,6 +97,12 @@ class Refusal(Exception):
         self.places = ()
 
 
+class Decides(Refusal):
+    """The call goes on by a number that it reads of a tensor, at this `site` (`numerals.Site`)."""
+
+    site: Any = None
+
+
 class Unpadded(Refusal):
     """Why a call is recorded with its own sizes, and not padded to those of ``shapes=``."""
 

@@ -6,6 +6,7 @@ tells their `Form`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from .casting import Casts
 from .given import Given, plain
 from .identity import identity
 from .marked import Marked
+from .numerals import NUMBER_READERS, Site, site_of
 from .operators import meaning, operands, written_by
 from .places import Holder
 from .reach import Reach
@@ -136,8 +138,10 @@ class Notes:
     segment follows; but where that has gone wrong, `strict`."""
 
     def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = (),
-                 strict: bool = False) -> None:  # fmt: skip
+                 strict: bool = False, decisive: Set[Site] = frozenset()) -> None:  # fmt: skip
         self._strict = strict
+        self.decisive = decisive
+        self.numbers: dict[Site, list[Any]] = {}
         self.operators = operators
         self.reach = reach
         self.marked = marked
@@ -152,7 +156,7 @@ class Notes:
     @property
     def cuts(self) -> bool:
         """Whether there may be anything to note."""
-        return bool(self.operators) or self.marked
+        return bool(self.operators or self.decisive) or self.marked
 
     def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
         """The same for a marked function. It runs if it has not in this call."""
@@ -234,6 +238,11 @@ class Notes:
         self._note(form, result)
         return result
 
+    def number(self, site: Site, t: torch.Tensor) -> None:
+        """The number in this tensor is read at this site."""
+        if site in self.decisive:
+            self.numbers.setdefault(site, []).append(t.item())
+
     def _note(self, form: Form, result: Any, keeps: Set[int] = frozenset()) -> None:
         self.forms.append(form)
         self.keeps.append(keeps)
@@ -280,6 +289,8 @@ class _Noting(TorchDispatchMode):
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:
                 return self._notes.call(func, args, kwargs)
+            if func in NUMBER_READERS and self._notes.decisive and not self._notes.within:
+                self._notes.number(site_of(sys._getframe(1)), args[0])
             return func(*args, **kwargs)
 
 
@@ -306,7 +317,7 @@ def noting(notes: Notes | None) -> Iterator[None]:
     try:
         with (
             one_thread() if cuts else nullcontext(),
-            _Noting.within(notes) if notes is not None and notes.operators else nullcontext(),
+            _Noting.within(notes) if notes is not None and (notes.operators or notes.decisive) else nullcontext(),
         ):
             yield
     finally:

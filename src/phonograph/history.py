@@ -24,9 +24,10 @@ PATIENCE = 64  # live calls after which it is tried again, the first time; each 
 class History:
     """Of one signature."""
 
-    __slots__ = ("attached", "attempts", "changes", "crowded", "device", "failing", "held", "left", "met", "notes", "over",
-                 "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room", "spared", "split", "standing",
-                 "torn", "tried", "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "changes", "crowded", "decisive", "device", "diverged", "failing", "held", "left",
+                 "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room",
+                 "since_diverged", "spared", "split", "standing", "torn", "tried", "unsettled", "untold", "waits", "warm",
+                 "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
@@ -36,8 +37,11 @@ class History:
         self.warm_again = False  # a live call was made since something that the recordings rely on changed
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.split = split  # operators that run live between segments
+        self.decisive: frozenset[Any] = frozenset()  # sites where numbers are read by which the call goes on
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
         self.spared: Refusal | None = None  # why it was not tried for some live calls: others like it could not be recorded
+        self.diverged = 0  # calls in turn in which a replay could not go on...
+        self.since_diverged = -1  # ...and how many replays the function had then
         self.torn = False  # a marked function has done what a replay could not go on after
         self.device: torch.device | None = None  # where calls without any tensor work, as far as a capture has shown it
         self.left = 0  # bytes that the last live call has left on the device: its results, and what its backward will read

@@ -3,11 +3,16 @@ marked `@pg.live`.
 
 In a capture nobody knows them. What stands there for such a number says that it is one, and nothing else: code that computes
 with it, compares it or shows it is refused. What comes out at the end is read when a replay has run, as any result is.
+
+A number by which the call goes on (``if found_inf.item():``) is *decisive*. It is known by its site in the code: a live call
+tells what is read there, and what is captured is what comes after that number. Each replay looks whether it is still the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from itertools import islice
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +22,8 @@ from .identity import identity
 from .torch_private import has_memory
 from .trees import containers, flatten, unflatten
 
-__all__ = ["Numeral", "listable", "readable", "reading", "tensors_of", "without"]
+__all__ = ["NUMBER_READERS", "READS_NUMBER", "Numeral", "Site", "listable", "readable", "reading", "site_of", "tensors_of",
+           "without"]  # fmt: skip
 
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift", "rshift")
 _OTHERS = (
@@ -25,7 +31,25 @@ _OTHERS = (
     "pos", "abs", "round", "trunc", "floor", "ceil", "invert", "reduce_ex", "copy", "deepcopy", "getattr",
 )  # fmt: skip
 _ASKED = (*(f"__{name}__" for name in (*_OF_TWO, *_OTHERS)), *(f"__r{name}__" for name in _OF_TWO))
+_NOT_READERS = (f"{__package__}.", "torch.utils._python_dispatch", "torch._tensor", "torch._compile", "torch._dynamo.")
 _MOST = 32  # numbers of one tensor: each is a result of its own
+
+
+Site = tuple[Any, Any]  # a code object, and where in it the call is that reads
+READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+NUMBER_READERS = (READS_NUMBER, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default)  # these in inference mode
+
+
+def site_of(frame: FrameType) -> Site:
+    """Where a number is read, as its reader's code has it."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_globals.get("__name__", "").startswith(_NOT_READERS):
+        caller = caller.f_back
+    caller = caller or frame
+    code, at = caller.f_code, caller.f_lasti
+    if hasattr(code, "co_positions"):  # an instruction of several, of which the last runs where Python code is called
+        return code, next(islice(code.co_positions(), at // 2, None))
+    return code, at
 
 
 class Numeral:

@@ -101,7 +101,8 @@ _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
-    "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it outside",
+    "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
+    'outside; or fallback="split", if the value is most often the same',
     "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",
     "aten::allclose": "torch.allclose answers on the host; use torch.isclose(a, b).all() and torch.where",
     "aten::_pack_padded_sequence": "lengths are read on the host: work with padded tensors, and mask what is padded",

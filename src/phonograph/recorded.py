@@ -36,7 +36,7 @@ from .carried import Carried, Carries, tensors_in
 from .checks import look, lookouts
 from .clearing import cleared, obstructing
 from .devices import device_for, lock, owned
-from .errors import Attached, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable, Unseen
+from .errors import Attached, Decides, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable, Unseen
 from .following import Fixed, Following
 from .forms import Notes, noted_here, noting
 from .garbage import uncollected
@@ -96,6 +96,9 @@ _BLOCKED = 6  # recordings of one signature that may all be in the way before it
 _UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
 _SIGNATURES = 4096  # signatures that are remembered
+
+_DECISIVE = 8  # places where a call may read numbers by which it goes on
+_UNLUCKY = 4  # calls in turn that such a number ends, before it is taken for another from now on
 
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _NONE: list[Player] = []  # recordings of a signature that runs live
@@ -632,6 +635,10 @@ class Recorded(Observed, Generic[P, R]):
             history.device = refusal.device
             history.begin_again(refusal)
             return True
+        if isinstance(refusal, Decides) and refusal.site not in history.decisive and len(history.decisive) < _DECISIVE:
+            history.decisive |= {refusal.site}
+            history.begin_again(refusal)
+            return True
         if self.options.fallback == "split" and refusal.operator is not None and refusal.operator not in history.split:
             history.split |= {refusal.operator}
             history.begin_again(refusal)
@@ -644,14 +651,19 @@ class Recorded(Observed, Generic[P, R]):
     def _count_divergence(self, call: Call, diverged: Diverged) -> None:
         """A replay could not go on after a live operator, which may give another shape from now on."""
         self._counters.replayed -= 1
-        self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         history = diverged.history = self._history(call.key)
+        history.diverged = history.diverged + 1 if history.since_diverged == self._counters.replayed else 1
+        history.since_diverged = self._counters.replayed
+        if not diverged.decided or history.diverged >= _UNLUCKY:
+            self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         reach = None
         with suppress(Refusal), Ours("looked at what the function can reach"):
             reach = self._reach(call)
         history.torn = history.torn or bool(diverged.torn)
-        history.notes = Notes(history.split, reach, self._marked, diverged.done)
-        if history.changed(self._counters.replayed) > CHANGES:
+        history.notes = Notes(history.split, reach, self._marked, diverged.done, decisive=history.decisive)
+        if diverged.decided and history.diverged > _UNLUCKY:
+            history.wait(Refusal(f"{diverged.said} reads another number nearly each time", diverged.remedy, diverged.where))
+        elif not diverged.decided and history.changed(self._counters.replayed) > CHANGES:
             history.waits = 0
             refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
             self._refuse(history, refusal, _grounds(refusal))
@@ -726,7 +738,8 @@ class Recorded(Observed, Generic[P, R]):
             elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
             lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
             place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
-        notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn)
+        notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn,
+                      decisive=history.decisive)  # fmt: skip
         history.notes = notes
         before = device.allocated
         with Within(waits=True), place, noting(notes):

@@ -36,7 +36,7 @@ from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
 from .dials import Dial, Dials, probing
-from .errors import Again, Attached, Elsewhere, Overlooked, Refusal, Unseen
+from .errors import Again, Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
 from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
 from .identity import identity
@@ -167,7 +167,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             continue
         except Refusal as e:
             followed = terms.following.wanted() - terms.baked if terms.following is not None else frozenset()
-            if not followed or isinstance(e, (Attached, Elsewhere, Fixed)):
+            if not followed or isinstance(e, (Attached, Decides, Elsewhere, Fixed)):
                 raise
             e.let_go()  # perhaps it is only because of what stood in the place of numbers
             doubted = dict.fromkeys(followed, e.reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -20,14 +20,14 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from . import operators
-from .breaks import HERE, Break, Done, MarkedBreak, Torn
+from .breaks import HERE, Break, Decision, Done, MarkedBreak, Torn
 from .dials import Dials, reals
 from .errors import Refusal, Unseen
 from .forms import Form, Meta, Notes, one_thread
 from .identity import identity
 from .keys import NoSignature, plain_key
 from .marked import Marked
-from .numerals import tensors_of
+from .numerals import READS_NUMBER, Site, tensors_of
 from .randomness import put
 from .reach import Reach
 from .recording import Tensors
@@ -58,10 +58,13 @@ class Diverged(Refusal):
     """A replay could not go on after a live operator or marked function. Everything is as before the call, but for what marked
     functions have `done`; where that is such that the call cannot be made from its beginning, `torn` says so."""
 
-    def __init__(self, reason: str, remedy: str, where: str, done: list[Done], torn: str) -> None:
-        super().__init__(reason, remedy, where, this_call=True)
+    def __init__(self, live: Break, did: str, done: list[Done], torn: str) -> None:
+        remedy = "do the same in each call" if done else live.remedy
+        super().__init__(f"{live.said} {did}", remedy, live.where, this_call=True)
+        self.said = live.said
         self.done = done
-        self.torn = torn
+        self.torn = torn and _TORN.format(live.said, torn, live.where)
+        self.decided = isinstance(live, Decision)  # nothing is wrong with the recording: a number was another this time
 
 
 class Segments:
@@ -146,10 +149,7 @@ class Segments:
                 _give(kept)
                 if torn and grads is not None:
                     grads.lose()
-                did = other or "changes what the function relies on"
-                remedy = "do the same in each call" if done else "use what gives a fixed shape, or call it outside"
-                torn = torn and _TORN.format(live.said, torn, live.where)
-                raise Diverged(f"{live.said} {did}", remedy, live.where, done, torn)
+                raise Diverged(live, other or "changes what the function relies on", done, torn)
             targets = program.run(())
         _give(kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
@@ -213,6 +213,7 @@ class Cuts:
         self._before = 0
         self._thread = threading.get_ident()
         self._backwards: Any = nullcontext()
+        self._numbers: dict[Site, Iterator[Any]] = {}
 
     def __enter__(self) -> None:
         self._modes = _modes()
@@ -220,12 +221,15 @@ class Cuts:
             self._backwards = one_thread()
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
+            self._watch.decisive, self._watch.deciding = self._notes.decisive, self.decide
+            self._numbers = {site: iter(numbers) for site, numbers in self._notes.numbers.items()}
         Cuts.now.append(self)
 
     def __exit__(self, *_: object) -> None:
         Cuts.now.remove(self)
         self._backwards.__exit__(None, None, None)
-        self._watch.split, self._watch.cutting = frozenset(), None  # or it would keep itself, with all that it has noted
+        self._watch.split, self._watch.decisive = frozenset(), frozenset()
+        self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
 
     def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
         """End a segment, because this is called. Returns what stands for its result."""
@@ -271,6 +275,16 @@ class Cuts:
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
 
+    def decide(self, t: torch.Tensor, site: Site) -> Any:
+        """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before."""
+        runs = "goes on by a number that it reads"
+        for number in self._numbers.get(site, iter(())):
+            self._may_cut(runs)
+            part = Decision(number, at_work(READS_NUMBER.name()), users_line())
+            self._watch.interrupt(part, str(part), [t.detach()], [], [])
+            return number
+        raise Unseen(f"{runs}, and did not read it before", "read it in every call", final=False)
+
     def _may_be_written(self, tensors: list[torch.Tensor]) -> None:
         """These from outside are given to a marked function as they are. Where a call begins again, they are put back, if they
         are not too large to be noted before each replay."""
@@ -299,21 +313,25 @@ class Cuts:
         return operators.written_by(m, args, kwargs)
 
     def _check(self, operator: OpOverload | Marked, runs: str) -> None:
-        """Whether the call may be cut here."""
+        """Whether the call may be cut here, and code run."""
         watch = self._watch
-        if threading.get_ident() != self._thread:
-            raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
+        self._may_cut(runs)
         if watch.caught(any_kind=isinstance(operator, Marked) or operators.meaning(operator).others):
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
-        if watch.communicated:  # where a call begins again, other ranks do not
-            raise Refusal(f"{runs} after it has communicated with other ranks", "call it before that, or outside")
         (autocast, *now), (before, *then) = _modes(), self._modes
         if now != then or (isinstance(operator, Marked) and autocast != before):  # an operator runs with what it is then
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
-        if sum(s.nbytes() for s in watch.changed()) > _UNDONE:
+
+    def _may_cut(self, runs: str) -> None:
+        """Whether the call may be cut here."""
+        if threading.get_ident() != self._thread:
+            raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
+        if self._watch.communicated:  # where a call begins again, other ranks do not
+            raise Refusal(f"{runs} after it has communicated with other ranks", "call it before that, or outside")
+        if sum(s.nbytes() for s in self._watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
 
     @staticmethod

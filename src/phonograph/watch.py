@@ -12,6 +12,7 @@ for ever.
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import os
 import sys
@@ -30,11 +31,11 @@ from .checks import Check
 from .collectives import refusal
 from .dials import Dials
 from .effects import ANYONE, Effect, Starts
-from .errors import Refusal
+from .errors import Decides, Refusal
 from .following import takes
 from .identity import identity
 from .listening import unheard
-from .numerals import Numeral, listable, readable
+from .numerals import Numeral, Site, listable, readable
 from .places import Holder
 from .pool import dense, extent
 from .randomness import FORKS, States
@@ -82,7 +83,8 @@ _REMEDIES = {
     "torch/distributions/distribution.py:__init__": _VALIDATES,
     "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
     "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
-    "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device",
+    "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device; "
+    'or fallback="split"',
     "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
@@ -132,6 +134,8 @@ class OperatorWatch(TorchDispatchMode):
         self._forked: list[weakref.ref[torch.Tensor]] = []  # states that are set again where `torch.random.fork_rng` ends
         self.outermost: CodeType | None = None  # that runs the call; what is called by it is the call's
         self.split: Set[Any] = frozenset()  # operators that run live between segments
+        self.decisive: Set[Site] = frozenset()  # where numbers are read by which the call goes on
+        self.deciding: Callable[[torch.Tensor, Site], Any] | None = None  # ends a segment there; returns the number
         self.cutting: Callable[[Any, Any, Any], Any] | None = None  # ends a segment at one of them
         self.failed: Any = None  # the operator that raised an exception
         self.parts: tuple[Break, ...] = ()  # these
@@ -475,24 +479,33 @@ class OperatorWatch(TorchDispatchMode):
         """Whether each replay can make this check as a live call does."""
         return check.exact
 
-    def numeral(self, t: torch.Tensor) -> Numeral | None:
+    def numeral(self, t: torch.Tensor, site: Site) -> Numeral | None:
         """What stands for the number in this tensor, if the call may hand it on without knowing it."""
         if self.numerals is None or not readable(t, self.device):
             return None
-        found = Numeral(t.detach().clone(), self._reads_number)
+        found = Numeral(t.detach().clone(), functools.partial(self.reads_number, site))
         self.numerals.append(weakref.ref(found))
         return found
 
-    def listed(self, t: torch.Tensor) -> Any:
+    def listed(self, t: torch.Tensor, site: Site) -> Any:
         """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
         if self.numerals is None or not listable(t, self.device):
             return None
-        return [self.listed(row) for row in t.unbind()] if t.dim() else self.numeral(t)
+        return [self.listed(row, site) for row in t.unbind()] if t.dim() else self.numeral(t, site)
 
-    def _reads_number(self) -> NoReturn:
-        refusal = operators.reads_value()
-        refusal.remedy += f"; or {COMPILED}"
+    def reads_number(self, site: Site) -> NoReturn:
+        """The call goes on by a number that is read at this site."""
+        found = operators.reads_value()
+        refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
+        refusal.site = site
         raise self.located(refusal)
+
+    def decided(self, t: torch.Tensor, site: Site) -> Any:
+        """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
+        if site not in self.decisive or not readable(t, self.device):
+            return None
+        assert self.deciding is not None
+        return self.deciding(t, site)
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""

@@ -733,8 +733,8 @@ assert len(seen) == 4, seen
 """
 
 
-@pytest.mark.parametrize("backend", ["phonograph", "eager", "aot_eager"])
-@pytest.mark.parametrize("when", [0, 2, 9])
+@pytest.mark.parametrize(("backend", "when"), [("phonograph", 0), ("phonograph", 2), ("phonograph", 9), ("eager", 2),
+                                               ("aot_eager", 2)])  # fmt: skip
 def test_hooks_that_compiled_code_sets_before_and_after_the_first_recording(backend, when):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", HOOK_IN_COMPILED, backend, str(when)],
                           capture_output=True, text=True, timeout=300)  # fmt: skip

@@ -112,7 +112,6 @@ class Steps:
 DEPEND = {
     "an operator": lambda x: x * x.sum().item(),
     "a branch": lambda x: x * 2 if x.sum().item() > 9 else x,
-    "a truth": lambda x: x * 2 if (x > 2).all().item() else x,
     "arithmetic": lambda x: x.sum().item() + 1,
     "text": lambda x: f"{x.sum().item():.3f}",
     "an index": lambda x: x[int(x[0].item()) % 3],
@@ -130,10 +129,10 @@ DEPEND = {
 @pytest.mark.parametrize("function", DEPEND.values(), ids=DEPEND)
 def test_c11_what_depends_on_a_number_gets_it(device, function):
     f = recorded(function)
-    for n in (1, 1, 2, 5, 1):
+    for n in (1, 1, 2, 5, 7):
         x = ramp(device, 3, start=n)
         assert_same(f(x), function(x))
-    assert pg.stats(f).replayed == 0
+    assert pg.stats(f).replayed == 0  # it is another each time (test_decisive_numbers.py)
 
 
 @may_run_live

@@ -311,13 +311,13 @@ def lbfgs(device):
         call(closure)  # here
 
 
-@way("x.sum().item()", "value", remedy="outside")
+@way("x.sum().item()", "another number", remedy="torch.where")
 def a_number_between_segments(device):
     def f(x):
         return x * x.sum().item()  # here
 
-    for call in recorded(f, fallback="split"):
-        call(ramp(device, 4))
+    for n, call in enumerate(recorded(f, fallback="split")):
+        call(ramp(device, 4, start=n))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from .cuda_dropout import BUFFER, forgotten
 from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 from .host_constants import Room, seen_from_the_host
-from .host_reads import AS_MEMORY, ITEM, LISTED, TRUTH, host_reads_refused, of_the_host
+from .host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, of_the_host
 
 __all__ = ["CudaDevice"]
 
@@ -378,7 +378,7 @@ class CudaDevice:
                     watch.give_back = held.give_back
                 with self._not_begun(watch), self._capturing(graphs, states), settled(watch.own):
                     graphs.copy_in([s for s, _ in filled], [t for _, t in filled])
-                    reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, TRUTH), of_the_host)
+                    reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, *NUMBERS), of_the_host)
                     with watch, reads, seen_from_the_host():
                         try:
                             result = call(slots, watch)

@@ -5,6 +5,7 @@ A `TorchFunctionMode` would be simpler, but some of torch's modules take another
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from .. import operators
 from ..errors import Refusal
+from ..numerals import Site, readable, site_of
 from ..torch_private import has_memory, on_thread_of_autograds
 from ..watch import OperatorWatch
 from ..wording import at_work
@@ -32,6 +34,7 @@ _NUMBERS_OF = (ITEM, *LISTED)
 READS = ("numpy", *LISTED, "__array__", "__dlpack__", "tensor_split", "__reduce_ex__", "apply_", "map_", "map2_")
 TRUTH = "__bool__"  # which torch asks for in order to raise, too
 NUMBERS = ("__float__", "__int__", "__index__", TRUTH, "__complex__")
+_READ = (*_NUMBERS_OF, *NUMBERS)
 
 Judge = Callable[[OperatorWatch, str, Any, Any], Refusal | None]
 
@@ -55,6 +58,22 @@ def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refu
     return None
 
 
+def _number(watch: OperatorWatch, name: str, t: torch.Tensor, site: Site) -> Any:
+    """What a call that may go on by numbers, or hand them on, is told; None if it has to read this one.
+
+    Raises:
+        Decides: it goes on by it.
+    """
+    if name in LISTED:
+        return watch.listed(t, site)
+    number = watch.decided(t, site)
+    if name == ITEM:
+        return watch.numeral(t, site) if number is None else number
+    if number is None and readable(t, watch.device):
+        watch.reads_number(site)
+    return None if number is None else getattr(number, name)() if name != "__index__" else operator.index(number)
+
+
 @contextmanager
 def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge) -> Iterator[None]:
     """During the block, functions of these names ask before they read, on this thread."""
@@ -70,10 +89,11 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 answer = watch.answered(args[0], sys._getframe(1))
                 if answer is not None:
                     return answer
-            if name in _NUMBERS_OF and not repeated and threading.get_ident() == mine and len(args) == 1:
-                numerals = (watch.numeral if name == ITEM else watch.listed)(args[0])
-                if numerals is not None:
-                    return numerals
+            alone = name in _READ and len(args) == 1 and not repeated and threading.get_ident() == mine
+            if alone and watch.numerals is not None:
+                found = _number(watch, name, args[0], site_of(sys._getframe(1)))
+                if found is not None:
+                    return found
             concerned = threading.get_ident() == mine or on_thread_of_autograds()
             refusal = judge(watch, name, args, kwargs) if concerned else None
             if refusal is None:

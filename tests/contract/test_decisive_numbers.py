@@ -1,0 +1,183 @@
+"""C1, C8, C11: numbers of tensors by which a call goes on, with `fallback="split"`: `if found_inf.item():`, `if mask.all():`.
+What comes after such a number is recorded for that number. Each replay looks whether it is the same; where it is another, the
+call is run live from its beginning, and nothing has happened before."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live, ramp, reasons
+
+pytestmark = may_run_live
+
+
+def recorded(function, **options):
+    return pg.record(function, fallback="split", **options)
+
+
+def on_by_in(context, x):
+    with context:
+        y = x @ x.new_ones(3, 3) if x.sum() > 0 else x.sin()
+    return y * 2
+
+
+def on_by_caught(x):
+    try:
+        assert (x > 0).all()
+        return x * 2
+    except AssertionError:
+        return x.cos()
+
+
+def on_by_in_a_hook(x):
+    leaf = x.clone().requires_grad_()
+    y = leaf * 2
+    y.register_hook(lambda g: g * 3 if (g > 0).all() else g.sin())
+    y.square().sum().backward()
+    return leaf.grad
+
+
+ON_BY = {
+    "item": lambda x: x * 2 if x.sign().sum().item() > 0 else x - 1,
+    "a truth": lambda x: x * 2 if (x > 0).all() else x - 1,
+    "a number of Python's": lambda x: x * 2 if float(x.sum().sign()) > 0 else x - 1,
+    "an integer": lambda x: x.sin() * int(x.sign().sum()),
+    "an assertion": lambda x: x * 2 if not (x < 0).any().item() else x.abs(),
+    "two of one line": lambda x: x * sum(t.item() for t in (x.sign().sum(), x.sign().max())),
+    "one that is handed on too": lambda x: (x * 2 if (x > 0).all().item() else x - 1, x.sum().item()),
+    "in inference mode": lambda x: on_by_in(torch.inference_mode(), x),
+    "in a backward": on_by_in_a_hook,
+    "under autocast": lambda x: on_by_in(torch.autocast(x.device.type, torch.bfloat16), x),
+    "where an exception is caught": lambda x: on_by_caught(x),
+    "a size": lambda x: torch.ones(3 + int(x.sign().sum()), device=x.device),
+}
+
+
+@pytest.mark.parametrize("function", ON_BY.values(), ids=ON_BY)
+def test_c08_a_number_that_is_another_now_and_then(device, function):
+    f = recorded(function)
+    signs = [1, 1, 1, 1, 1, -1, 1, 1, 1, -1, 1, 1]
+    for n, sign in enumerate(signs):
+        x = (ramp(device, 3, start=n) + 1) * sign
+        ours, theirs = f(x), function(x)
+        assert_same(ours, theirs)
+        assert repr(ours) == repr(theirs)
+    stats = pg.stats(f)
+    assert stats.replayed == 8, reasons(f)  # the first call, one more for each place, and the two others are live
+    assert stats.recorded == 1
+
+
+def test_c11_a_number_that_has_changed_for_good(device):
+    f = recorded(lambda x: x * 2 if (x > 0).all() else x - 1)
+    for n in range(16):
+        x = (ramp(device, 3, start=n) + 1) * (1 if n < 8 else -1)
+        assert_same(f(x), x * 2 if n < 8 else x - 1)
+    assert pg.stats(f).recorded == 2
+    assert pg.stats(f).replayed >= 10, reasons(f)
+
+
+def test_c11_a_number_that_is_another_each_time(device):
+    f = recorded(lambda x: x * x.sum().item())
+    for n in range(40):
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), x * x.sum().item())
+    assert pg.stats(f).replayed == 0
+    assert pg.stats(f).recorded <= 4
+    assert "nearly each time" in reasons(f)
+
+
+class Recipe:
+    """Mixed precision with a scaler, after PyTorch's recipe."""
+
+    def __init__(self, device, optimizer, log):
+        torch.manual_seed(0)
+        self.device, self.log = device, log
+        self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3)).to(device)
+        self.opt = optimizer(self.net.parameters())
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=5)
+
+    def step(self, x, y):
+        with torch.autocast(self.device.type, dtype=self.dtype):
+            loss = F.cross_entropy(self.net(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.opt)
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+        return loss.item() if self.log else loss.detach()
+
+    def there(self):
+        scale = self.scaler.state_dict()
+        return [copy.deepcopy(x.state_dict()) for x in (self.net, self.opt)], scale, torch.rand(2, device=self.device)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["tensor", "item"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_c06_a_scaler_that_leaves_out_a_step(device, optimizer, log):
+    """Now and then a gradient is infinite: then the step is left out, counts and momenta stay, and the scale goes down."""
+    results = []
+    for on in (False, True):
+        recipe = Recipe(device, optimizer, log)
+        step = recorded(recipe.step) if on else recipe.step
+        torch.manual_seed(1)
+        seen = []
+        for n in range(24):
+            x, y = torch.randn(8, 6, device=device), torch.randint(0, 3, (8,), device=device)
+            if n in (6, 13, 14):
+                x[0, 0] = float("inf")
+            seen.append(step(x, y))
+            if n in (7, 15):
+                seen.append(recipe.there())
+        results.append((seen, recipe.there()))
+    (plain, ours), fast = results, step
+    assert repr(plain[0][-1]) == repr(ours[0][-1])
+    assert_same(ours[1], plain[1])
+    for a, b in zip(ours[0], plain[0], strict=True):
+        if torch.is_tensor(a):
+            assert_same(a, b)
+        else:
+            assert repr(a) == repr(b)
+    assert pg.stats(fast).replayed >= 16, reasons(fast)
+
+
+def test_c02_what_was_drawn_and_written_before_such_a_number_is_taken_back(device):
+    class Noisy:
+        def __init__(self):
+            self.seen = torch.zeros(3, device=device)
+
+        def step(self, x):
+            self.seen += x + torch.rand(3, device=device)
+            if (x > 0).all():
+                self.seen *= 0.5
+            return self.seen.clone()
+
+    found = []
+    for on in (False, True):
+        noisy = Noisy()
+        step = recorded(noisy.step) if on else noisy.step
+        torch.manual_seed(3)
+        found.append([step((ramp(device, 3, start=n) + 1) * (-1 if n in (5, 8) else 1)) for n in range(12)])
+    assert_same(found[1], found[0])
+    assert pg.stats(step).replayed == 8, reasons(step)
+
+
+def test_c11_without_split_such_a_call_runs_live(device):
+    f = pg.record(lambda x: x * 2 if (x > 0).all() else x - 1)
+    for n in range(4):
+        assert_same(f(ramp(device, 3, start=n) + 1), (ramp(device, 3, start=n) + 1) * 2)
+    assert pg.stats(f).replayed == 0
+    assert 'fallback="split"' in reasons(f)
