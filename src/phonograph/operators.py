@@ -99,6 +99,8 @@ _COPIES = {"aten::_to_copy", "aten::copy_"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
+# Their derivatives are another formula where nobody may look on the host whether there are zeros, as in a capture.
+_OTHER_DERIVATIVES = {"aten::prod", "aten::cumprod"}
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
@@ -153,7 +155,7 @@ def _meaning(func: torch._ops.OpOverload) -> Meaning:
         shape_from_data=shape_from_data,
         random=random,
         metadata_only=torch.Tag.inplace_view in tags,
-        refusable=reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE,
+        refusable=reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE | _OTHER_DERIVATIVES,
         compiled=compiled,
         others=others,
         communicates=far,
@@ -253,6 +255,9 @@ def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any], said: Callabl
     if m.name in _MASKED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
         raise Refusal(f"{said(m.name)} with a boolean mask counts its matches on the host",
                       "use torch.where(mask, new, old)")  # fmt: skip
+    if m.name in _OTHER_DERIVATIVES and torch.is_grad_enabled() and args[0].requires_grad:
+        raise Refusal(f"{said(m.name)} has a gradient for which torch looks on the host whether there are zeros",
+                      "work with logarithms: x.log().cumsum(-1).exp()")  # fmt: skip
     if m.name in _RESHAPES_STORAGE:
         raise Refusal(f"{said(m.name)} replaces or resizes a tensor's memory",
                       _REMEDIES.get(m.name, "make a new tensor instead"))  # fmt: skip

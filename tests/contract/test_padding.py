@@ -632,7 +632,7 @@ def test_prepare_records_the_largest_first(device):
 
     def f(x, y):
         sizes.append(x.shape[0])
-        return x * 2 + y
+        return x * 2 + y if len(sizes) < 99 else x
 
     shapes = {"x": {0: SIZES}, "y": {0: SIZES}}
     recorded = pg.record(lambda x, y: x * 2 + y, shapes=shapes)
@@ -644,7 +644,7 @@ def test_prepare_records_the_largest_first(device):
             assert torch.equal(recorded(x, y=y.clone()), x * 2 + y)
     assert (pg.stats(recorded).recorded, pg.stats(recorded).live) == (4, 1 + 4)
     listed = pg.record(f, shapes=shapes, warmup=0)
-    with pytest.warns(pg.RunsLive):  # it keeps a list of its sizes
+    with pytest.warns(pg.RunsLive):  # it looks at a list of sizes, to which it appends
         pg.prepare(listed, torch.ones(3, 2, device=device), torch.ones(3, 2, device=device))
     assert sizes == []
     with pytest.raises(TypeError, match="shapes"):

@@ -1445,3 +1445,27 @@ def test_c04_a_result_that_knows_no_other_names(device):
         assert type(found) is Bunch
         assert found.y.tolist() == [n * 2.0] * 3
     assert "itself failed" not in pg.explain(f)
+
+
+PRODUCTS = {"prod": lambda x: x.prod(), "dim": lambda x: x.prod(1), "cumprod": lambda x: x.cumprod(1)}
+
+
+@may_run_live
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_c01_a_gradient_for_which_torch_takes_another_formula_while_it_is_watched(device, product):
+    w = torch.ones(4, 9, dtype=torch.float64, device=device, requires_grad=True)
+
+    def step(x):
+        (grad,) = torch.autograd.grad(product(w + x).sin().sum(), w)
+        return grad
+
+    f = pg.record(step)
+    for n in range(6):
+        x = torch.rand(4, 9, dtype=torch.float64, device=device) - (n % 2) * torch.eye(4, 9, device=device)
+        assert_same(f(x), step(x))
+    assert pg.stats(f).replayed == 0
+    g = pg.record(product)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(g(w), product(w))
+    assert pg.stats(g).replayed == 2
