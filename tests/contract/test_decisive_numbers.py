@@ -181,3 +181,26 @@ def test_c11_without_split_such_a_call_runs_live(device):
         assert_same(f(ramp(device, 3, start=n) + 1), (ramp(device, 3, start=n) + 1) * 2)
     assert pg.stats(f).replayed == 0
     assert 'fallback="split"' in reasons(f)
+
+
+def test_c08_a_model_of_transformers_that_looks_into_its_mask(device):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.BertForSequenceClassification(config).to(device)
+    ours, theirs = recorded(copy.deepcopy(model)), model
+    for n in range(12):
+        ids, mask = torch.randint(0, 50, (4, 9), device=device), torch.ones(4, 9, dtype=torch.long, device=device)
+        if n in (6, 9):
+            mask[1, 5:] = 0
+        found = []
+        for each in (ours, theirs):
+            torch.manual_seed(n)
+            each.zero_grad()
+            loss = each(ids, attention_mask=mask, labels=torch.arange(4, device=device) % 2).loss
+            loss.backward()
+            found.append([loss.detach(), *[p.grad.clone() for p in each.parameters() if p.grad is not None]])
+        assert_same(*found)
+    assert pg.stats(ours).replayed >= 8, reasons(ours)
