@@ -800,9 +800,11 @@ def test_c09_a_global_in_a_method_that_only_a_library_calls(device):
     for n in range(6):
         set_scale(2.0 + n // 3)
         assert_same(f(ramp(device, 4)), ramp(device, 4) * SCALE)
-    with pytest.warns(pg.RunsLive, match="append"):
-        pairs = [(g(ramp(device, 4)), len(kept)) for n in range(4)]
+    pairs = [(g(ramp(device, 4)), len(kept)) for n in range(4)]
     assert [n for _, n in pairs] == [1, 2, 3, 4]
+    set_scale(7.0)
+    g(ramp(device, 4))
+    assert kept == [3.0] * 4 + [7.0]
 
 
 def test_c09_a_library_that_names_a_method_which_does_not_run(device):

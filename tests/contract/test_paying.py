@@ -304,9 +304,9 @@ def test_c22_the_memory_of_a_dropped_recording_is_free(device, takes):
     takes(played=31, live=24)
     f = pg.record(lambda x: x.tanh().cos())
     called(f, torch.ones(1 << 20, device=device), 3)
-    assert pg.stats(f).pool_bytes > 0
+    there = pg.stats(f).pool_bytes  # that of other tests, too
     called(f, torch.ones(1 << 20, device=device))
-    assert pg.stats(f).pool_bytes == 0
+    assert pg.stats(f).pool_bytes <= there - (4 << 20)
 
 
 def test_c22_a_compiled_graph_is_measured_and_its_option_keeps_it(device, takes):
