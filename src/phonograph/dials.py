@@ -54,6 +54,7 @@ __all__ = ["Dial", "Dials", "Values", "probing", "reals"]
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon") if hasattr(torch.optim, name)])  # fmt: skip
 _FLOATS = {float}
+_NO_NUMBER = (ArithmeticError, TypeError, ValueError)  # by what formulas raise that eager would not have come to
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
 _random = random.Random(0)  # our own: the user's generator is not touched
 
@@ -499,7 +500,7 @@ class Dials:
                 self._stale = True
                 return False
             return {*map(type, numbers)} <= _FLOATS
-        except ArithmeticError:
+        except _NO_NUMBER:
             self._stale = True
             return False
 

@@ -525,6 +525,8 @@ class Reliances(Entries):
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
         place that has to be read, and 0.06 us for each tensor."""
+        if self._moved_places:
+            self._sort()
         if self._told and (moved := self._told_by.moved()):
             for entry in (entry for i in moved for entry in self._told[i]):
                 if not self.unchanged(entry):
@@ -537,8 +539,6 @@ class Reliances(Entries):
                     if not self.unchanged(entry):
                         return which(entry)
                 self._last_hot = now
-        if self._moved_places:
-            self._sort()
         if self._behind and not self._is_shut() and (broken := self._look_behind()) is not None:
             return broken
         if self._pointed and not self._alike(self._pointed):

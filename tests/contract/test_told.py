@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 import phonograph as pg
 from phonograph import reliance, versions
 from phonograph.testing import Raised, assert_same
-from tests.helpers import may_run_live
+from tests.helpers import may_run_live, ramp
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -567,3 +568,45 @@ def test_c09_what_dictionaries_hold_is_read_only_where_one_has_changed(device, m
     assert len(looked_at) == 0 if changed == "nothing" else 0 < len(looked_at) < 6 * len(told) / 2
     settings.offset = 3.0
     assert_same(recorded(x), step(x))
+
+
+def test_c08_a_long_list_that_is_another_where_something_else_has_changed_as_well(device):
+    """It is equal at first, and what else was another is as before when one of its tensors is not."""
+    held = SimpleNamespace(weights=[torch.full((3,), float(n), device=device) for n in range(40)])
+    config = [1.0]
+    f = pg.record(lambda x: (x + sum(held.weights)) * config[0], keep="always")
+    for n in range(16):
+        if n == 8:
+            held.weights, config[0] = list(held.weights), 2.0
+        if n == 9:
+            held.weights[3], config[0] = torch.full((3,), 1000.0, device=device), 1.0
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), (x + sum(held.weights)) * config[0])
+    assert pg.stats(f).replayed >= 10, pg.explain(f)
+
+
+def test_c09_counts_that_begin_anew(device):
+    """RAdam takes another branch then, and what the one before works out is no number."""
+    found = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2).to(device)
+        opt = torch.optim.RAdam(net.parameters(), lr=0.01, foreach=True)
+
+        def step(x, net=net, opt=opt):
+            opt.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        step = pg.record(step, keep="always") if on else step
+        losses = []
+        for n in range(30):
+            if n == 15:
+                for state in opt.state.values():
+                    state["step"].zero_()
+            losses.append(step(torch.randn(3, 3, device=device)))
+        found.append([*losses, *map(torch.detach, net.parameters())])
+    assert_same(*found)
+    assert pg.stats(step).replayed >= 15, pg.explain(step)
