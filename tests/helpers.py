@@ -92,3 +92,23 @@ def here(offset: int = 0) -> str:
     """`file:line` of the caller's own line, plus `offset` lines."""
     frame = sys._getframe(1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno + offset}"
+
+
+class KeepsItself(torch.autograd.Function):
+    """Its backward reads a tensor that was kept as an attribute of the context, of which autograd knows nothing."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.kept, None
+
+
+def by_a_hook(x, kept):
+    """Likewise, by a hook."""
+    y = x * 2
+    y.register_hook(lambda grad: grad * kept)
+    return y * 1.0

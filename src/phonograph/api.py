@@ -64,10 +64,11 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     Args:
         fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
-        fallback: what happens when a call cannot be recorded: ``"live"`` runs it; ``"split"`` records it in
-            segments, between which the operators run live that need the host, for as long as what they give has the same
-            shapes, and otherwise runs it, and hands on numbers that it reads of tensors (``return loss.item()``);
-            ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between segments in any case.)
+        fallback: what happens when a call cannot be recorded. ``"live"`` runs it. ``"split"`` records it in segments: between
+            them, operators run live that need the host. It is run where one of these gives another shape than before, or a
+            number by which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only hands on
+            (``return loss.item()``) are read at its end. ``"error"`` raises `Unrecordable`. (Functions that are marked
+            `live` run between segments in any case.)
         split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
             ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
             operator that counts on the host, for instance.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from tests.helpers import may_run_live
+from tests.helpers import KeepsItself, by_a_hook, may_run_live
 
 
 def made(device):
@@ -731,23 +731,6 @@ def test_c13_an_exception_in_the_middle_leaves_what_eager_leaves(device):
 
     recorded = compared(program, device)
     assert pg.stats(recorded).replayed >= 10, pg.explain(recorded)
-
-
-class KeepsItself(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, kept):
-        ctx.kept = kept
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.kept, None
-
-
-def by_a_hook(x, kept):
-    y = x * 2
-    y.register_hook(lambda grad: grad * kept)
-    return y * 1.0
 
 
 @may_run_live

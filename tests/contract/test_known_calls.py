@@ -196,3 +196,21 @@ def test_c09_another_object_in_the_place_of_one_that_is_gone(device):
         for _ in range(3):
             assert_same(f(made[-1], x), x * n + 1)
         made.clear()
+
+
+@may_run_live
+def test_c07_a_tensor_that_the_function_reaches_by_name_lies_where_arguments_have_lain(device):
+    """Where arguments were clear of what the function writes is remembered; which tensor is given is asked all the same."""
+    named, total = ramp(device, 4), torch.zeros(4, device=device)
+
+    def f(x):
+        total.add_(x)
+        return x * 2 if x is named else x * 3
+
+    f, seen = pg.record(f, keep="always"), torch.zeros(4, device=device)
+    for n in range(24):
+        x = named if n in (12, 13, 20) else named.detach()
+        seen += x
+        assert_same(f(x), x * 2 if x is named else x * 3, f"call {n}")
+        assert_same(total, seen)
+    assert pg.stats(f).replayed >= 12, pg.explain(f)

@@ -12,7 +12,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.helpers import counts, may_run_live, ramp
+from tests.helpers import KeepsItself, by_a_hook, counts, may_run_live, ramp
 
 BASE = """
 import functools, operator
@@ -658,29 +658,12 @@ class _Keeps(torch.autograd.Function):
         return grad * kept, None
 
 
-class _KeepsItself(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, kept):
-        ctx.kept = kept
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.kept, None
-
-
-def _by_a_hook(x, kept):
-    y = x * 2
-    y.register_hook(lambda grad: grad * kept)
-    return y * 1.0
-
-
 def _recomputed(x, kept):
     return torch.utils.checkpoint.checkpoint(lambda x: x * kept, x, use_reentrant=False)
 
 
 @may_run_live
-@pytest.mark.parametrize("kept_by", [_Keeps.apply, _KeepsItself.apply, _by_a_hook, _recomputed, torch.mul],
+@pytest.mark.parametrize("kept_by", [_Keeps.apply, KeepsItself.apply, by_a_hook, _recomputed, torch.mul],
                          ids=["saved", "ctx", "hook", "recomputed", "operator"])  # fmt: skip
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_c06_a_backward_that_reads_what_was_there(device, kept_by, place):
