@@ -34,6 +34,9 @@ WHOLE, PAIR = "whole step", "model and optimizer"
 Make = Callable[..., Callable[..., Any]]
 
 
+record: Callable[..., Any] = partial(pg.record, keep="always")  # what a pair costs, whether it pays or not
+
+
 def ppo(device: str) -> tuple[Make, list[Any]]:
     data = ppo_update.minibatches(device)
     return partial(ppo_update.updater, device), data
@@ -73,7 +76,7 @@ def compiled_pair(model: Any) -> Any:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # a backward must leave what the next one of its forward fills
-    return pg.record(torch.compile(model))
+    return record(torch.compile(model))
 
 
 class _ByHand(torch.autograd.Function):
@@ -142,13 +145,13 @@ def ignoring_its_batch(step: harness.Step) -> Callable[..., Any]:
 def methods(name: str, make: Make, batches: list[Any], peers: bool, device: str) -> dict[str, Callable[[], harness.Step]]:
     graph = graphed_images if name == "ResNet-50" else graphed
     ours: dict[str, Callable[[], Callable[..., Any]]] = {
-        WHOLE: lambda: pg.record(make()),
+        WHOLE: lambda: record(make()),
         "live": make,
-        "model": lambda: make(pg.record),
-        PAIR: lambda: make(pg.record, beside=pg.record),
+        "model": lambda: make(record),
+        PAIR: lambda: make(record, beside=record),
     }
     if device != "cpu":  # there, compiled code runs live
-        ours["compiled"] = lambda: make(compiled_pair, beside=pg.record)
+        ours["compiled"] = lambda: make(compiled_pair, beside=record)
     others: dict[str, Callable[[], Callable[..., Any]]] = {
         "reduce-overhead": lambda: make(reduce_overhead),
         "make_graphed_callables": lambda: make(partial(graph, batches[0])),

@@ -68,13 +68,6 @@ def recordings_pay(monkeypatch):
     monkeypatch.setattr(paying, "clock", Standstill())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def what_other_files_leave_is_not_walked_through():
-    """What their tests have made torch and others keep for good: the collection after each test would walk through it."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def no_failures_of_our_own(caplog):
     """A failure of phonograph's own becomes a live call, and an error in the log: here it is a failed test."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 import time
+import weakref
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -39,7 +40,8 @@ from .ranks import several
 from .recording import Recording
 from .standing import Grounds
 
-__all__ = ["SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock", "on_trial"]
+__all__ = ["SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock", "gradients_move",
+           "on_trial"]  # fmt: skip
 
 SAMPLES = 6  # calls of each kind in a round: a multiple of the calls that there are in each step of a loop, mostly
 ROUNDS = 3
@@ -184,6 +186,14 @@ class Turn(enum.Enum):
     DROP = enum.auto()
 
 
+_trials: weakref.WeakSet[Trial] = weakref.WeakSet()  # that have run live
+
+
+def gradients_move() -> bool:
+    """Whether some calls run live for a trial, and leave gradients elsewhere than before and after it."""
+    return any(trial.aside for trial in _trials)
+
+
 class Trial:
     """Of the recordings of one signature."""
 
@@ -229,6 +239,7 @@ class Trial:
     def set_aside(self, players: list[Player]) -> None:
         """Calls run live from now on, and these are not there."""
         self.aside = players
+        _trials.add(self)
         self._over = self.history.stand_by(self.refusal)
 
     def take_back(self) -> list[Player]:

@@ -55,7 +55,7 @@ from .operators import meaning
 from .options import Options, overloads, switched_off
 from .overheard import Overhearing
 from .packages import Packages
-from .paying import Took, Trial, Turn, Unrewarding, on_trial
+from .paying import Took, Trial, Turn, Unrewarding, gradients_move, on_trial
 from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
@@ -399,6 +399,8 @@ class Recorded(Observed, Generic[P, R]):
                     history.met = next(uses)
                     if self._watches_sizes:
                         self._growing(call, history)
+                if found.broken == GRAD and gradients_move():  # for a few calls: no reason to record anew
+                    return True, self._warm_up(call, args, kwargs)
                 self._spare(call, history)
                 if history.warm < self.options.warmup:
                     history.warm += 1

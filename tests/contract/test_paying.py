@@ -355,3 +355,27 @@ def test_c23_where_there_are_other_ranks_a_backward_may_communicate_and_is_not_m
     finally:
         torch.distributed.destroy_process_group()
     assert counts(model)[0] == 1
+
+
+def test_c22_a_step_that_is_recorded_beside_a_model_on_trial_is_not_recorded_anew(device, takes):
+    """While the model runs live, gradients lie elsewhere. Afterwards they are where they were."""
+    takes(played=24, live=25)
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4).to(device)]
+    nets.append(copy.deepcopy(nets[0]))
+    losses = []
+    for net, record in zip(nets, (pg.record, lambda f: f), strict=True):
+        opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model, step = record(net), record(opt.step)
+        for n in range(ENOUGH):
+            opt.zero_grad()
+            loss = model(ramp(device, 2, 4, start=n) / 9).square().mean()
+            loss.backward()
+            step()
+            losses.append(loss.detach())
+        if net is nets[0]:
+            recorded = step
+    assert_same(losses[:ENOUGH], losses[ENOUGH:])
+    assert_same([*nets[0].parameters()], [*nets[1].parameters()])
+    assert pg.stats(recorded).recorded <= 3, pg.explain(recorded)
+    assert "changes from call to call" not in pg.explain(recorded)
