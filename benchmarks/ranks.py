@@ -1,0 +1,383 @@
+"""Whole training steps on several GPUs of one host (`parallel.py`), eager, captured by hand, and recorded by one line.
+
+    python benchmarks/ranks.py --nproc 2                              # all of them
+    python benchmarks/ranks.py --only fsdp2 'fsdp2, clipping' --quick
+    python benchmarks/ranks.py --device cpu --quick                   # with gloo, small: right or not
+
+Each case has two passes on all ranks, with fresh models from the same seeds:
+
+1.  `STEPS` steps eager and recorded. Losses, parameters, gradients and optimizer state are compared by their bits on each rank.
+    Calls, replays, recordings and reasons are of it, and the most memory that the allocator reserved in each.
+2.  Eager, by hand, and recorded, all at once, taking turns. A time is the median over the turns of the slowest rank's mean.
+    Then 500 single steps of what was recorded: p99 over p50; and the NCCL kernels that a step has, from torch.profiler.
+
+A case that takes longer than `--limit` seconds has its processes killed; those that are left start again without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import harness
+import phonograph as pg
+from parallel import CASES, Case, Size
+
+CLAIM = "ranks"
+STEPS, REPLAYED, CLOSE, MEMORY, STEADY = 20, 17, 1.05, 1.06, 1.1
+TARGET = (
+    f"{STEPS} steps bitwise on each rank, at least {REPLAYED} replayed; at most {CLOSE} x by hand; "
+    f"at most {MEMORY} x eager's memory; p99/p50 at most {STEADY}"
+)
+EAGER, HAND, OURS = "eager", "by hand", "phonograph"
+TURNS, CALLS, SINGLE = 7, 10, 500
+STARTING = 90  # seconds in which all processes must be there
+
+
+# ---- one rank --------------------------------------------------------------------------------------
+
+
+class Rank:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rank, self.quick = arguments.rank, arguments.quick
+        self.size = Size(16, 4, 8) if arguments.device == "cpu" else Size()
+        self.device = torch.device("cpu")
+        backend = "gloo"
+        if arguments.device != "cpu":
+            self.device, backend = torch.device("cuda", self.rank), "nccl"
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(backend, rank=self.rank, world_size=arguments.nproc, timeout=timedelta(seconds=60))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def batch(self, n: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.rank + n)
+        shape = (self.size.batch, self.size.width)
+        return tuple(torch.randn(shape, generator=generator).to(self.device) for _ in range(2))  # type: ignore[return-value]
+
+    def reserved(self) -> int:
+        return torch.cuda.max_memory_reserved() if self.device.type == "cuda" else 0
+
+    def begin(self) -> None:
+        """What was before has gone."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+
+    def run(self, case: Case) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        given: dict[str, list[Tensor]] = {}
+        memory: dict[str, int] = {}
+        for kind in (EAGER, OURS):
+            self.begin()
+            training = case.make(self.size, self.device)
+            step = pg.record(training.step) if kind == OURS else training.step
+            losses, began = [], time.perf_counter()
+            for n in range(STEPS):
+                loss = step(*self.batch(n))
+                losses.append(loss.detach().cpu() if isinstance(loss, Tensor) else torch.zeros(()))
+            self.synchronize()
+            memory[kind] = self.reserved()
+            row[f"seconds, {kind}"] = time.perf_counter() - began
+            given[kind] = [*losses, *[t.cpu() for t in training.tensors()]]
+            if kind == OURS:
+                stats = pg.stats(step)
+                row |= {"calls": stats.calls, "live": stats.live, "replayed": stats.replayed, "recorded": stats.recorded}
+                row["reasons"] = dict(stats.refusals)
+                pg.reset(step)
+            del training, step
+        row["equal"] = len(given[EAGER]) == len(given[OURS]) and all(map(equal, given[EAGER], given[OURS]))
+        if not row["equal"]:
+            row["differ"] = [n for n, (a, b) in enumerate(zip(given[EAGER], given[OURS], strict=False)) if not equal(a, b)][:8]
+        row["memory"] = {kind: nbytes >> 20 for kind, nbytes in memory.items()}
+        if self.device.type == "cuda":
+            self.measure(case, row)
+        return row
+
+    def measure(self, case: Case, row: dict[str, Any]) -> None:
+        self.begin()
+        steps: dict[str, Callable[[], Any]] = {}
+        batch = self.batch(0)
+        live = case.make(self.size, self.device)
+        steps[EAGER] = lambda: live.step(*batch)
+        ours = case.make(self.size, self.device)
+        recorded = pg.record(ours.step)
+        steps[OURS] = lambda: recorded(*batch)
+        for step in steps.values():
+            for _ in range(12):
+                step()
+        graphs: list[Any] = []
+        if case.steps_by_hand:
+            try:
+                steps[HAND] = self.by_hand(case, batch, graphs)
+            except Exception as error:
+                traceback.print_exc()
+                row["by hand"] = f"{type(error).__name__}: {str(error)[:200]}"
+        if not self.all_have(HAND in steps):
+            steps.pop(HAND, None)
+        times: dict[str, list[float]] = {kind: [] for kind in steps}
+        for turn in range(1 + (3 if self.quick else TURNS)):
+            for kind, step in steps.items():
+                dist.barrier()
+                self.synchronize()
+                began = time.perf_counter()
+                for _ in range(CALLS):
+                    step()
+                self.synchronize()
+                if turn:
+                    times[kind].append((time.perf_counter() - began) / CALLS)
+        row["us"] = {kind: [1e6 * t for t in each] for kind, each in times.items()}
+        if not self.quick:
+            row["single us"] = self.single(steps[OURS])
+            row["kernels"] = {kind: self.kernels(steps[kind]) for kind in (EAGER, OURS)}
+        pg.reset(recorded)
+        for graph in graphs:
+            graph.reset()
+        self.synchronize()
+
+    def by_hand(self, case: Case, batch: tuple[Tensor, Tensor], graphs: list[Any]) -> Callable[[], Any]:
+        """As the documentation of DDP says: made and warmed up on a side stream, eleven steps."""
+        static = [t.clone() for t in batch]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            training = case.make(self.size, self.device)
+            for _ in range(11):
+                training.step(*static)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graphs.append(graph)
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            kept = training.step(*static)
+
+        def step() -> Any:
+            torch._foreach_copy_(static, list(batch))
+            graph.replay()
+            return kept
+
+        return harness.keeping(step, training)
+
+    def all_have(self, whether: bool) -> bool:
+        flag = torch.tensor([int(whether)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def single(self, step: Callable[[], Any]) -> dict[str, float]:
+        """Steps of which each is waited for."""
+        times = []
+        dist.barrier()
+        for _ in range(SINGLE):
+            began = time.perf_counter()
+            step()
+            self.synchronize()
+            times.append(1e6 * (time.perf_counter() - began))
+        times.sort()
+        return {"p50": times[SINGLE // 2], "p99": times[int(SINGLE * 0.99)]}
+
+    def kernels(self, step: Callable[[], Any]) -> int:
+        from torch.profiler import ProfilerActivity, profile
+
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(4):
+                step()
+            self.synchronize()
+        return sum(event.count for event in found.key_averages() if event.key.startswith("ncclDevKernel")) // 4
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """By the bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and bits(a).equal(bits(b))
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().flatten().view(torch.uint8) if t.numel() else t
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """The cases, one after the other, in this process. What is found is written as soon as it is there."""
+    rank = Rank(arguments)
+    for name in arguments.only:
+        (arguments.folder / f"begun-{arguments.rank}").write_text(name)
+        try:
+            row = rank.run(CASES[name])
+        except Exception as error:
+            traceback.print_exc()
+            row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        written = arguments.folder / f"{name}-{arguments.rank}.json"
+        written.with_suffix(".part").write_text(json.dumps(row))
+        written.with_suffix(".part").rename(written)
+        if "error" in row:
+            os._exit(1)  # the others may wait for what never comes
+    dist.destroy_process_group()
+
+
+# ---- all ranks -------------------------------------------------------------------------------------
+
+
+def together(names: list[str], arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Run these cases in processes of their own, and give those that are left: one took too long, or failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if arguments.device == "cpu":
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(arguments.nproc):
+        command = [sys.executable, __file__, "--rank", str(rank), "--nproc", str(arguments.nproc), "--folder", str(folder)]
+        command += ["--device", arguments.device, *(["--quick"] if arguments.quick else []), "--only", *names]
+        with (folder / f"{rank}.log").open("a") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        processes.append(process)
+    left, since = [*names], time.monotonic() + STARTING
+    try:
+        while left and any(process.poll() is None for process in processes):
+            if all((folder / f"{left[0]}-{rank}.json").exists() for rank in range(arguments.nproc)):
+                say(left.pop(0), folder, arguments.nproc)
+                since = time.monotonic()
+            elif time.monotonic() - since > arguments.limit or any(process.poll() for process in processes):
+                break
+            time.sleep(0.02)
+        if not left:
+            for process in processes:
+                process.wait(timeout=arguments.limit)
+    except subprocess.TimeoutExpired:
+        print("the processes did not end", flush=True)
+        left = ["", *left]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return left
+
+
+def say(name: str, folder: Path, nproc: int) -> None:
+    print(line_of(name, rows_of(name, folder, nproc)), flush=True)
+
+
+def rows_of(name: str, folder: Path, nproc: int) -> list[dict[str, Any]]:
+    files = [folder / f"{name}-{rank}.json" for rank in range(nproc)]
+    return [json.loads(file.read_text()) if file.exists() else {"error": "did not end"} for file in files]
+
+
+def slowest(rows: list[dict[str, Any]], kind: str) -> float | None:
+    """µs a step: the median over the turns of the slowest rank."""
+    if not all(kind in row.get("us", {}) for row in rows):
+        return None
+    return statistics.median(max(turn) for turn in zip(*[row["us"][kind] for row in rows], strict=True))
+
+
+def line_of(name: str, rows: list[dict[str, Any]]) -> str:
+    errors = [row["error"] for row in rows if "error" in row]
+    if errors:
+        return f"{name:20s} {errors}"
+    cells = [f"{name:20s}", "equal  " if all(row["equal"] for row in rows) else "DIFFERS"]
+    cells.append(" ".join(f"{row['replayed']}/{row['calls']} rec {row['recorded']}" for row in rows))
+    times = {kind: slowest(rows, kind) for kind in (EAGER, HAND, OURS)}
+    cells += [f"{kind} {us:,.0f} µs" for kind, us in times.items() if us is not None]
+    if times[HAND] and times[OURS]:
+        cells.append(f"x {times[OURS] / times[HAND]:.3f}")
+    cells.append(" ".join(f"{row['memory'].get(OURS, 0)}/{row['memory'].get(EAGER, 0)} MiB" for row in rows[:1]))
+    if "single us" in rows[0]:
+        cells.append(" ".join(f"p99/p50 {row['single us']['p99'] / row['single us']['p50']:.2f}" for row in rows))
+    if "kernels" in rows[0]:
+        cells.append(f"nccl {rows[0]['kernels']}")
+    cells += [f"by hand: {row['by hand']}" for row in rows[:1] if "by hand" in row]
+    reasons = Counter({reason: count for row in rows for reason, count in row["reasons"].items()})
+    cells += [f"\n      {count} live: {reason[:300]}" for reason, count in reasons.items()]
+    return "  ".join(cells)
+
+
+def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A case against the targets."""
+    if any("error" in row for row in rows):
+        return {"error": [row.get("error") for row in rows]}
+    hand, ours, eager = (slowest(rows, kind) for kind in (HAND, OURS, EAGER))
+    return {
+        "equal": all(row["equal"] for row in rows),
+        "replayed": min(row["replayed"] for row in rows),
+        "recorded": max(row["recorded"] for row in rows),
+        "counts agree": len({(row["replayed"], row["recorded"]) for row in rows}) == 1,
+        "eager us": eager,
+        "by hand us": hand,
+        "phonograph us": ours,
+        "over by hand": ours / hand if ours and hand else None,
+        "memory over eager": max(row["memory"][OURS] / max(1, row["memory"][EAGER]) for row in rows),
+        "p99/p50": max((r["single us"]["p99"] / r["single us"]["p50"] for r in rows if "single us" in r), default=None),
+        "NCCL kernels": rows[0].get("kernels"),
+        "reasons": [row["reasons"] for row in rows],
+    }
+
+
+def met(case: dict[str, Any]) -> bool:
+    return bool(
+        case.get("equal") and case["replayed"] >= REPLAYED and case["counts agree"]
+        and (case["over by hand"] or 0) <= CLOSE and case["memory over eager"] <= MEMORY and (case["p99/p50"] or 0) <= STEADY
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--nproc", type=int, default=2, help="ranks, each with a GPU (default: %(default)s)")
+    parser.add_argument("--only", choices=CASES, nargs="+", default=[*CASES], metavar="NAME", help="these cases")
+    parser.add_argument("--limit", type=float, default=40, help="seconds a case may take (default: %(default)s)")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        work(arguments)
+        return 0
+    report = harness.Report(CLAIM, TARGET, arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder, left = Path(name), [*arguments.only]
+        while left:
+            left = together(left, arguments, folder)
+            if left:
+                stuck = left.pop(0)
+                if stuck:
+                    say(stuck, folder, arguments.nproc)
+                    print("".join((folder / f"{rank}.log").read_text()[-600:] for rank in range(arguments.nproc)), flush=True)
+        cases = {name: judged(rows_of(name, folder, arguments.nproc)) for name in arguments.only}
+    good = {name: met(case) for name, case in cases.items()}
+    report.figures = {
+        "ranks": arguments.nproc,
+        "targets met": sum(good.values()),
+        "missed": [name for name, each in good.items() if not each],
+        "cases": cases,
+    }
+    if arguments.device != "cpu" and not arguments.quick and len(cases) == len(CASES):
+        report.met = all(good.values())
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    written = report.as_json()
+    (arguments.out / f"{CLAIM}.json").write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps({name: report.figures[name] for name in ("ranks", "targets met", "missed")}))
+    return {None: 0 if arguments.quick else 3, True: 0, False: 1}[report.met]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
