@@ -431,6 +431,9 @@ def _backward(
         lambda key: outputs.lease(key, captured, leases, device),
         captured.sets_hooks,
     )
+    if backward.only_captured and backward.recompute.parts and captured.watch.drops_out:
+        raise Refusal("recomputes parts in its backward, and has dropout of cuDNN's, which begins anew there",
+                      "put nn.Dropout between layers of their own, instead of dropout=")  # fmt: skip
     if backward.function is not None and reach.mentions.reads_gradients:
         raise Refusal("has code that runs in its backward, and may look at gradients, of which eager has added some by then",
                       "record the whole step")  # fmt: skip

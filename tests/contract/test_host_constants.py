@@ -49,6 +49,15 @@ def put_in_place(x, h):
     return x
 
 
+def put_where_a_mask_is(x, h):
+    """With a mask on the device, a number, and a tensor of one number that is there on the host."""
+    x = x.clone()
+    x[x > 2] = 7.0
+    x[x < 1] = h.scale
+    x[h.mask] = 3.0
+    return x
+
+
 def masked(x, h):
     return x[h.places] if x.device.type == "cpu" else x[h.mask]  # of which nobody knows there how much it selects
 
@@ -84,6 +93,7 @@ FIXED = {
     "where it is written": written_copy,
     "written between": written_between,
     "put in place": put_in_place,
+    "put where a mask is": put_where_a_mask_is,
     "a mask": masked,
     "dtypes": of_ones_own_dtype,
     "strides": transposed,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
 from phonograph.testing import assert_same
@@ -334,6 +335,30 @@ def test_c11_dropout_beside_live_parts(device):
             if n in (5, 7):
                 torch.manual_seed(n)
             run.log(*step(run.batch()))
+
+    same_as_plain(program, device)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, hidden=None):
+        return checkpoint(self.net, x, hidden, use_reentrant=False)
+
+
+@may_run_live
+@ways
+def test_c06_dropout_in_a_part_that_is_recomputed(device, way):
+    """Which sets the generator's state: live, the dropout of the second run begins anew for that."""
+
+    def program(run):
+        net = run.net(nn.LSTM(6, 8, num_layers=2, dropout=0.3))
+        step = training(run, Recomputed(net), way)
+        for _ in range(6):
+            run.log(*step(run.batch()))
+            run.log([p.grad for p in net.parameters()])
 
     same_as_plain(program, device)
 

@@ -565,8 +565,8 @@ class CudaDevice:
 
     @contextmanager
     def _not_begun(self, watch: CudaWatch) -> Iterator[None]:
-        """After a capture, dropout of cuDNN's begins anew if it would before. (In a call that sets the generator's state it
-        does so after that, whatever was before; each run of such a recording says so.)"""
+        """After a capture, dropout of cuDNN's begins anew if it would before. (After a call that sets the generator's state it
+        does so in any case; each run of such a recording says so.)"""
         try:
             yield
         finally:

@@ -116,6 +116,8 @@ def given(room: Room, func: Any, m: Meaning, args: Any, kwargs: Any) -> tuple[An
         return func, (args[0], sources, *args[2:]), kwargs
     if m.name in _INDEXING and not args[0].is_cpu:
         indices = [_brought(i, room) for index in args[1] for i in _counted(index)]
+        if any(i is not None and i.dtype in _MASKS for i in indices):
+            return func, (args[0], indices, *args[2:]), kwargs
         return func, (args[0], indices, *[_scalar(x, room) for x in args[2:]]), {k: _scalar(x, room) for k, x in kwargs.items()}
     if m.name == "aten::where" and any(not t.is_cpu for t in tensors_in(args, [])):
         return func, tuple([_scalar(x, room) for x in args]), kwargs
@@ -134,7 +136,8 @@ def _brought(t: Any, room: Room) -> Any:
 
 
 def _scalar(x: Any, room: Room) -> Any:
-    """Operators that copy a tensor of the host themselves take numbers only."""
+    """Operators that copy a tensor of the host themselves take numbers only. (With a mask on the device they fill with it: that
+    is a parameter of the kernel, where a value on the device would be counted out by `nonzero`.)"""
     return room.place(x) if isinstance(x, torch.Tensor) and x.is_cpu and not x.dim() else x
 
 
