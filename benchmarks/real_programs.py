@@ -10,12 +10,16 @@ Each program runs in a process of its own, with a time limit; what goes wrong th
 
 2.  As people run it: fresh programs, the rival's too (if it is ready in time), all at once, taking turns. A speed is the
     median over the turns of plain's time over the variant's in the same turn. Calls and replays within the measured turns are
-    the share that was played. While a program measures no other one runs: they wait for a lock.
+    the share that was played. While a program measures no other one runs: they wait for a lock, which is no time of theirs.
+
+A rival that is not ready in time takes its process with it: what has been interrupted while it compiles may leave anything
+behind. The second pass is then done without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -34,7 +38,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +60,7 @@ TARGET = (
     f"all equal to plain; at least {ENOUGH} mostly recorded; none below {LEAST} x plain; above the rival in at least {ABOVE}"
 )
 PLAIN, OURS = "plain", "phonograph"
+Running = dict[str, Iterator[Any]]
 TURNS, SECONDS = 7, 4  # at most, and about; three turns in any case
 PATIENCE = 45  # seconds in which a rival must be ready
 
@@ -168,12 +173,13 @@ def compare(program: ModuleType, variants: dict[str, Variant], device: str, row:
     torch.use_deterministic_algorithms(False)
 
 
-def start_all(program: ModuleType, variants: dict[str, Variant], device: str, row: dict[str, Any]) -> dict[str, Iterator[Any]]:
+def start_all(program: ModuleType, variants: dict[str, Variant], row: dict[str, Any], arguments: argparse.Namespace) -> Running:
     """Fresh programs, past the steps in which things are recorded and compiled."""
-    running: dict[str, Iterator[Any]] = {}
+    running: Running = {}
     for name, variant in variants.items():
-        with noting(row, name), patience(PATIENCE if name not in (PLAIN, OURS) else 0):
-            steps = variant.start(program, device)
+        is_rival = name not in (PLAIN, OURS)
+        with noting(row, name), begun(row, name, arguments) if is_rival else nullcontext():
+            steps = variant.start(program, arguments.device)
             for _ in itertools.islice(steps, 1 + max(program.STEPS, program.ROUND)):
                 pass
             running[name] = steps
@@ -182,7 +188,18 @@ def start_all(program: ModuleType, variants: dict[str, Variant], device: str, ro
     return running
 
 
-def measure(program: ModuleType, running: dict[str, Iterator[Any]], made: Recording, row: dict[str, Any], turns: int) -> None:
+@contextmanager
+def begun(row: dict[str, Any], rival: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """It is said in the row that this rival has begun, as long as it is not ready: if it never is, this process ends."""
+    arguments.row.write_text(json.dumps(row | {"begun": rival}))
+    try:
+        with arguments.clock.working(PATIENCE):
+            yield
+    finally:
+        arguments.row.write_text(json.dumps(row))
+
+
+def measure(program: ModuleType, running: Running, made: Recording, row: dict[str, Any], turns: int) -> None:
     """The second pass: how fast. A first turn, in which the variants get used to each other, is not counted."""
     times: dict[str, list[float]] = {name: [] for name in running}
     before = made.calls(), made.replayed()
@@ -194,6 +211,8 @@ def measure(program: ModuleType, running: dict[str, Iterator[Any]], made: Record
         if turn > turns:
             break
         for name, steps in running.items():
+            if name in row["errors"]:
+                continue
             with noting(row, name):
                 begin = time.perf_counter()
                 for _ in itertools.islice(steps, program.ROUND):
@@ -211,8 +230,6 @@ def measure(program: ModuleType, running: dict[str, Iterator[Any]], made: Record
 @contextmanager
 def noting(row: dict[str, Any], name: str) -> Iterator[None]:
     """What goes wrong with one variant is noted, and it rests; without plain there is nothing to compare with."""
-    if name in row["errors"]:
-        return
     try:
         yield
     except Exception as error:
@@ -222,26 +239,56 @@ def noting(row: dict[str, Any], name: str) -> Iterator[None]:
         row["errors"][name] = f"{type(error).__name__}: {str(error)[:300]}"
 
 
+class Clock:
+    """The seconds that this process may work. When they are over it says where it is and ends, whatever it is in the middle of:
+    an exception would be swallowed somewhere in a compiler."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left, self._over = seconds, math.inf
+
+    @contextmanager
+    def working(self, most: float = math.inf) -> Iterator[None]:
+        """Inside the block the seconds count; it takes no more than `most` of them."""
+        begin, outer = time.monotonic(), self._over
+        self._ends_at(min(begin + most, begin + self.left if outer == math.inf else outer))
+        try:
+            yield
+        finally:
+            if outer == math.inf:
+                self.left -= time.monotonic() - begin
+            self._ends_at(outer)
+
+    def _ends_at(self, over: float) -> None:
+        self._over = over
+        if over == math.inf:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(max(over - time.monotonic(), 0.1), exit=True)
+
+
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """A rival that compiles for longer is left out; 0: endless patience."""
-
-    def over(*_: object) -> None:
-        raise TimeoutError(f"not ready after {seconds:.0f} s")
-
-    signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
+def beside_others(folder: Path) -> Iterator[None]:
+    """While others do as much, and nobody measures. Whoever waits to do so goes first."""
+    with ExitStack() as works:
+        with held(folder / "measures", fcntl.LOCK_EX):
+            works.enter_context(held(folder / "works", fcntl.LOCK_SH))
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
-def holding(lock: Path, how: int) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
+    with held(folder / "measures", fcntl.LOCK_SH), held(folder / "works", fcntl.LOCK_EX):
+        yield
+
+
+@contextmanager
+def held(lock: Path, how: int) -> Iterator[None]:
     with lock.open("a") as file:
         fcntl.flock(file, how)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked may have the file for longer
 
 
 def variants_of(program: ModuleType, arguments: argparse.Namespace) -> dict[str, Variant]:
@@ -253,23 +300,26 @@ def variants_of(program: ModuleType, arguments: argparse.Namespace) -> dict[str,
 
 
 def work(name: str, arguments: argparse.Namespace) -> None:
-    """One program, in this process; its row is written after each pass."""
-    row: dict[str, Any] = {"program": name, "title": PROGRAMS[name], "rival": None}
-    row |= {kind: {} for kind in ("seconds", "equal", "ms", "speed", "errors", "reasons")}
+    """One program, in this process; its row is written after each pass. Where there is one, the first pass has been done."""
     program = importlib.import_module(f"real.{name}")
-    row["rival"] = program.RIVAL[0]
-    with holding(arguments.lock, fcntl.LOCK_SH):
-        count = math.ceil(program.STEPS / 2) if arguments.quick else program.STEPS
-        both = {name: variant for name, variant in variants_of(program, arguments).items() if name in (PLAIN, OURS)}
-        compare(program, both, arguments.device, row, count)
-        arguments.row.write_text(json.dumps(row))
-        gc.collect()
-        variants = variants_of(program, arguments)
-        running = start_all(program, variants, arguments.device, row) if not arguments.no_times else {}
+    row: dict[str, Any] = {"program": name, "title": PROGRAMS[name], "rival": program.RIVAL[0]}
+    row |= {kind: {} for kind in ("seconds", "equal", "ms", "speed", "errors", "reasons")}
+    done = arguments.row.exists()
+    row = json.loads(arguments.row.read_text()) if done else row
+    clock = arguments.clock = Clock(arguments.limit)
+    with beside_others(arguments.folder), clock.working():
+        if not done:
+            count = math.ceil(program.STEPS / 2) if arguments.quick else program.STEPS
+            both = {name: variant for name, variant in variants_of(program, arguments).items() if name in (PLAIN, OURS)}
+            compare(program, both, arguments.device, row, count)
+            arguments.row.write_text(json.dumps(row))
+            gc.collect()
+        variants = {name: variant for name, variant in variants_of(program, arguments).items() if name not in row["errors"]}
+        running = start_all(program, variants, row, arguments) if not arguments.no_times else {}
     if running:
-        with holding(arguments.lock, fcntl.LOCK_EX):
+        with alone(arguments.folder), clock.working():
             measure(program, running, variants[OURS].record, row, 3 if arguments.quick else TURNS)
-        arguments.row.write_text(json.dumps(row))
+    arguments.row.write_text(json.dumps(row))
     # What is still running is not ended one by one: the process is.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -282,26 +332,37 @@ def work(name: str, arguments: argparse.Namespace) -> None:
 def run_one(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One program in a process of its own; a row in any case."""
     row_file, log = folder / f"{name}.json", folder / f"{name}.log"
-    command = [sys.executable, __file__, "--program", name, "--row", str(row_file), "--lock", str(folder / "lock")]
-    command += ["--device", arguments.device]
-    command += ["--keep", arguments.keep]
-    command += [option for option in ("--quick", "--no-times") if getattr(arguments, option.strip("-").replace("-", "_"))]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = str(process.wait(timeout=arguments.limit))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status = f"out of time ({arguments.limit:.0f} s)"
-    row: dict[str, Any] = json.loads(row_file.read_text()) if row_file.exists() else {"program": name, "title": PROGRAMS[name]}
-    if status != "0":
+    row: dict[str, Any] = {"program": name, "title": PROGRAMS[name]}
+    for _ in range(2):
+        status = run_process(name, arguments, folder, row_file, log)
+        row = json.loads(row_file.read_text()) if row_file.exists() else row
+        rival = row.pop("begun", None)
+        if status == 0 or rival is None:
+            break
+        row["errors"][rival] = f"not ready after {PATIENCE} s, or ended its process (exit status {status})"
+        row_file.write_text(json.dumps(row))
+    if status != 0:
         row["error"] = f"exit status {status}: {log.read_text(errors='replace')[-400:]}"
     if arguments.logs:
         arguments.logs.mkdir(parents=True, exist_ok=True)
         (arguments.logs / log.name).write_text(log.read_text(errors="replace"))
     print(line_of(row), flush=True)
     return row
+
+
+def run_process(name: str, arguments: argparse.Namespace, folder: Path, row_file: Path, log: Path) -> int:
+    """Its exit status. It ends itself when its time is over: waiting for others is none of that, so that nobody here knows."""
+    command = [sys.executable, __file__, "--program", name, "--row", str(row_file), "--folder", str(folder)]
+    command += ["--device", arguments.device, "--keep", arguments.keep, "--limit", str(arguments.limit)]
+    command += [option for option in ("--quick", "--no-times") if getattr(arguments, option.strip("-").replace("-", "_"))]
+    with log.open("a") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whoever else it has started
+            process.wait()
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -368,7 +429,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for what the programs print")
     parser.add_argument("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program:
         work(arguments.program, arguments)

@@ -43,6 +43,52 @@ def test_program_is_equal_to_plain_and_played(name: str, rows: dict[str, dict]) 
     assert row["recorded"] <= 2
 
 
+WITH_A_RIVAL = """
+import sys
+sys.path.insert(0, {benchmarks!r})
+import real_programs
+
+def never_ready(function):
+    while True:
+        try:
+            real_programs.time.sleep(60)
+        except BaseException:
+            pass
+
+def fails_later(function):
+    calls = iter(range(6))
+    return lambda *args: (next(calls), function(*args))[1]
+
+def variants_of(program, arguments):
+    rival = never_ready if program.__name__ == "real.pinn" else fails_later
+    return before(program, arguments) | {{program.RIVAL[0]: real_programs.Variant(rival, {{}})}}
+
+before, real_programs.variants_of = real_programs.variants_of, variants_of
+real_programs.__file__, real_programs.PATIENCE = __file__, 2
+real_programs.importlib.import_module("real.pinn").STEPS = 4
+real_programs.importlib.import_module("real.c51").STEPS = 4
+real_programs.importlib.import_module("real.pinn").ROUND = 2
+real_programs.importlib.import_module("real.c51").ROUND = 2
+raise SystemExit(real_programs.main())
+"""
+
+
+def test_a_rival_that_is_never_ready_or_fails_costs_nothing_but_its_own_place(tmp_path: Path) -> None:
+    script = tmp_path / "with_a_rival.py"
+    script.write_text(WITH_A_RIVAL.format(benchmarks=str(BENCHMARKS)))
+    command = [sys.executable, str(script), "--device", "cpu", "--quick", "--jobs", "2", "--limit", "60"]
+    command += ["--out", str(tmp_path), "--only", "pinn", "c51"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "real.json").read_text())["rows"]
+    assert [(row["program"], [*row["speed"]], [*row["errors"]], row.get("error")) for row in rows] == [
+        ("c51", ["phonograph"], ["CudaGraphModule"], None), ("pinn", ["phonograph"], ["CudaGraphModule"], None)
+    ]  # fmt: skip
+    said = {row["program"]: row["errors"]["CudaGraphModule"] for row in rows}
+    assert "StopIteration" in said["c51"]
+    assert "not ready after 2 s" in said["pinn"]
+
+
 def test_every_program_is_listed_and_has_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     real = importlib.import_module("real")

@@ -134,8 +134,8 @@ class CudaWatch(OperatorWatch):
         if cuda_dropout.draws(m.name, args):
             self._buffer, self.drops_out = buffer, True
             if self.sets_states:  # in a capture, torch does not take note of that
-                raise self.located(Refusal(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}, because the call has set "
-                                           "the state of the random generator (recompute does, too)",
+                raise self.located(Refusal(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}, because the call has "
+                                           "set the state of the random generator (recompute does, too)",
                                            "put nn.Dropout between layers of their own, instead of dropout="))  # fmt: skip
             self.more = self.more or "draws random numbers"
             self.writes(buffer)
