@@ -24,6 +24,7 @@ from .identity import identity
 from .marked import Marked
 from .numerals import NUMBER_READERS, Site, site_of
 from .operators import meaning, operands, written_by
+from .parts import storages
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied, state_of
@@ -256,8 +257,8 @@ class Notes:
 
     def _tensors(self, written: Set[int]) -> list[_Seen]:
         """The tensors in reach, but for those that the operator says it writes."""
-        reached = self.reach.tensors.values() if self.reach is not None else ()
-        return [_Seen.of(name, t) for name, t in reached if not t.is_inference() and storage_id(t) not in written]
+        reached = self.reach.all_tensors if self.reach is not None else ()
+        return [_Seen.of(name, t) for name, t in reached if not t.is_inference() and written.isdisjoint(storages(t))]
 
 
 class _Noting(TorchDispatchMode):

@@ -34,6 +34,7 @@ from .identity import identity
 from .introspection import MISSING, is_users_class, is_users_function, slots_of
 from .left import Left
 from .mentions import CYCLED, LIVE, Mentions
+from .parts import consists_of_parts, parts
 from .places import Holder, Spot, item, kept, key_label, own_dict
 from .ran import Ran
 from .torch_private import behind, has_memory, inner_names, is_shape
@@ -100,6 +101,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
+        self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
 
@@ -391,7 +393,8 @@ class Objects:
         self.met += states
         self._seen.update(map(identity, states))
         for state in filter(None, states):
-            self.remembered |= {identity(x): room for x in state.values() if type(x) is torch.Tensor}
+            kept_there = [x for x in state.values() if isinstance(x, torch.Tensor)]
+            self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t)) if type(x) is not torch.nn.Parameter}
             self._items(f"{path}.state", state)
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
@@ -447,15 +450,22 @@ class Objects:
             self._without_memory(path, tensor)
             return
         self.tensors[identity(tensor)] = (path, tensor)
-        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-            if hooks:
-                self._fixed(f"{path}'s hook", hooks.values())
+        self._hooks_of(path, tensor)
         if tensor.__dict__:
             self._attributed.append((path, tensor))
 
+    def _hooks_of(self, path: str, tensor: torch.Tensor) -> None:
+        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            if hooks:
+                self._fixed(f"{path}'s hook", hooks.values())
+
     def _without_memory(self, path: str, tensor: torch.Tensor) -> None:
         """A tensor that is no memory with a shape: what it is made of may be, and is what operators work with."""
-        self._odd.append((path, tensor))
+        if consists_of_parts(tensor):
+            self.made[identity(tensor)] = (path, tensor)
+            self._hooks_of(path, tensor)
+        else:
+            self._odd.append((path, tensor))
         self._fixed(path, behind(tensor))
         names = inner_names(tensor)
         own = tensor.__dict__ if names else {}

@@ -21,6 +21,7 @@ from .identity import identity
 from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from .opened import layout_of
+from .parts import parts_of_all
 from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
@@ -143,7 +144,7 @@ class _Plan:
         )
         self._apart: dict[int, list[torch.Tensor]] = defaultdict(list)
         """By storage: what was planned so far, is no view, and has no history."""
-        self._outside = [x for _, x in reach.tensors.values()] + [g for g in grads.read() if g is not None]
+        self._outside = [*(x for _, x in reach.tensors.values()), *parts_of_all(grads.read())]
 
     def all(self) -> tuple[Output, ...]:
         for leaf in self._results:

@@ -118,7 +118,7 @@ class Padded(Recorded[..., Any]):
         verdict = verdicts.get(None, verdicts.get(call.key))
         if player is not None and verdict is not None:
             player.touch()
-        elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._reach(call).tensors.values()):
+        elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._reach(call).all_tensors):
             self._refuse(history, refusal := gradients(), None)
             raise refusal
         if isinstance(verdict, Unpadded):

@@ -239,6 +239,11 @@ class Reach(Objects):
                 self._hold(kinds(path, thing, some))
 
     @property
+    def all_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that have memory, and those that consist of such, with their names."""
+        return [*self.tensors.values(), *self.made.values()]
+
+    @property
     def looks_at_gradients(self) -> bool:
         """Whether something may be decided by whether a gradient is there."""
         return bool(self.optimizers) or self.mentions.minds_gradients

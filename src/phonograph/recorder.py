@@ -48,6 +48,7 @@ from .mentions import CYCLED, HISTORY, LIVE
 from .numerals import without
 from .opened import layout_of
 from .optimizers import fit_to_step
+from .parts import parts, parts_of_all, storages
 from .places import is_table
 from .pool import Lease, unowned
 from .ran import Ran
@@ -195,7 +196,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     if arguments_spots and (not whole or any(map(is_compiled, reach.met))):
         raise Fixed
     spots = [*arguments_spots, *spots]
-    grads = Grads([t for _, t in reach.tensors.values()], device.outlives)
+    grads = Grads([t for _, t in reach.all_tensors], device.outlives)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     with _transaction(reach, grads) as snapshot:
@@ -407,7 +408,7 @@ def _backward(
     pairs = [(results[i], results[j]) for i in attached for j in results if i != j]
     if any(outputs.overlap(a, b) and (b.requires_grad or share_version(a, b)) for a, b in pairs):
         raise Refusal("returns tensors that overlap, and one has a history", "return a clone of it")
-    followed = {storage_id(g) for g in grads.read() if g is not None} | tracing.held.keys()
+    followed = {key for g in grads.read() if g is not None for key in storages(g)} | tracing.held.keys()
     if any((s := ref()) is not None and s.nbytes() and s._cdata not in followed for ref in captured.others):
         raise Refusal(*_KEEPS, final=False)
     if any(storage_id(t) in tracing.held for t in results.values()):
@@ -492,8 +493,8 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
                       "call it outside of that context, or enter it inside", this_call=True)  # fmt: skip
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
-    for name, t in reach.tensors.values():
-        if t.is_leaf and t.grad is not None and not (has_memory(t.grad) or is_shape(t.grad)):
+    for name, t in reach.all_tensors:
+        if t.is_leaf and t.grad is not None and not all(has_memory(g) or is_shape(g) for g in parts(t.grad)):
             raise Refusal(f"works with a gradient that is not dense (that of {name})", "use dense gradients (sparse=False)")
     if reach.looks_at_gradients and (name := reach.trained_elsewhere):
         raise Refusal(f"may look at the gradient of {name}, a tensor that consists of others",
@@ -538,7 +539,8 @@ def _shared(terms: Terms, device: Any, fixed: list[bool]) -> list[torch.Tensor |
 
 def _written_outside(watch: Any) -> tuple[torch.Tensor, ...]:
     """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
-    return tuple(t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad"))
+    written = [t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad")]
+    return (*written, *watch.made_moved_on())
 
 
 def _effects(watch: Any, slots: tuple[Slot, ...], grads: Grads, left: Left, returned: Returned) -> str:
@@ -739,7 +741,7 @@ def _capture(
     def leaving(result: Any) -> list[torch.Tensor]:
         leaves: list[Any] = []
         flatten(result, leaves)
-        staying = {storage_id(g) for g in grads.read() if g is not None}
+        staying = {key for g in grads.read() if g is not None for key in storages(g)}
         return [x for x in leaves if isinstance(x, torch.Tensor) and _ordinary(x) and storage_id(x) not in staying]
 
     said: list[Refusal] = []
@@ -906,7 +908,7 @@ def _entangling(watch: Any, reach: Reach, call: Call, left: Left) -> Entangled:
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     if not watch.written.keys().isdisjoint(watch.slot_ids):
         tensors = [t for _, t in reach.tensors.values() if has_memory(t)]
-        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        tensors += parts_of_all(t.grad for _, t in reach.all_tensors if t.is_leaf)
         known = watch.known.keys() - watch.slot_ids
         storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]

@@ -35,11 +35,12 @@ from .doors import gradient, gradients, has_gradient_door, nobody_has, open_grad
 from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
+from .parts import consists_of_parts, parts, parts_of_all, place, storages
 from .places import Holder
 from .randomness import share_state
 from .reach import Reach
 from .signature import modes
-from .torch_private import address, alias, bump, tensor_check, use_count
+from .torch_private import address, alias, bump, has_memory, tensor_check, use_count
 from .versions import Versions, at_one_glance, tell
 from .where import written_out
 
@@ -78,10 +79,10 @@ class Snapshot:
     def __init__(self, reach: Reach) -> None:
         self.holders = reach.holders
         self.values = [h.read() for h in reach.holders]
-        tensors = [t for _, t in reach.tensors.values()]
-        self.tensors = [(name, t, s) for (name, t), s in zip(reach.tensors.values(), _states(tensors), strict=True)]
+        tensors = [t for _, t in reach.all_tensors]
+        self.tensors = [(name, t, s) for (name, t), s in zip(reach.all_tensors, _states(tensors), strict=True)]
         self._hooks = {i: [dict(d or {}) for d in _hooks_of(t)] for i, (_, t, state) in enumerate(self.tensors) if state[-1]}
-        self._aliases = [*map(alias, tensors)]
+        self._aliases = [None if consists_of_parts(t) else alias(t) for t in tensors]  # the parts are among them
 
     def also(self, holders: Sequence[Holder]) -> None:
         """Places that were found only after a call, as they are now."""
@@ -121,7 +122,8 @@ class Snapshot:
                         hooks.clear()
                         hooks.update(saved)
             if now[:-1] != before[:-1]:
-                t.data = self._aliases[i]
+                if self._aliases[i] is not None:
+                    t.data = self._aliases[i]
                 t.requires_grad_(before[-2])
         if failed:
             raise failed[0]
@@ -159,12 +161,13 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     if check is None:
         states = _states(tensors)
         return lambda found: all(map(_is_dense, found)) and _states(found) == states
-    addresses = [*map(address, tensors)]
-    return lambda found: check(*found) and [*map(address, found)] == addresses
+    lies: Callable[[Any], Any] = address if all(map(has_memory, tensors)) else place
+    places = [*map(lies, tensors)]
+    return lambda found: check(*found) and [*map(lies, found)] == places
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return isinstance(value, torch.Tensor) and (value.layout is torch.strided or consists_of_parts(value))
 
 
 class _Kept:
@@ -172,7 +175,7 @@ class _Kept:
 
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad = grad
-        self.storage = grad.untyped_storage()._cdata
+        self.storages = frozenset(storages(grad))
 
     def __call__(self) -> torch.Tensor:
         return self._grad
@@ -204,7 +207,9 @@ class Grads:
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
-        self._before: list[Any] = [None if g is None else outlives(g) or _Kept(g) for g in self.read()]
+        self._before: list[Any] = [
+            None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()
+        ]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         gradients.watch(self.parameters)
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
@@ -261,10 +266,10 @@ class Grads:
             if kept is None:
                 if after is not None or looks:
                     self._absent.append(p)
-            elif kept.storage in touched:
+            elif not touched.isdisjoint(kept.storages):
                 self._readers.append(p)
                 found.append(kept.again())
-                if kept.storage in written and after is before:
+                if not written.isdisjoint(kept.storages) and after is before:
                     self._added_to.append(p)
             elif reads:
                 self._some.append(p)
@@ -282,9 +287,11 @@ class Grads:
         self._sealed = True
         self._owners = [p for p, g in self._left if g is not None]
         self._created = [g for _, g in self._left if g is not None]
-        self._storages = [g.untyped_storage()._cdata for g in self._created]
-        self._pythons = [weakref.ref(g.untyped_storage()) for g in self._created]
-        self._lying = list(map(address, self._created))
+        self._parts = parts_of_all(self._created)
+        self._objects = [*{identity(t): t for t in (*self._created, *self._parts)}.values()]
+        self._storages = [t.untyped_storage()._cdata for t in self._parts]
+        self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
+        self._lying = list(map(address, self._parts))
         self._involved = [*(p for p, _ in self._left), *self._absent, *self._some, *self._readers]
         self._behind = self._given.isdisjoint(self._storages) and all(map(has_gradient_door, self._involved))
         self._standing = self._count()
@@ -304,9 +311,10 @@ class Grads:
             self.restore()
 
     def _count(self) -> list[list[int]]:
-        """References to the created gradients: Python's to the objects, tensors on their memory, Python's to the storages."""
+        """References to the created gradients: Python's to the objects, and to those of which they are made, tensors on their
+        memory, Python's to the storages."""
         pythons = [sys.getrefcount(python()) for python in self._pythons]
-        return [[*map(sys.getrefcount, self._created)], [*map(use_count, self._storages)], pythons]
+        return [[*map(sys.getrefcount, self._objects)], [*map(use_count, self._storages)], pythons]
 
     def gives(self, storages: Set[int]) -> None:
         """Replays hand out results on these storages."""
@@ -319,7 +327,7 @@ class Grads:
         epoch = gradients.epoch
         if self._are_held():
             return True
-        if self._behind and not any(map(weakref.getweakrefcount, self._created)):
+        if self._behind and not any(map(weakref.getweakrefcount, self._objects)):
             self._unheld = epoch
         return False
 
@@ -328,11 +336,14 @@ class Grads:
         now = self._count()
         if now == self._alone or (now == self._standing and all(map(is_, map(gradient, self._owners), self._created))):
             return False
-        stands = [gradient(p) is g for p, g in zip(self._owners, self._created, strict=True)]
+        stand = [gradient(p) is g for p, g in zip(self._owners, self._created, strict=True)]
+        of_parts = [(g is part, there) for g, there in zip(self._created, stand, strict=True) for part in parts(g)]
+        objects = [*stand, *(there for itself, there in of_parts if not itself)]
+        stands = [objects, *[[there for _, there in of_parts]] * 2]
         return any(
             count > (standing if there else alone)
-            for counts, standings, alones in zip(now, self._standing, self._alone, strict=True)
-            for count, standing, alone, there in zip(counts, standings, alones, stands, strict=True)
+            for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)
+            for count, standing, alone, there in zip(counts, standings, alones, of, strict=True)
         )
 
     def fit(self) -> bool:
@@ -348,7 +359,7 @@ class Grads:
         epoch = gradients.epoch
         if not ({*map(gradient, self._absent)} <= _NOTHING and all(gradient(p) is not None for p in self._some)):
             return False
-        if [*map(address, self._created)] != self._lying:
+        if [*map(address, self._parts)] != self._lying:
             return False
         found = [*map(gradient, self._readers)]
         if found and not self._are_such(found):
@@ -379,7 +390,7 @@ class Grads:
             elif self._behind:
                 self._stood = epoch
         if self._added_to:
-            bump([g for g in map(gradient, self._added_to) if g is not None])
+            bump([x for g in map(gradient, self._added_to) if g is not None for x in {identity(t): t for t in (g, *parts(g))}.values()])
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
@@ -397,7 +408,7 @@ def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
 
 _Base: Any = torch._C.TensorBase
 _SAID: tuple[Callable[[Any], Any], ...] = (
-    address, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
+    place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
     _grad_dtype, attrgetter("requires_grad"), _hooks,
 )  # fmt: skip
 
@@ -601,7 +612,7 @@ class Reliances(Entries):
     def versions(self) -> dict[int, int]:
         """How often tensors outside, and their gradients, have been written, by identity."""
         tensors = [t for t, _ in self._tensors]
-        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        tensors += parts_of_all(t.grad for t in tensors if t.is_leaf)
         return {identity(t): t._version for t in tensors if not t.is_inference()}
 
     def _all_watched(self) -> str | None:

@@ -207,7 +207,7 @@ class Cuts:
         self._watch = watch
         self._modes: tuple[Any, ...] = ()
         self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
-        self._tensors = [(name, t, _is(t)) for name, t in reach.tensors.values()] if notes is not None and notes.marked else []
+        self._tensors = [(name, t, _is(t)) for name, t in reach.all_tensors] if notes is not None and notes.marked else []
         self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
         self._before = 0

@@ -58,8 +58,8 @@ class Grounds(Entries):
     def __init__(self, reach: Reach, more: Iterable[Holder]) -> None:
         # (A learning rate is no reason to refuse a call for more than that one.)
         super().__init__([_entry(relied(h)) for h in (*reach.holders, *more) if h.dial is None], reach.shared)
-        tensors = [t for _, t in reach.tensors.values()]
-        self._tensors = [(name, weakref.ref(t), _kind_of(t)) for name, t in reach.tensors.values()]
+        tensors = [t for _, t in reach.all_tensors]
+        self._tensors = [(name, weakref.ref(t), _kind_of(t)) for name, t in reach.all_tensors]
         witness.watch([*reach.modules, *tensors])
         self._asked = 0
         self._sort()

@@ -37,7 +37,7 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "default_device", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of",
            "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
            "has_memory", "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers",
-           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
+           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_ordinary",
            "is_shape", "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
            "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
            "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
@@ -283,6 +283,11 @@ def _gives_storage(t: torch.Tensor) -> bool:
 _has_storage: Callable[[torch.Tensor], bool] = getattr(torch._C, "_has_storage", _gives_storage)
 _is_functional: Callable[[torch.Tensor], bool] = getattr(torch, "_is_functional_tensor", lambda t: False)
 _is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zerotensor", lambda t: False)
+
+
+def is_ordinary(t: torch.Tensor) -> bool:
+    """Whether it is of torch's own classes, whose memory is its own, if it has any."""
+    return type(t) in _ORDINARY
 
 
 def storage_id(t: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from .borrowed import Borrowed
 from .errors import Mismatch
+from .parts import parts
 from .pool import row_of_bytes
 from .randomness import put
 from .reach import Reach
@@ -32,10 +33,11 @@ class _State:
     def __init__(self, call: Call, reach: Reach, own: Sequence[torch.Generator]) -> None:
         named = [(f"argument {i}", t) for i, t in enumerate(call.tensors)]
         named += [(name, t) for name, t in reach.tensors.values()]
-        named += [(f"{name}.grad", t.grad) for name, t in reach.tensors.values() if t.is_leaf and t.grad is not None]
+        leaves = [(name, t) for name, t in reach.all_tensors if t.is_leaf]
+        named += [(f"{name}.grad", part) for name, t in leaves if t.grad is not None for part in parts(t.grad)]
         unique = {storage_id(t): (name, _bytes(t)) for name, t in named if has_memory(t)}
         self._contents = [(name, b, b.clone()) for name, b in unique.values()]
-        self._grads = [(name, t, t.grad) for name, t in reach.tensors.values() if t.is_leaf]
+        self._grads = [(name, t, t.grad) for name, t in leaves]
         self._generators = [(g, g.get_state()) for g in (*generators_in(reach), *own)]
 
     def restore(self) -> None:

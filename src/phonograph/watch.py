@@ -36,6 +36,7 @@ from .following import takes
 from .identity import identity
 from .listening import unheard
 from .numerals import Numeral, Site, listable, readable
+from .parts import consists_of_parts, parts
 from .places import Holder
 from .pool import dense, extent
 from .randomness import FORKS, States
@@ -47,7 +48,6 @@ from .torch_private import (
     insists_on_no_mode,
     is_higher_order,
     is_missing,
-    is_spread,
     is_valueless,
     kind_of,
     not_compiled_by_itself,
@@ -118,10 +118,13 @@ class OperatorWatch(TorchDispatchMode):
         for name, t in reach.tensors.values():
             if has_memory(t):
                 self.known.setdefault(storage_id(t), name)
-                if t.is_leaf and t.grad is not None:
-                    self._born(t.grad, f"{name}.grad")
+        for name, t in reach.all_tensors:
+            for part in parts(t.grad) if t.is_leaf and t.grad is not None else ():
+                self._born(part, f"{name}.grad")
         tensors = [t for _, t in reach.tensors.values()]
-        self._historic = {identity(t): t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
+        made = [t for _, t in reach.made.values()]
+        self._historic = {identity(t): t.grad_fn for t in (*tensors, *made) if t.requires_grad and t.grad_fn is not None}
+        self._made_versions = [(t, t._version) for t in made if not t.is_inference()]
         self.outside = set(self.known) - self.slot_ids
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
@@ -300,13 +303,21 @@ class OperatorWatch(TorchDispatchMode):
         if are_fake(map(type, tensors)):
             return func(*args, **kwargs)
         name = at_work(operators.meaning(func).name)
-        if any(map(is_spread, tensors)):
-            raise self.located(Refusal(f"{name} works with a DTensor of several ranks", "record what works with local tensors"))
-        t = next((t for t in tensors if type(t) in classes and t.requires_grad), None)
+        if self._historic and torch.is_grad_enabled() and not self._historic.keys().isdisjoint(map(identity, tensors)):
+            raise self.located(Refusal(_HISTORIC.reason, _HISTORIC.remedy))
+        t = next((t for t in tensors if type(t) in classes and t.requires_grad and not self._is_followed(t)), None)
         if t is not None and torch.is_grad_enabled():
             raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient",
                                        "record what needs no gradients, under torch.no_grad()"))  # fmt: skip
         return NotImplemented
+
+    def _is_followed(self, t: torch.Tensor) -> bool:
+        """Whether gradients of a tensor of such a class are: it consists of parts, and its backward is in the call."""
+        return not self.has_backward and consists_of_parts(t)
+
+    def made_moved_on(self) -> list[torch.Tensor]:
+        """The tensors outside that consist of parts, and have a version that has moved on."""
+        return [t for t, version in self._made_versions if t._version != version]
 
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
