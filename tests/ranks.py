@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ class Case:
         self.options = options
 
 
-def start(backend: str, folder: Path, cases: Iterable[str], **environment: str) -> list[dict[str, Any]]:
-    """What both ranks have found. A process that does not end in time is killed, and has found nothing."""
+def start(
+    backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", **environment: str
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What both ranks have found, with the programs of that module. A process that does not end in time is killed, and has found nothing."""
     here = Path(__file__).parent
     paths = [str(here.parent), str(here.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     base = {
@@ -53,7 +55,7 @@ def start(backend: str, folder: Path, cases: Iterable[str], **environment: str) 
     folder.mkdir(parents=True, exist_ok=True)
     processes = []
     for rank in range(2):
-        command = [sys.executable, "-m", "tests.ranks", str(rank), backend, str(folder), *cases]
+        command = [sys.executable, "-m", module, str(rank), backend, str(folder), *cases]
         with (folder / f"{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, env=base, cwd=here.parent, stdout=log, stderr=log))
     began = time.monotonic()
@@ -707,6 +709,8 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _values(x: Any) -> Any:
+    if hasattr(x, "to_local"):
+        return type(x).__name__, str(x.placements), x.requires_grad, _values(x.to_local())
     return x.detach().clone() + 0 if isinstance(x, torch.Tensor) else x
 
 
@@ -768,7 +772,7 @@ def _in_a_cycle() -> dict[str, Any]:
     return {"wrong": [], "reasons": ""}
 
 
-def main(rank: int, backend: str, folder: Path, cases: list[str]) -> None:
+def main(rank: int, backend: str, folder: Path, cases: list[str], programs: Mapping[str, Case] = CASES) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for module in ("torch._dynamo", "torch.distributed.tensor", "phonograph"):  # which take long, and are needed
@@ -786,7 +790,7 @@ def main(rank: int, backend: str, folder: Path, cases: list[str]) -> None:
             elif name == "in_a_cycle":
                 found[name] = _in_a_cycle()
             elif name != "exits":
-                found[name] = _told(CASES[name])
+                found[name] = _told(programs[name])
         except BaseException:
             found[name] = {"wrong": [traceback.format_exc()[-1500:]], "reasons": ""}
         found.setdefault(name, {})["seconds"] = time.monotonic() - began

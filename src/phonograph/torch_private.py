@@ -40,7 +40,7 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_ordinary",
            "is_shape", "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
            "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
-           "made_when", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
+           "made_when", "makes_fakes", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
            "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
            "optimizer_hooks", "original_views", "other_calling", "own_call", "parametrizations_are_cached",
            "puts_own_generators", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
@@ -386,6 +386,16 @@ def are_fake(types: Iterable[type]) -> bool:
     """Whether these classes are that of fake tensors."""
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return fake is not None and all(issubclass(kind, fake) for kind in types)
+
+
+_mode_of: Any = getattr(torch._C, "_get_dispatch_mode", None)
+_FAKE: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
+
+
+def makes_fakes() -> bool:
+    """Whether what operators make at the moment is fake. (The mode that does so is asked after all others, whenever it was
+    entered.)"""
+    return _mode_of is not None and _FAKE is not None and _mode_of(_FAKE) is not None
 
 
 def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -50,6 +50,7 @@ from .torch_private import (
     is_missing,
     is_valueless,
     kind_of,
+    makes_fakes,
     not_compiled_by_itself,
     say_themselves,
     storage_id,
@@ -184,6 +185,8 @@ class OperatorWatch(TorchDispatchMode):
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
+        if makes_fakes():
+            return func(*args, **kwargs)  # which has no values, and is no part of the call's work
         if is_higher_order(func):
             return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
