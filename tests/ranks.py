@@ -42,7 +42,7 @@ class Case:
 def start(
     backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", **environment: str
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What both ranks have found, with the programs of that module. A process that does not end in time is killed, and has found nothing."""
+    """What both ranks have found, in programs of that module. A process that does not end in time is killed: nothing."""
     here = Path(__file__).parent
     paths = [str(here.parent), str(here.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     base = {

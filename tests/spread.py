@@ -22,10 +22,10 @@ def mesh() -> Any:
     return ranks._mesh()
 
 
-def placements() -> Any:
+def tensors() -> Any:
     import torch.distributed.tensor as tensors
 
-    return tensors.Shard, tensors.Replicate, tensors.Partial
+    return tensors
 
 
 def parallel() -> Any:
@@ -63,11 +63,11 @@ def columns_and_rows() -> dict[str, Any]:
 
 
 def along_the_sequence() -> dict[str, Any]:
-    p, (Shard, *_) = parallel(), placements()
+    p, along = parallel(), tensors().Shard(1)
     return {
         "norm": p.SequenceParallel(),
-        "up": p.ColwiseParallel(input_layouts=Shard(1)),
-        "down": p.RowwiseParallel(output_layouts=Shard(1)),
+        "up": p.ColwiseParallel(input_layouts=along),
+        "down": p.RowwiseParallel(output_layouts=along),
     }
 
 
@@ -143,25 +143,18 @@ def _of(function: Callable[..., Any], *arguments: Callable[[int], Any]) -> Case:
 
 def spread(dim: int | None, *shape: int) -> Callable[[int], Any]:
     """The same tensor on all ranks, each with its part of it."""
-    from torch.distributed.tensor import distribute_tensor
-
-    Shard, Replicate, _ = placements()
-    return lambda n: distribute_tensor(whole(n, *shape), mesh(), [Replicate() if dim is None else Shard(dim)])
+    return lambda n: tensors().distribute_tensor(
+        whole(n, *shape), mesh(), [tensors().Replicate() if dim is None else tensors().Shard(dim)]
+    )
 
 
 def redistributes(x: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    Shard, Replicate, _ = placements()
-    t = DTensor.from_local(x * 2, mesh(), [Shard(0)])
-    return t.redistribute(placements=[Replicate()]).to_local() + 1
+    t = tensors().DTensor.from_local(x * 2, mesh(), [tensors().Shard(0)])
+    return t.redistribute(placements=[tensors().Replicate()]).to_local() + 1
 
 
 def is_whole(x: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    Shard, _, _ = placements()
-    return DTensor.from_local(x * 2, mesh(), [Shard(0)]).full_tensor() + 1
+    return tensors().DTensor.from_local(x * 2, mesh(), [tensors().Shard(0)]).full_tensor() + 1
 
 
 def takes_spread(x: Any) -> Any:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .parts import consists_of_parts, parts
+
 __all__ = ["aliasing", "assert_same", "assert_same_aliasing", "tensors_in"]
 
 
@@ -88,12 +90,21 @@ def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: _Pl
     if expected.is_leaf:
         _assert_same(actual.grad, expected.grad, where.at(".grad"))
     _equal(actual.grad_fn is None, expected.grad_fn is None, where.at(".grad_fn is None"))
+    if consists_of_parts(expected):
+        for i, (one, other) in enumerate(zip(parts(actual), parts(expected), strict=True)):
+            _assert_same(one.detach(), other.detach(), where.at(f"'s part {i}"))
+        _equal(_made_of(actual), _made_of(expected), where.at("'s description"))
+        return
     if actual.layout is not torch.strided:
         actual, expected = actual.to_dense(), expected.to_dense()
     _equal(actual.stride(), expected.stride(), where.at(".stride()"))
     assert _same_values(actual, expected, where.tolerance), (
         f"{where}: values differ\n  phonograph: {_excerpt(actual)}\n  live:       {_excerpt(expected)}"
     )
+
+
+def _made_of(tensor: Any) -> str:
+    return repr(tensor.__tensor_flatten__())
 
 
 def _same_values(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
@@ -269,7 +280,9 @@ def _overlapping_pairs(tensors: Sequence[torch.Tensor]) -> set[tuple[int, int]]:
 
 def tensors_in(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a nested structure, each occurrence with its path, in a fixed order."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and consists_of_parts(value):
+        yield from ((f"{where}'s part {i}", part) for i, part in enumerate(parts(value)))
+    elif isinstance(value, torch.Tensor):
         yield where, value
     elif isinstance(value, torch.nn.Module):
         yield from tensors_in(dict(value.named_parameters()) | dict(value.named_buffers()), where)

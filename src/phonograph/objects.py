@@ -393,8 +393,8 @@ class Objects:
         self.met += states
         self._seen.update(map(identity, states))
         for state in filter(None, states):
-            kept_there = [x for x in state.values() if isinstance(x, torch.Tensor)]
-            self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t)) if type(x) is not torch.nn.Parameter}
+            kept_there = [x for x in state.values() if isinstance(x, torch.Tensor) and type(x) is not torch.nn.Parameter]
+            self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t))}
             self._items(f"{path}.state", state)
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:

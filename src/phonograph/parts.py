@@ -33,7 +33,7 @@ def parts_of_all(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
 def consists_of_parts(t: torch.Tensor) -> bool:
     """Whether a tensor that has no memory says of what it is made, and all of that has memory. (What a collective gives that
     goes on is none yet.)"""
-    if is_ordinary(t) or waits_by_itself([type(t)]):
+    if is_ordinary(t) or t.is_nested or waits_by_itself([type(t)]):
         return False
     return all(x is not t and (has_memory(x) or is_shape(x)) for x in parts(t))
 

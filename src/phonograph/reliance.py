@@ -40,7 +40,7 @@ from .places import Holder
 from .randomness import share_state
 from .reach import Reach
 from .signature import modes
-from .torch_private import address, alias, bump, has_memory, tensor_check, use_count
+from .torch_private import address, alias, bump, has_memory, is_ordinary, tensor_check, use_count
 from .versions import Versions, at_one_glance, tell
 from .where import written_out
 
@@ -122,8 +122,8 @@ class Snapshot:
                         hooks.clear()
                         hooks.update(saved)
             if now[:-1] != before[:-1]:
-                if self._aliases[i] is not None:
-                    t.data = self._aliases[i]
+                if (memory := self._aliases[i]) is not None:
+                    t.data = memory
                 t.requires_grad_(before[-2])
         if failed:
             raise failed[0]
@@ -207,9 +207,7 @@ class Grads:
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
-        self._before: list[Any] = [
-            None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()
-        ]
+        self._before: list[Any] = [None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         gradients.watch(self.parameters)
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
@@ -218,6 +216,7 @@ class Grads:
         self._readers: list[torch.Tensor] = []  # those that must have one just like the one that was there, in its place
         self._are_such: Callable[[list[Any]], bool] = bool
         self._added_to: list[torch.Tensor] = []
+        self._plain = all(map(is_ordinary, self.parameters))
         self._created: list[torch.Tensor] = []
         self._owners: list[torch.Tensor] = []
         self._sealed = False
@@ -390,7 +389,8 @@ class Grads:
             elif self._behind:
                 self._stood = epoch
         if self._added_to:
-            bump([x for g in map(gradient, self._added_to) if g is not None for x in {identity(t): t for t in (g, *parts(g))}.values()])
+            grads = [g for g in map(gradient, self._added_to) if g is not None]
+            bump(grads if self._plain else [*grads, *parts_of_all(g for g in grads if not is_ordinary(g))])
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:

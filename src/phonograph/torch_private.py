@@ -37,19 +37,19 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "default_device", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of",
            "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
            "has_memory", "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers",
-           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_ordinary",
-           "is_shape", "is_spread", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
+           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
+           "is_ordinary", "is_shape", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
            "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
-           "made_when", "makes_fakes", "maker", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
-           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
-           "optimizer_hooks", "original_views", "other_calling", "own_call", "parametrizations_are_cached",
-           "puts_own_generators", "ran_compiled", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool",
-           "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew",
-           "share_version", "silence_stream_mismatch", "state_guard", "step_hooks", "steps_captured", "steps_itself",
-           "storage_at", "storage_id", "take_cublas_workspace", "tensor_check", "traced_stack", "transformed",
-           "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
-           "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run", "without_modes",
-           "written_by_graph"]  # fmt: skip
+           "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks",
+           "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call",
+           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
+           "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
+           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
+           "steps_captured", "steps_itself", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
+           "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count",
+           "view_like", "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
+           "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -470,12 +470,6 @@ def waits_by_itself(kinds: Iterable[type]) -> bool:
     """Whether one of these kinds of tensors is what functional collectives give: it waits where it is used."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
-
-
-def is_spread(t: torch.Tensor) -> bool:
-    """Whether it stands for parts on several ranks."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, getattr(module, "DTensor", ())) and t.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def is_work(kind: type) -> bool:
