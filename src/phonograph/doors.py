@@ -2,10 +2,12 @@
 
 Gradients stand in `.grad` of parameters, what optimizers remember in their `state`: many objects, and in a steady loop nobody
 else has any of them. Whoever wants to change one has to take it out of its attribute first, or put another there. So these
-attributes are properties that leave a note, and so does the engine of autograd, which installs gradients in C++: the door's
-`epoch` is another number from then on. A recording looks at all that is behind a door when the epoch has moved: at what is
-there, and at whether somebody has kept some of it, who could change it later without coming again. As long as somebody has, it
-looks each time.
+attributes are properties that leave a note, and so does the engine of autograd, which installs gradients in C++: it is another
+epoch from then on. A recording looks at all that is behind a door when the epoch has moved: at what is there, and at whether
+somebody has kept some of it, who could change it later without coming again. As long as somebody has, it looks each time.
+
+All code of the process goes through these doors. So they are there only as long as a recording needs them: without one, the
+attributes are torch's own.
 
 What has no such attribute (a plain tensor given to an optimizer, a class that has a `grad` or a `state` of its own) is looked
 at each time as well.
@@ -13,10 +15,13 @@ at each time as well.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -24,94 +29,181 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .identity import identity
-from .torch_private import hear_engine, not_compiled_by_itself, use_count
+from .torch_private import hearing, not_compiled_by_itself, use_count
 
-__all__ = [
-    "Door",
-    "Room",
-    "gradient",
-    "gradients",
-    "has_gradient_door",
-    "nobody_has",
-    "open_gradients",
-    "room_of",
-    "states",
-]
+__all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "nobody_has", "room_of", "states"]
 
 _numbers = count(1)  # none comes twice: two threads that count at one time still leave another one than was there
 
 
 class Door:
-    """One of these attributes, for all objects that have it."""
+    """One of these attributes, for all objects that have it. It is there for those that need to hear of it: without any, the
+    attribute is torch's own."""
 
-    __slots__ = ("busy", "epoch", "owners")
+    def __init__(self, hang: Callable[[], None], take_away: Callable[[], None]) -> None:
+        self._hang, self._take_away = hang, take_away
+        self._hung = False
+        self._users: set[weakref.ref[Any]] = set()
+        self._lock = threading.RLock()  # a user may go, as garbage, within any of the lines that have it
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        """Another number whenever somebody may have gone through since."""
-        self.busy: list[None] = []
-        """Not empty while somebody is at work behind it."""
-        self.owners: set[int] = set()  # whose attribute leads to what a recording relies on, by identity
+    def stay_for(self, user: object) -> None:
+        """It is there from now on, until this object is gone or says that it needs it no more."""
+        with self._lock:
+            self._users.add(weakref.ref(user, self._gone))
+            self._settle()
 
-    def watch(self, owners: Iterable[object]) -> None:
-        """Let whoever goes through the attribute of one of these be heard. (An id that is used again later only costs a
-        comparison too many.)"""
-        self.owners.update(map(identity, owners))
+    def leave(self, user: object) -> None:
+        """This object needs it no more."""
+        self._gone(weakref.ref(user))
 
-    def opened(self) -> None:
-        """Somebody goes through, or has."""
-        self.epoch = next(_numbers)
+    def _gone(self, user: weakref.ref[Any]) -> None:
+        with self._lock:
+            self._users.discard(user)
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._hung is not bool(self._users):  # again: some may have come or gone meanwhile
+            self._hung = not self._hung
+            (self._hang if self._hung else self._take_away)()
 
 
-gradients = Door()
+class _Replaced:
+    """An attribute that is another for a while, made of what is there."""
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
+        self._there: tuple[Any, Any] | None = None
+
+    def put(self) -> bool:
+        """Whether it could be made."""
+        if self._there is None:
+            before = vars(self._owner)[self._name]
+            made = self._make(before)
+            if made is None:
+                return False
+            self._there = before, made
+            setattr(self._owner, self._name, made)
+        return True
+
+    def back(self) -> None:
+        """It is again what it was; where somebody has put another there, which calls it, it stays."""
+        if self._there is not None and vars(self._owner).get(self._name) is self._there[1]:
+            setattr(self._owner, self._name, self._there[0])
+            self._there = None
+
+
+def _telling(opened: Callable[[], None]) -> Callable[[Any], Any]:
+    """What makes of a function one after which a door has been `opened`."""
+
+    def make(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                opened()
+
+        return run
+
+    return make
+
+
+class _Asked:
+    """How often a cache that holds nothing has been asked, where that cannot be read more quickly."""
+
+    def __init__(self, counts: Any) -> None:
+        self._counts = counts
+
+    @property
+    def value(self) -> int:
+        return int(self._counts.cache_info().misses)
+
+
+def _counting(function: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """The same function, without a line of Python around it, and the number of its calls: a cache that holds nothing counts how
+    often it is asked."""
+    counts = functools.lru_cache(maxsize=0)(function)
+    return counts, _word_that_counts(counts) or _Asked(counts)
+
+
+def _word_that_counts(counts: Any) -> Any:
+    """Where the number of calls lies in this object, which is read in a tenth of the time; None if that is not found."""
+    if sys.implementation.name != "cpython":
+        return None
+    size = ctypes.sizeof(ctypes.c_ssize_t)
+    words, seen = (ctypes.c_ssize_t * (type(counts).__basicsize__ // size)).from_address(id(counts)), list[list[int]]()
+    for _ in range(3):
+        seen.append([*words])
+        with suppress(TypeError):  # a call without arguments comes to nothing
+            counts()
+    found = [i for i, (a, b, c) in enumerate(zip(*seen, strict=True)) if b - a == c - b == 1]
+    word = ctypes.c_ssize_t.from_address(id(counts) + found[0] * size) if len(found) == 1 else None
+    return word if word is not None and word.value == counts.cache_info().misses else None
+
 
 _inherited: Any = torch._C.TensorBase.grad
 gradient: Callable[[Any], Any] = _inherited.__get__
 """`Tensor.grad`, unheard."""
-_attribute: property | None = None
+_get, _got = _counting(gradient)
+_give, _given = _counting(_inherited.__set__)
 
 
-def open_gradients() -> None:
+def _remove(p: Any) -> None:
+    try:
+        _inherited.__delete__(p)
+    finally:
+        gradients.opened()
+
+
+_attribute = property(_get, _give, _remove, _inherited.__doc__)
+_swap = _Replaced(torch.utils, "swap_tensors", _telling(lambda: gradients.opened()))
+_engine = _Replaced(
+    torch.autograd.Variable, "_execution_engine", lambda engine: hearing(engine, gradients.busy, gradients.opened)
+)
+
+
+def _hang_gradients() -> None:
     """From now on it is heard who reads or sets the gradient of a parameter, and when autograd has been at work."""
-    global _attribute
-    if _attribute is not None or not hear_engine(gradients.busy, gradients.opened):
-        return
-    owners, put, drop = gradients.owners, _inherited.__set__, _inherited.__delete__
+    if "grad" not in vars(torch.nn.Parameter) and _engine.put():
+        not_compiled_by_itself(_remove.__code__)
+        torch.nn.Parameter.grad = _attribute  # type: ignore[assignment]
+        _swap.put()
 
-    def get(p: Any) -> Any:
-        found = gradient(p)
-        if found is not None and identity(p) in owners:
-            gradients.epoch = next(_numbers)
-        return found
 
-    def given(p: Any, grad: Any) -> None:
-        try:
-            put(p, grad)
-        finally:
-            if identity(p) in owners:
-                gradients.epoch = next(_numbers)
+def _take_gradients_away() -> None:
+    if vars(torch.nn.Parameter).get("grad") is _attribute:
+        del torch.nn.Parameter.grad
+    _engine.back()
+    _swap.back()
 
-    def dropped(p: Any) -> None:
-        drop(p)
-        gradients.opened()
 
-    for function in (get, given, dropped):
-        not_compiled_by_itself(function.__code__)
-    _attribute = property(get, given, dropped, _inherited.__doc__)
-    torch.nn.Parameter.grad = _attribute  # type: ignore[assignment]
-    swap = torch.utils.swap_tensors
+class _Gradients(Door):
+    """`Parameter.grad`. Whoever reads or sets one is counted, also where no recording relies on it: plain code does that far
+    more often than a replay asks."""
 
-    @functools.wraps(swap)
-    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        swap(t1, t2)  # type: ignore[no-untyped-call]
-        gradients.opened()
+    def __init__(self) -> None:
+        super().__init__(_hang_gradients, _take_gradients_away)
+        self.busy: list[None] = []
+        """Not empty while somebody is at work behind it."""
 
-    torch.utils.swap_tensors = swap_tensors
+    @staticmethod
+    def opened() -> None:
+        """Somebody goes through, or has."""
+        _get(None, torch.Tensor)
+
+    @staticmethod
+    def now(got: Any = _got, given: Any = _given) -> tuple[int, int]:
+        """The epoch: something else whenever somebody may have gone through since."""
+        return got.value, given.value
+
+
+gradients: _Gradients = _Gradients()
 
 
 def has_gradient_door(t: torch.Tensor) -> bool:
     """Whether it is heard who reads or sets its gradient."""
-    return _attribute is not None and _found(type(t), "grad") is _attribute
+    kind: Any = type(t)
+    return _found(kind, "grad") is _attribute and kind.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
 def _found(kind: type, name: str) -> Any:
@@ -143,10 +235,6 @@ def _unheld() -> list[list[int]]:
     return _references([*map(gradient, [leaf])])
 
 
-states = Door()
-_state: _State | None = None
-
-
 class Room:
     """The state of one optimizer."""
 
@@ -158,12 +246,21 @@ class Room:
         optimizer = self._optimizer()
         return None if optimizer is None else optimizer.__dict__.get(_STATE)
 
+    def watch(self) -> None:
+        """Let it be heard who comes to it."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _owners.add(identity(optimizer))
+
     def now(self) -> int:
         """Which dictionary it is: `__setstate__` puts another there, past the door."""
         return identity(self._inside)
 
     def alone(self) -> bool:
-        """Whether nobody else has it, or a dictionary in it."""
+        """Whether nobody else has it, or a dictionary in it, nor could without being heard."""
+        kind = type(self._optimizer())
+        if _found(kind, _STATE) is not _state or kind.__hash__ is not object.__hash__:
+            return False
         inside, (outer, inner) = self._inside, _free_dictionaries()
         return sys.getrefcount(inside) <= outer and all(n <= inner for n in map(sys.getrefcount, dict.values(inside)))
 
@@ -178,9 +275,10 @@ class Room:
 
 
 _STATE = "state"
-
-
 _rooms = WeakIdKeyDictionary()
+_owners: set[int] = set()
+"""The optimizers on whose state recordings rely, by identity. (One that is used again later only costs a comparison too
+many.)"""
 
 
 @functools.cache
@@ -192,37 +290,15 @@ def _free_dictionaries() -> tuple[int, int]:
 
 
 def room_of(optimizer: torch.optim.Optimizer) -> Room | None:
-    """The room of an optimizer whose door is heard; None where its state lies elsewhere."""
-    _open_states()
+    """The room of an optimizer whose door can be heard; None where its state lies elsewhere."""
     found = optimizer.__dict__.get(_STATE)
-    if _found(type(optimizer), _STATE) is not _state or not isinstance(found, dict):
+    if _found(type(optimizer), _STATE) not in (None, _state) or not isinstance(found, dict):
         return None
     del found
     room: Room | None = _rooms.get(optimizer)
     if room is None:
         room = _rooms[optimizer] = Room(optimizer)
-        states.watch([optimizer])
     return room
-
-
-def _open_states() -> None:
-    """From now on it is heard who reads or sets the state of an optimizer."""
-    global _state
-    if _state is not None:
-        return
-    for function in _ways.values():
-        not_compiled_by_itself(function.__code__)
-    _state = _State()
-    optimizers: Any = torch.optim.Optimizer
-    optimizers.state = _state
-    restored = optimizers.__setstate__
-
-    @functools.wraps(restored)
-    def restore(self: Any, state: dict[str, Any]) -> None:
-        restored(self, state)
-        states.opened()
-
-    optimizers.__setstate__ = restore
 
 
 class _Unseen(type):
@@ -246,15 +322,17 @@ def _read(_: object, optimizer: Any, kind: type) -> Any:
     except (AttributeError, KeyError):
         of = f"type object {kind.__name__!r}" if optimizer is None else f"{kind.__name__!r} object"
         raise AttributeError(f"{of} has no attribute {_STATE!r}") from None
-    if identity(optimizer) in states.owners:
-        states.opened()
+    try:
+        if hash(optimizer) in _owners:
+            states.epoch = next(_numbers)
+    except TypeError:  # of a class whose objects have none
+        pass
     return found
 
 
 def _put(_: object, optimizer: Any, state: Any) -> None:
     optimizer.__dict__[_STATE] = state
-    if identity(optimizer) in states.owners:
-        states.opened()
+    states.opened()
 
 
 def _drop(_: object, optimizer: Any) -> None:
@@ -272,3 +350,40 @@ class _State(metaclass=_Unseen):
     """`Optimizer.state`, which stands in the optimizer, as ever."""
 
     locals().update(_ways)
+
+
+_state = _State()
+_restore = _Replaced(torch.optim.Optimizer, "__setstate__", _telling(lambda: states.opened()))
+
+
+def _hang_states() -> None:
+    """From now on it is heard who reads or sets the state of an optimizer."""
+    optimizers: Any = torch.optim.Optimizer
+    if _STATE not in vars(optimizers):
+        for function in _ways.values():
+            not_compiled_by_itself(function.__code__)
+        optimizers.state = _state
+        _restore.put()
+
+
+def _take_states_away() -> None:
+    optimizers: Any = torch.optim.Optimizer
+    if vars(optimizers).get(_STATE) is _state:
+        del optimizers.state
+    _restore.back()
+
+
+class _States(Door):
+    """`Optimizer.state`."""
+
+    def __init__(self) -> None:
+        super().__init__(_hang_states, _take_states_away)
+        self.epoch = 0
+        """Another number whenever somebody may have gone through since."""
+
+    def opened(self) -> None:
+        """Somebody goes through, or has."""
+        self.epoch = next(_numbers)
+
+
+states: _States = _States()

@@ -235,6 +235,7 @@ class Player:
         """Drop the recording. Outputs that are held stay valid."""
         self._device.pool.remove(self.recording)
         self.recording.program.close()
+        self.recording.reliances.close()
         self._run = _closed
 
     def play(self, call: Call) -> tuple[Any, int]:

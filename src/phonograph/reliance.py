@@ -31,7 +31,7 @@ import torch
 
 from . import witness
 from .dials import Dials
-from .doors import gradient, gradients, has_gradient_door, nobody_has, open_gradients, states
+from .doors import gradient, gradients, has_gradient_door, nobody_has, states
 from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
@@ -202,14 +202,12 @@ class Grads:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
-        open_gradients()
         self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
-        gradients.watch(self.parameters)
         self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
         self._absent: list[torch.Tensor] = []  # those that must have no gradient
         self._some: list[torch.Tensor] = []  # those that must have one
@@ -224,7 +222,9 @@ class Grads:
         # When the door was where it is, nobody could come to any but through it, and these were as they have to be.
         self._behind = False
         self._involved: list[torch.Tensor] = []
-        self._fitted = self._unheld = self._stood = -1
+        self._fitted: Any = None
+        self._unheld: Any = None
+        self._stood: Any = None
         self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
 
     @property
@@ -292,7 +292,9 @@ class Grads:
         self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
         self._lying = list(map(address, self._parts))
         self._involved = [*(p for p, _ in self._left), *self._absent, *self._some, *self._readers]
-        self._behind = self._given.isdisjoint(self._storages) and all(map(has_gradient_door, self._involved))
+        if self._involved and self._given.isdisjoint(self._storages):
+            gradients.stay_for(self)
+            self._behind = all(map(has_gradient_door, self._involved))
         self._standing = self._count()
         for p in self._owners:
             p.grad = None
@@ -321,9 +323,9 @@ class Grads:
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites."""
-        if not self._created or (self._unheld == gradients.epoch and not gradients.busy):
+        if not self._created or (self._unheld == gradients.now() and not gradients.busy):
             return False
-        epoch = gradients.epoch
+        epoch = gradients.now()
         if self._are_held():
             return True
         if self._behind and not any(map(weakref.getweakrefcount, self._objects)):
@@ -351,11 +353,11 @@ class Grads:
         has created: then `held` says so, or did.)"""
         if self._sealed and not self._involved:
             return True
-        if self._fitted == gradients.epoch and not gradients.busy:
+        if self._fitted == gradients.now() and not gradients.busy:
             p, was = next(self._turn)
             if identity(gradient(p)) == was:
                 return True
-        epoch = gradients.epoch
+        epoch = gradients.now()
         if not ({*map(gradient, self._absent)} <= _NOTHING and all(gradient(p) is not None for p in self._some)):
             return False
         if [*map(address, self._parts)] != self._lying:
@@ -369,6 +371,11 @@ class Grads:
             self._turn = cycle([*zip(self._involved, there, strict=True)])
         return True
 
+    def close(self) -> None:
+        """Nobody plays this recording any more."""
+        self._behind, self._fitted, self._unheld, self._stood = False, None, None, None
+        gradients.leave(self)
+
     def gone(self) -> bool:
         """Whether there are no gradients."""
         return bool(self.parameters) and all(gradient(p) is None for p in self.parameters)
@@ -381,8 +388,8 @@ class Grads:
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
-        if self._left and not (self._stood == gradients.epoch and not gradients.busy):
-            epoch = gradients.epoch
+        if self._left and not (self._stood == gradients.now() and not gradients.busy):
+            epoch = gradients.now()
             if not all(gradient(p) is g for p, g in self._left):
                 for p, g in self._left:
                     p.grad = g
@@ -496,6 +503,7 @@ class Reliances(Entries):
             self._laps[_OTHERS] = _taking_turns(others, _TENSORS)
         if kept_there:
             self._laps[_KEPT] = _taking_turns(kept_there, _REMEMBERED)
+        self._listens = False  # at the doors
         self._sort()
         _all.add(self)
         self._names = {identity(t): name for name, t, _ in relied}
@@ -533,6 +541,12 @@ class Reliances(Entries):
     def grads(self) -> Grads:
         return self._grads
 
+    def close(self) -> None:
+        """Nobody plays this recording any more."""
+        self._shut = None
+        states.leave(self)
+        self._grads.close()
+
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
         place that has to be read, and 0.06 us for each tensor."""
@@ -566,6 +580,11 @@ class Reliances(Entries):
 
     def _look_behind(self) -> str | None:
         rooms = [entry[0].behind for entry in self._behind]
+        if not self._listens:
+            self._listens = True
+            states.stay_for(self)
+            for room in rooms:
+                room.watch()
         now = (states.epoch, [room.now() for room in rooms])
         for entry in self._behind:
             if not self.unchanged(entry):

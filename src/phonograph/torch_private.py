@@ -36,7 +36,7 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend", "current_device",
            "default_device", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of",
            "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
-           "has_memory", "hear_engine", "hear_of_compiled", "hear_of_traced", "hooks_of_modules", "hooks_of_optimizers",
+           "has_memory", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers",
            "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
            "is_ordinary", "is_shape", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
            "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
@@ -708,13 +708,12 @@ may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_v
 """Whether this is no backward for chosen inputs only (`torch.autograd.grad`), which cannot have one of its own."""
 
 
-def hear_engine(busy: list[None], done: Callable[[], None]) -> bool:
-    """Keep something in `busy` while a backward runs that adds to gradients, and call `done` after each; False where none can
-    be heard."""
-    variable: Any = torch.autograd.Variable
+def hearing(engine: Any, busy: list[None], done: Callable[[], None]) -> Any:
+    """Autograd's engine, which keeps something in `busy` while a backward runs that adds to gradients, and calls `done` after
+    each; None where none can be heard."""
     kind: Any = _c("_ImperativeEngine")
-    if kind is None or type(getattr(variable, "_execution_engine", None)) is not kind:
-        return False
+    if kind is None or type(engine) is not kind:
+        return None
 
     class Engine(kind):  # type: ignore[misc]
         """torch's own, which has no state."""
@@ -730,8 +729,7 @@ def hear_engine(busy: list[None], done: Callable[[], None]) -> bool:
                 busy.pop()
 
     not_compiled_by_itself(Engine.run_backward.__code__)
-    variable._execution_engine = Engine()
-    return True
+    return Engine()
 
 
 when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
