@@ -40,7 +40,7 @@ class Case:
 
 
 def start(
-    backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", **environment: str
+    backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", patience: float = PATIENCE, **environment: str
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What both ranks have found, in programs of that module. A process that does not end in time is killed: nothing."""
     here = Path(__file__).parent
@@ -63,7 +63,7 @@ def start(
         if any(process.poll() is not None for process in processes):
             break
         time.sleep(0.05)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + patience
     found = []
     for rank, process in enumerate(processes):
         try:
@@ -620,6 +620,38 @@ def _differs_by_rank():
     return differs_by_rank, arguments, list
 
 
+def _fails_on_one_rank(how: str) -> Case:
+    """Rank 1 is refused while it is captured: by an operator that no graph can have, or as memory runs out."""
+
+    def make() -> tuple[Any, Any, Any]:
+        from phonograph.devices.driver import is_capturing
+
+        def fails_on_one_rank(x):
+            y = x * 2
+            dist.all_reduce(y)
+            if dist.get_rank() == 1:
+                if how == "memory" and x.is_cuda and is_capturing(torch.cuda.current_stream().cuda_stream):
+                    raise torch.OutOfMemoryError("CUDA out of memory, says this test")
+                if how == "value":
+                    y = y + y.nonzero().shape[0] - 4
+            return y + 1
+
+        return fails_on_one_rank, lambda n: [_numbers(n, 4)], list
+
+    return Case(make)
+
+
+def _evicts_on_one_rank():
+    """Rank 1 has two signatures in turn, and room for one."""
+
+    def evicts_on_one_rank(x, number):
+        y = x * 2
+        dist.all_reduce(y)
+        return y + number
+
+    return evicts_on_one_rank, lambda n: [_numbers(n, 4), n % 2 if dist.get_rank() == 1 else 0], list
+
+
 CASES = {
     **{f.__name__: _of_x(f) for f in (
         all_reduce, all_reduce_of_an_argument, all_reduce_max, all_reduce_async, all_gather_into_tensor, all_gather, broadcast,
@@ -654,6 +686,9 @@ CASES = {
     "notes_after_reducing": Case(_notes_after_reducing),
     "verified": _of_x(all_reduce, verify=2),
     "differs_by_rank": Case(_differs_by_rank),
+    "is_refused_on_one_rank": _fails_on_one_rank("value"),
+    "runs_out_of_memory_on_one_rank": _fails_on_one_rank("memory"),
+    "evicts_on_one_rank": Case(_evicts_on_one_rank, max_recordings=1),
 }  # fmt: skip
 
 

@@ -958,7 +958,7 @@ class Recorded(Observed, Generic[P, R]):
             device.settle(recording)
             device.pool.add(recording)
             if recording.communicates:
-                ranks.follow(recording)
+                ranks.follow(recording, self._counters)
             player = Player(recording, device)
             if recording.backward is not None:
                 recording.backward.takes_turns = in_flight

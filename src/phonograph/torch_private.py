@@ -30,12 +30,14 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "address", "alias",
-           "allocations_since", "are_fake", "autocast_is_on", "backend_among", "backward_id", "before_groups_end", "behind",
+__all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "abort", "address", "alias",
+           "allocations_since", "are_fake", "autocast_is_on", "backend_of", "backward_id", "before_groups_end", "behind",
            "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces",
            "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend", "current_device",
-           "default_device", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of",
-           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "groups_tell_their_end", "has_begun",
+           "default_device", "default_store", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by",
+           "fake_mode_of",
+           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "group_among",
+           "groups_tell_their_end", "has_begun",
            "has_memory", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers",
            "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
            "is_ordinary", "is_shape", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
@@ -43,11 +45,13 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks",
            "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call",
            "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "raw_alloc", "raw_free", "raw_stream",
+           "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "ranks_of", "raw_alloc",
+           "raw_free", "raw_stream",
            "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
            "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
            "steps_captured", "steps_itself", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
-           "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled", "unseen_by_checkpoint", "use_count",
+           "timeout_of", "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled",
+           "unseen_by_checkpoint", "use_count",
            "view_like", "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
            "without_modes", "written_by_graph"]  # fmt: skip
 
@@ -490,15 +494,50 @@ def coalesces() -> bool:
     return bool(getattr(world, "pg_coalesce_state", None))
 
 
-def backend_among(given: Iterable[Any], device: torch.device) -> Any:
-    """What communicates for tensors of this device in the process group which is among an operator's arguments: boxed, by its
-    name, or as it is. None if there is none."""
+def group_among(given: Iterable[Any]) -> Any:
+    """The process group which is among an operator's arguments: boxed, by its name, or as it is. None if there is none."""
     kind, find = _c10d("ProcessGroup"), _c10d("_resolve_process_group")
     for x in given:
         with suppress(Exception):  # other arguments are boxed as well (what to reduce by), or texts
-            group = find(x) if isinstance(x, str) else x if isinstance(x, kind) else kind.unbox(x)
-            return group._get_backend(torch.device(device.type))
+            return find(x) if isinstance(x, str) else x if isinstance(x, kind) else kind.unbox(x)
     return None
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What communicates for tensors of this device in a process group. None if there is none."""
+    with suppress(Exception):
+        return group._get_backend(torch.device(device.type))
+    return None
+
+
+def timeout_of(name: str, device: torch.device) -> float | None:
+    """How many seconds the process group of this name gives a collective of such tensors now; None where that is not known."""
+    with suppress(Exception):  # no such group any more
+        return float(backend_of(_c10d("_resolve_process_group")(name), device).options._timeout.total_seconds())
+    return None
+
+
+def abort(name: str, device: torch.device) -> None:
+    """Abort what communicates for such tensors in the process group of this name: whoever waits for it goes on."""
+    with suppress(Exception):  # no such group any more
+        backend_of(_c10d("_resolve_process_group")(name), device).abort()
+
+
+def ranks_of(name: str) -> list[int]:
+    """Who is in the process group of this name: ranks of the default group."""
+    with suppress(Exception):
+        return list(torch.distributed.get_process_group_ranks(_c10d("_resolve_process_group")(name)))
+    return []
+
+
+def default_store() -> Any:
+    """The store of the default process group. Raises where there is none."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def own_rank() -> int:
+    """In the default process group; 0 where there is none."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def has_begun(backend: Any) -> bool:

@@ -117,6 +117,15 @@ def test_c23_ranks_may_do_what_they_do_in_different_calls(backend):
         assert mine["live"] < other["live"] < ranks.CALLS
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ["is_refused_on_one_rank", "runs_out_of_memory_on_one_rank", "evicts_on_one_rank"])
+def test_c23_one_rank_runs_live_where_the_other_replays(case):
+    mine, other = [told[case] for told in found("nccl")]
+    assert (mine["wrong"], other["wrong"]) == ([], [])
+    assert (mine["recorded"], mine["replayed"]) == (1, ranks.CALLS - 1)
+    assert other["live"] > mine["live"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c23_a_pipeline_says_what_communicates(backend):
     for told in found(backend):
@@ -179,11 +188,21 @@ def test_c17_a_process_ends_with_recordings_that_communicate(how):
 
 
 @pytest.mark.cuda
-def test_c23_expandable_segments_need_a_setting_of_nccls():
+def test_c23_expandable_segments_are_recorded_unless_nccl_shall_register_them():
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    for told in found("nccl", "all_reduce", **expandable):
+    for told in found("nccl", "all_reduce", "all_gather_into_tensor", **expandable):
+        for case in ("all_reduce", "all_gather_into_tensor"):
+            assert told[case]["wrong"] == []
+            assert told[case]["replayed"] == ranks.CALLS - 1
+    for told in found("nccl", "all_reduce", **expandable, NCCL_GRAPH_REGISTER="1"):
         assert told["all_reduce"]["wrong"] == []
         assert "set NCCL_GRAPH_REGISTER=0" in told["all_reduce"]["reasons"]
-    for told in found("nccl", "all_reduce", **expandable, NCCL_GRAPH_REGISTER="0"):
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["NCCL_GRAPH_MIXING_SUPPORT", "TORCH_NCCL_BLOCKING_WAIT"])
+def test_c23_settings_by_which_a_graph_cannot_communicate_are_named(name):
+    for told in found("nccl", "all_reduce", **{name: "0" if name == "NCCL_GRAPH_MIXING_SUPPORT" else "1"}):
         assert told["all_reduce"]["wrong"] == []
-        assert told["all_reduce"]["replayed"] == ranks.CALLS - 1
+        assert f"with {name}=" in told["all_reduce"]["reasons"]
+        assert told["all_reduce"]["live"] == ranks.CALLS

@@ -12,6 +12,7 @@ from torch.distributed import destroy_process_group
 
 import phonograph as pg
 from phonograph import ranks
+from phonograph.observe import Counters
 from tests.helpers import counts, may_run_live, plain, reasons
 
 
@@ -36,8 +37,8 @@ def world(tmp_path, monkeypatch):
 
 def recording():
     """As much of one as is looked at."""
-    made = type("Recording", (SimpleNamespace,), {"__hash__": object.__hash__})(spoiled=[])
-    ranks.follow(made)
+    made = type("Recording", (SimpleNamespace,), {"__hash__": object.__hash__})(spoiled=[], program=Program(), name="step")
+    ranks.follow(made, Counters())
     return made
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 import phonograph as pg
+from phonograph import nccl
 from phonograph.cli import machine, tested
 from phonograph.cli.console import table
 from phonograph.options import switched_off
@@ -154,10 +155,6 @@ _ALLOCATOR_MEANING: dict[tuple[str, str], tuple[Status, str]] = {
         "problem",
         "recordings need torch's own allocator, which can hand out the same addresses again: unset it",
     ),
-    ("expandable_segments", "True"): (
-        "note",
-        "fine by itself; with NCCL inside a recording also set NCCL_GRAPH_REGISTER=0",
-    ),
 }
 
 
@@ -188,19 +185,30 @@ def _switches(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _nccl(environment: Mapping[str, str]) -> Iterator[Finding]:
     if not (torch.cuda.is_available() and torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return
-    yield Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
-    for name in sorted(environment):
-        if name.startswith("TORCH_NCCL_"):
-            yield Finding(name, "ok", environment[name])
-    yield _nccl_registration(environment)
+    yield from nccl_settings(environment, torch.cuda.nccl.version())
 
 
-def _nccl_registration(environment: Mapping[str, str]) -> Finding:
-    """NCCL registers the buffers of captured collectives, assuming one allocation each (pytorch issue 158029)."""
-    registers = environment.get("NCCL_GRAPH_REGISTER", "1") != "0"
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def nccl_settings(environment: Mapping[str, str], version: tuple[int, ...]) -> Iterator[Finding]:
+    """What collectives in recordings will meet, before there is a process group."""
+    enough = version >= nccl.ACROSS_HOSTS
+    needed = ".".join(map(str, nccl.ACROSS_HOSTS))
+    meaning = "" if enough else f"collectives are recorded on one host; for ranks on several hosts, install {needed} or newer"
+    yield Finding("NCCL", "ok" if enough else "note", ".".join(map(str, version)), meaning)
     expandable = allocator_settings(environment).get("expandable_segments", "").lower() == "true"
-    value = environment.get("NCCL_GRAPH_REGISTER", "not set (NCCL's default is 1)")
-    if registers and expandable:
-        meaning = "with expandable_segments, collectives in a graph can hang or corrupt data, and run live: set it to 0"
-        return Finding("NCCL_GRAPH_REGISTER", "problem", value, meaning)
-    return Finding("NCCL_GRAPH_REGISTER", "ok", value)
+    then = dict(environment)
+    nccl.register_nothing(then)
+    met = {one.name: one for one in nccl.obstacles(then, version, expandable)}
+    told = {name for name in environment if name.startswith("TORCH_NCCL_")} | met.keys()
+    for name in sorted(told | {nccl.REGISTERS} | (environment.keys() & {"NCCL_GRAPH_MIXING_SUPPORT"})):
+        value = environment.get(name, "not set")
+        if name in met:
+            yield Finding(name, "problem", value, f"collectives run live with it, {met[name].why}: {met[name].remedy}")
+        elif name == _HANDLING and value in ("0", "2"):
+            yield Finding(name, "note", value, "a replay that waits for a rank which has died says so, and waits on")
+        elif name == nccl.REGISTERS and value == "not set" and then.get(name) == "0":
+            yield Finding(name, "ok", value, "set to 0 when a collective is recorded")
+        else:
+            yield Finding(name, "ok", value)

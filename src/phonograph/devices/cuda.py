@@ -46,7 +46,7 @@ from .base import Captured, Made
 from .cuda_asked import told_as_live
 from .cuda_checks import CudaChecks
 from .cuda_dropout import BUFFER, forgotten
-from .cuda_graphs import Graph, GraphProgram, Graphs, quietly
+from .cuda_graphs import CommunicatingProgram, Graph, GraphProgram, Graphs, quietly
 from .cuda_watch import CudaWatch
 from .host_constants import Room, seen_from_the_host
 from .host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, of_the_host
@@ -407,9 +407,10 @@ class CudaDevice:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
         graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
+        kind = CommunicatingProgram if watch.communicated else GraphProgram
         programs = [
-            GraphProgram(segment, footprint, watch, (self._anchor, room if room else None), self.index, rewind,
-                         surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
+            kind(segment, footprint, watch, (self._anchor, room if room else None), self.index, rewind,
+                 surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
         program: Program = programs[0]

@@ -37,11 +37,12 @@ from ..randomness import Known, Rewind, put, put_offset, reset
 from ..recording import Tensors
 from ..spans import Spans
 from ..torch_private import OnStream, address, current_device, maker, raw_stream
+from ..watchdog import Watched, launches, unwatch, watch
 from . import driver
 from .cuda_checks import Answers
 from .cuda_watch import CudaWatch
 
-__all__ = ["Graph", "GraphProgram", "Graphs", "quietly"]
+__all__ = ["CommunicatingProgram", "Graph", "GraphProgram", "Graphs", "quietly"]
 
 _thread = threading.local()
 
@@ -369,3 +370,36 @@ class GraphProgram:
         self._keep, self._own = None, []
         self._dropout = None
         self._pointers, self._random, self._stream = None, False, -1  # a live part may close what goes on after it
+
+
+class CommunicatingProgram(GraphProgram):
+    """One of which each launch waits for other ranks: somebody has to watch how long it does."""
+
+    def __init__(self, segment: _Segment, footprint: Spans, watch_: CudaWatch, keep: Any, device: int, *others: Any) -> None:
+        super().__init__(segment, footprint, watch_, keep, device, *others)
+        self._watched = Watched(torch.device("cuda", device), watch_.collectives, watch_.groups)
+        self._launches = launches(self._watched.device, lambda: _Mark(device))
+        watch(self, self._watched)
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        if current_device() != self._device or not hasattr(_thread, "has_context"):
+            return self._run_elsewhere(sources)
+        targets = super().run(sources)
+        self._launches.note(self._watched)
+        return targets
+
+    def close(self) -> None:
+        unwatch(self)
+        super().close()
+
+
+class _Mark:
+    """In the current stream of a device."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._event = driver.Event()
+        self.reached = self._event.reached
+
+    def put(self) -> None:
+        self._event.record(raw_stream(self._device))

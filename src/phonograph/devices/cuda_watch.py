@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .. import places, torch_private
+from .. import nccl, places, torch_private
 from ..breaks import Break
 from ..checks import Check, validates
 from ..collectives import COLLECTIVES, called, refusal
@@ -102,6 +102,8 @@ class CudaWatch(OperatorWatch):
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
         self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn
         self.begins_dropout = False  # that was about to be made anew
+        self.collectives: dict[str, int] = {}  # by the user's lines: how many
+        self.groups: dict[str, None] = {}  # process groups by their names
 
     @property
     def dropout(self) -> cuda_dropout.Dropout | None:
@@ -212,7 +214,8 @@ class CudaWatch(OperatorWatch):
 
     def _see_group(self, m: Meaning, given: list[Any]) -> None:
         """Refuse a process group whose work is none for a graph."""
-        backend = torch_private.backend_among(given, self.device)
+        group = torch_private.group_among(given)
+        backend = torch_private.backend_of(group, self.device)
         if backend is None or not torch_private.groups_tell_their_end():
             raise refusal(m.name, ", of which this release of torch tells too little")
         if backend.name() != "nccl":
@@ -220,9 +223,15 @@ class CudaWatch(OperatorWatch):
         if not torch_private.has_begun(backend):  # the live call that follows begins it
             raise Unseen(f"communicates with other ranks ({called(m.name)}) for the first time", "call it once before",
                          final=False)  # fmt: skip
-        if not self.communicated and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and torch_private.segments_expand():
-            raise refusal(m.name, " in memory of expandable segments, which NCCL takes for one allocation each in a graph",
-                          "set NCCL_GRAPH_REGISTER=0 in the environment, before the process group is made")  # fmt: skip
+        if not self.communicated:
+            nccl.register_nothing(os.environ)
+            version = torch.cuda.nccl.version()
+            far = version < nccl.ACROSS_HOSTS and nccl.several_hosts()
+            for one in nccl.obstacles(os.environ, version, torch_private.segments_expand(), far):
+                raise refusal(m.name, f" with {one.name}={one.value}, {one.why}", one.remedy)
+        said = f"{called(m.name)} at {users_line(sys._getframe(2))}"
+        self.collectives[said] = self.collectives.get(said, 0) + 1
+        self.groups[group.group_name] = None
 
     def _look_at_stream(self) -> None:
         """What is launched now goes to the current stream, which may be another than that of the capture."""

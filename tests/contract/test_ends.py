@@ -1,0 +1,65 @@
+"""C17, C23: however a process ends that has recordings which communicate, it ends; and none waits for a rank that has gone.
+
+The ways to end are in `tests/ends.py`; two processes go through all of them, once for each backend. (In one process of pytest:
+`-n 0` or `--dist=loadfile`.)"""
+
+import functools
+import os
+import re
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ends, ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
+
+
+@functools.cache
+def ended(backend: str) -> list[dict]:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as folder:
+        return ranks.start(backend, Path(folder), ends.WAYS, module="tests.ends", patience=120)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("way", "statuses"),
+    [
+        ("destroys", [0]),
+        ("leaves", [0]),
+        ("exits_in_a_step", [3]),
+        ("raises_in_a_step", [1]),
+        ("is_interrupted", [-signal.SIGINT, 1]),  # gloo raises where the other rank has been interrupted
+    ],
+)
+def test_c17_processes_end_as_they_do_in_eager(way, statuses, backend):
+    for told in ended(backend):
+        assert told[way]["status"] in statuses, told[way]["log"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("way", "status"), [("raises_on_one_rank", 1), ("dies_on_one_rank", -signal.SIGKILL)])
+def test_c23_no_rank_waits_for_one_that_has_gone(way, status, backend):
+    survivor, gone = (told[way] for told in ended(backend))
+    assert gone["status"] == status, gone["log"]
+    assert survivor["status"] not in (0, "did not end"), survivor["log"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_who_waits_for_a_rank_that_has_died_says_for_whom_and_in_what(backend):
+    survivor, _ = ended(backend)
+    told = survivor["dies_on_one_rank"]
+    assert told["status"] == -signal.SIGABRT, told["log"]
+    said = re.search(
+        r"phonograph: rank 0 has waited for (\d+) s \(timeout: 4 s\) for ranks 1 in replay \d+ of (step|tests.*)", told["log"]
+    )
+    assert said is not None, told["log"]
+    assert int(said[1]) <= ends.TIMEOUT + 5
+    assert "all_reduce at " in told["log"]
+    assert "Missing, as they are in no replay: 1." in told["log"]
