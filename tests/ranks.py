@@ -40,7 +40,7 @@ class Case:
 
 
 def start(
-    backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", patience: float = PATIENCE, **environment: str
+    backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", lasts: float = PATIENCE, **environment: str
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What both ranks have found, in programs of that module. A process that does not end in time is killed: nothing."""
     here = Path(__file__).parent
@@ -63,7 +63,7 @@ def start(
         if any(process.poll() is not None for process in processes):
             break
         time.sleep(0.05)
-    until = time.monotonic() + patience
+    until = time.monotonic() + lasts
     found = []
     for rank, process in enumerate(processes):
         try:

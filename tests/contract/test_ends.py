@@ -24,7 +24,7 @@ def ended(backend: str) -> list[dict]:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as folder:
-        return ranks.start(backend, Path(folder), ends.WAYS, module="tests.ends", patience=120)
+        return ranks.start(backend, Path(folder), ends.WAYS, module="tests.ends", lasts=120)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
