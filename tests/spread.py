@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -195,5 +196,7 @@ CASES: dict[str, Case] = {
 
 
 if __name__ == "__main__":
+    if "SPREAD_DUMP" in os.environ:
+        faulthandler.dump_traceback_later(float(os.environ["SPREAD_DUMP"]))
     ranks.CALLS = CALLS
     ranks.main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:] or [*CASES], CASES)

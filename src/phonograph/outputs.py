@@ -21,7 +21,7 @@ from .identity import identity
 from .keeping import NODE
 from .keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from .opened import layout_of
-from .parts import parts_of_all
+from .parts import consists_of_parts, parts_of_all
 from .pool import Lease, dense
 from .reach import Reach
 from .recording import Output
@@ -30,7 +30,7 @@ from .returned import Given, Returned
 from .signature import Call, attributes
 from .spans import Spans
 from .torch_private import has_memory, is_shape, kind_of, share_version
-from .trees import inside, labels
+from .trees import inside, labels, tensors_apart
 from .views import View, root
 from .watch import storage_id
 
@@ -61,8 +61,18 @@ def plan(
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
         raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
-    planned = _Plan(captured, call, reach, grads, leases, device, leaves, traced)
-    return planned.all()
+    found = _Plan(captured, call, reach, grads, leases, device, leaves, traced).all()
+    _apart(found, tensors_apart(captured.returned.shape))
+    return found
+
+
+def _apart(plan: tuple[Output, ...], tensors: list[range]) -> None:
+    """Tensors that consist of parts are made anew: what autograd knows of their memory, it would not know of the new ones."""
+    leases = [identity(o.lease) for o in plan if o.lease is not None]
+    for o in (plan[i] for leaves in tensors for i in leaves):
+        own = o.kind == "empty" or (o.kind == "lease" and leases.count(identity(o.lease)) == 1)
+        if not own:
+            raise Refusal("returns a tensor that consists of parts, and shares memory with another", "return a clone of it")
 
 
 def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Tensor, ...]:
@@ -319,7 +329,9 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
 def _ordinary(leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-            raise Refusal(f"returns a tensor of class {class_of(leaf)}", "return a plain tensor: as_subclass(torch.Tensor)")
+            historied = leaf.requires_grad and consists_of_parts(leaf)
+            raise Refusal(f"returns a tensor of class {class_of(leaf)}{' that requires a gradient' if historied else ''}",
+                          "return it detached" if historied else "return a plain tensor: as_subclass(torch.Tensor)")  # fmt: skip
         if not has_memory(leaf):
             raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 

@@ -7,13 +7,15 @@ memory it asks of the parts, and of the tensor itself what stands in its object:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from .keys import NoSignature, plain_key
 from .torch_private import has_memory, inner_names, is_ordinary, is_shape, storage_id, waits_by_itself
 
-__all__ = ["consists_of_parts", "parts", "parts_of_all", "place", "storages"]
+__all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts_of_all", "place", "storages"]
 
 
 def parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -46,3 +48,68 @@ def storages(t: torch.Tensor) -> list[int]:
 def place(t: torch.Tensor) -> int | tuple[int, ...]:
     """Where a tensor lies: its address, or those of its parts."""
     return t.data_ptr() if is_ordinary(t) or has_memory(t) else tuple([part.data_ptr() for part in parts(t)])
+
+
+class Description(NamedTuple):
+    """What a tensor is besides its parts, by which another can be made around other parts."""
+
+    kind: Any
+    names: tuple[str, ...]
+    """Of its attributes that are tensors."""
+    others: tuple[tuple[str, Any], ...]
+    """What else it says that it is made of: a mesh of devices."""
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Any) -> Description:
+        inner, context = t.__tensor_flatten__()
+        found = [(name, getattr(t, name)) for name in inner]
+        names = tuple([name for name, x in found if isinstance(x, torch.Tensor)])
+        others = tuple([(name, x) for name, x in found if not isinstance(x, torch.Tensor)])
+        return cls(type(t), names, others, context, t.size(), t.stride(), t.dtype, t.device)
+
+    def around(self, inner: Sequence[torch.Tensor]) -> Any:
+        """Such a tensor, made of these."""
+        made = dict(zip(self.names, inner, strict=True)) | dict(self.others)
+        return self.kind.__tensor_unflatten__(made, self.context, self.size, self.stride)
+
+    def key(self) -> Any:
+        """What identifies it.
+
+        Raises:
+            NoSignature: it has something that cannot be compared.
+        """
+        try:
+            return (self.kind, self.names, _key(self.others), _key(self.context), *self[4:])
+        except NoSignature as e:
+            raise NoSignature(f"takes a tensor of class {self.kind.__qualname__}, of which it cannot be said whether it is as "
+                              f"another ({e})", "pass the tensors of which it is made") from None  # fmt: skip
+
+
+def _key(value: Any) -> Any:
+    """As `plain_key`; and by what it says itself, if it says when it equals another: as torch.compile compares such things."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return (kind, *map(_key, value))
+    if kind is dict:
+        return (kind, *((_key(k), _key(v)) for k, v in value.items()))
+    if isinstance(value, torch.Tensor):
+        raise NoSignature("it has a tensor in its description")
+    says = kind.__eq__ is not object.__eq__ and kind.__hash__ not in (object.__hash__, None)
+    try:
+        return plain_key(value)
+    except NoSignature:
+        if says:
+            return (kind, value)
+        raise
+
+
+def is_taken_apart(t: torch.Tensor) -> bool:
+    """Whether as an argument, or a result, a tensor is its parts: if autograd knows nothing of it."""
+    if not consists_of_parts(t) or t.requires_grad or t.is_inference() or t._backward_hooks or t.grad is not None:
+        return False
+    return all(not part.requires_grad for part in parts(t))

@@ -259,6 +259,8 @@ class Player:
             self._leave(tensors, gradients=not (isinstance(program, Segments) and program.stopped))  # there they are right
             raise
         self._leave(tensors)
+        if self.recording.written:
+            bump([call.containers[i] for i in self.recording.written])
         self._count()
         self.touch()
         return self._hand_out(call, tensors, targets), copied

@@ -65,6 +65,7 @@ from .torch_private import (
     coalesces,
     has_memory,
     in_inference,
+    is_ordinary,
     is_shape,
     on_thread_of_autograds,
     parametrizations_are_cached,
@@ -304,6 +305,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         left=left.after(),
         edits=captured.returned.edits,
         gained=captured.returned.gained,
+        written=captured.returned.written,
         numbers=captured.numbers,
     )
 
@@ -719,7 +721,8 @@ def _capture(
             for i in gained:
                 seen[i].grad = None
         result, read = without(result, {*map(identity, built)})
-        returned.append(Returned.of(result, edits, gained, built, outer, filled))
+        made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
+        returned.append(Returned.of(result, edits, gained, built, outer | made_grads, filled))
         result = returned[0].leaves
         numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         wait_for_all(result)

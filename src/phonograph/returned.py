@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
+
 from .identity import identity
 from .trees import Edit, Node, Opening, can_be_opened
 
@@ -30,6 +32,8 @@ class Returned(NamedTuple):
     opening: Opening
     edits: tuple[Edit, ...] = ()
     gained: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    """Of the caller's own containers, the tensors that it has written: their versions move on."""
 
     @classmethod
     def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int],
@@ -43,7 +47,8 @@ class Returned(NamedTuple):
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
-        return cls(tree, shape, leaves, opening.containers, Opening(shut, outer), tuple(edits), tuple(gained))
+        written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
+        return cls(tree, shape, leaves, opening.containers, Opening(shut, outer), tuple(edits), tuple(gained), written)
 
     def again(self) -> Node | None:
         """Its shape, found once more."""

@@ -21,6 +21,7 @@ from .borrowed import Borrowed, plain
 from .casting import USED_WHEN_ON, autocast, set_autocast
 from .identity import identity
 from .keys import Identity, NoSignature, argument_key
+from .parts import consists_of_parts
 from .pool import copy_of
 from .regulars import Regulars
 from .spans import Spans
@@ -191,8 +192,12 @@ def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
 
 
 def _has_own(leaf: Any, regulars: Regulars) -> bool:
-    """Whether this is a leaf tensor with a gradient or hooks: it stands for itself, as a parameter does."""
-    return type(leaf) is torch.Tensor and leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
+    """Whether this is a leaf tensor with a gradient or hooks, or one of parts that requires a gradient: it stands for itself, as a
+    parameter does."""
+    if type(leaf) is torch.Tensor:
+        return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
+    trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf and consists_of_parts(leaf)
+    return trained and regulars.hold(leaf)
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:
@@ -215,7 +220,9 @@ def _instead_of(t: torch.Tensor) -> str:
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
-        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}",
+        historied = t.requires_grad and consists_of_parts(t)
+        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}{' that requires a gradient' if historied else ''}",
+                          "pass it detached, or keep it as an attribute" if historied else
                           "pass a plain tensor: t.as_subclass(torch.Tensor), or to_local() of a DTensor")  # fmt: skip
     if not has_memory(t):
         if is_batched(t):

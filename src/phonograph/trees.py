@@ -23,11 +23,12 @@ from .identity import identity
 from .introspection import slots_of
 from .keys import NoSignature, nested_key, structure
 from .opened import Layout, layout_of, made_of, parts_of, put_into, replace
+from .parts import Description, is_taken_apart
 from .where import written_out
 
 __all__ = ["Edit", "Field", "Node", "Opening", "Opens", "can_be_opened", "containers", "entries", "flatten", "goes_by_pytree",
-           "has_only_attributes", "inside", "kinds", "labels", "opened_in", "path_to", "rebuilding", "unflatten",
-           "unhashable"]  # fmt: skip
+           "has_only_attributes", "inside", "kinds", "labels", "opened_in", "path_to", "rebuilding",
+           "tensors_apart", "unflatten", "unhashable"]  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -348,8 +349,27 @@ def _steps(node: Node) -> Sequence[Any]:
         return [*map(Field, own), *keys]
     if _is_dataclass(node.kind):
         return [Field(name) for name in node.names]
+    if _is_tensor(node):
+        return [Field(name) for name in node.names[:-1]]
     fields = getattr(node.kind, "_fields", ())
     return [Field(name) for name in fields] if len(fields) == len(node.children) else range(len(node.children))
+
+
+def _is_tensor(node: Node) -> bool:
+    return bool(node.names) and type(node.names[-1]) is _Made
+
+
+def tensors_apart(node: Node | None, at: int = 0) -> list[range]:
+    """For each tensor that was taken apart, which of the leaves it consists of."""
+    if node is None:
+        return []
+    if _is_tensor(node):
+        return [range(at, at + _size(node))]
+    found = []
+    for child in node.children:
+        found += tensors_apart(child, at)
+        at += _size(child)
+    return found
 
 
 def containers(tree: Any) -> Iterator[Any]:
@@ -364,9 +384,9 @@ def containers(tree: Any) -> Iterator[Any]:
 
 def labels(node: Node | None) -> Iterator[_Key]:
     """What the containers of a tree have besides their children, but for names: keys of dictionaries that are no strings, the
-    contexts of pytree's registered types."""
+    contexts of pytree's registered types. (What is said of tensors is said in full.)"""
     if node is not None:
-        yield from (name for name in node.names if isinstance(name, _Key))
+        yield from (name for name in node.names if isinstance(name, _Key) and type(name) is not _Made)
         for child in node.children:
             yield from labels(child)
 
@@ -444,6 +464,9 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     if kind in _pytree.SUPPORTED_NODES:
         values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
         return (_Context(context),), list(values)
+    if kind not in _LEAVES and issubclass(kind, torch.Tensor) and is_taken_apart(tree):
+        of = Description.of(tree)
+        return (*of.names, _Made(of)), [getattr(tree, name) for name in of.names]
     return None
 
 
@@ -491,6 +514,15 @@ class _Context(_Key):
         return nested_key(self.value, structure)
 
 
+class _Made(_Key):
+    """What a tensor is besides its parts."""
+
+    __slots__ = ()
+
+    def _described(self) -> Any:
+        return self.value.key()
+
+
 class _Attributes(_Key):
     """What a dictionary has besides its items; stands where a key does, for a value of None."""
 
@@ -513,6 +545,8 @@ def _build(node: Node, values: list[Any]) -> Any:
     kind: Callable[..., Any] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
         return kind(values)
+    if _is_tensor(node):
+        return node.names[-1].value.around(values)
     if _is_namedtuple(node.kind):
         return tuple.__new__(node.kind, values)
     if kind is defaultdict:

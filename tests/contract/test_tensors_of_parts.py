@@ -206,3 +206,126 @@ def test_c06_a_step_in_tensor_parallel(device, mesh, kind):
     for n in range(6):
         both(fixed(device, 4, 6, seed=n), fixed(device, 4, 6, seed=20 + n))
     assert counts(both) == (1, 1, 5), reasons(both)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arguments and results
+
+
+def pair(device, n, *shape):
+    return two(device, *(shape or (3, 4)), seed=10 * n + 1)
+
+
+def gives_pairs(x):
+    return x * 2 + 1, {"more": [x.a * 3, x.sum()]}
+
+
+def gives_the_same(x):
+    return x, x.a * 2
+
+
+def assert_recorded(function, *arguments, live=1):
+    """With these arguments, one after the other, it gives what it gives in eager, and all but the first calls are replays."""
+    both = side_by_side(lambda: function)
+    for given in arguments:
+        both(given)
+    assert counts(both) == (live, live, len(arguments) - live), reasons(both)
+
+
+@pytest.mark.parametrize("function", [gives_pairs, gives_the_same])
+def test_c04_arguments_and_results_of_two_tensors(device, function):
+    assert_recorded(function, *(pair(device, n) for n in range(5)))
+
+
+def test_c03_an_argument_of_two_tensors_is_written(device):
+    def function(x):
+        x.mul_(2)
+        return x.a + 1
+
+    recorded = pg.record(function, warmup=1)
+    for n in range(4):
+        mine, live = pair(device, n), pair(device, n)
+        assert_same(recorded(mine), function(live))
+        assert_same(mine, live)
+        assert mine._version == live._version == 1
+    assert counts(recorded) == (1, 1, 3)
+
+
+def test_c05_a_result_of_two_tensors_that_is_held_keeps_its_values(device):
+    recorded, kept = pg.record(lambda x: x * 2, warmup=1), []
+    for n in range(8):
+        x = pair(device, n, 200, 200)
+        kept.append((recorded(x), x * 2))
+    for found, expected in kept:
+        assert_same(found, expected)
+    assert counts(recorded)[2] >= 4
+
+
+def test_c07_tensors_that_are_made_otherwise_are_other_signatures(device):
+    def function(x):
+        return (x * 2).a if isinstance(x, TwoTensor) else x * 2
+
+    recorded = pg.record(function, warmup=1)
+    for n in range(8):
+        x = pair(device, n) if n % 4 < 2 else fixed(device, 3, 4, seed=n)
+        assert_same(recorded(x), function(x))
+    assert counts(recorded) == (2, 2, 6)
+
+
+@may_run_live
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: [x + 1] * 2, "or one twice"),
+        (lambda x: ((y := x * 2), y.view(-1)), "consists of parts, and shares memory with another"),
+        (lambda x: (x * 2).requires_grad_(), "returns a tensor of class torch.testing._internal.two_tensor.TwoTensor"),
+    ],
+)
+def test_c11_what_a_replay_could_not_make_anew_is_named(device, function, reason):
+    recorded = pg.record(function, warmup=1)
+    for n in range(4):
+        x = pair(device, n)
+        expected, found = function(x), recorded(x)
+        for a, b in zip(*(one if isinstance(one, (list, tuple)) else [one] for one in (found, expected)), strict=True):
+            assert_same(a.detach(), b.detach())
+    assert reason in reasons(recorded)
+
+
+def test_c06_a_parameter_of_two_tensors_as_an_argument(device):
+    weights = []
+
+    def make():
+        weight = nn.Parameter(two(device, 6, 6))
+        weights.append(weight)
+
+        def step(x, weight):
+            weight.grad = None
+            (TwoTensor(x, x) @ weight).square().mean().backward()
+            with torch.no_grad():
+                weight.sub_(weight.grad, alpha=0.1)
+
+        return step, weight
+
+    (step, weight), (live, same) = make(), make()
+    recorded = pg.record(step, warmup=1)
+    for n in range(6):
+        x = ramp(device, 4, 6, start=n) / 10
+        recorded(x, weight)
+        live(x, same)
+        assert_same(weight, same)
+    assert counts(recorded)[2] >= 3, reasons(recorded)
+
+
+def test_c07_distributed_tensors_of_other_placements_are_other_signatures(device, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def function(x):
+        return x * 2, (x @ x).to_local()
+
+    recorded = pg.record(function, warmup=1)
+    for n in range(8):
+        x = distribute_tensor(fixed(device, 4, 4, seed=n), mesh, [Shard(0) if n % 4 < 2 else Replicate()])
+        found, expected = recorded(x), function(x)
+        assert found[0].placements == expected[0].placements
+        assert_same(found, expected)
+    assert counts(recorded) == (2, 2, 6)
