@@ -330,8 +330,9 @@ def _ordinary(leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
             historied = leaf.requires_grad and consists_of_parts(leaf)
-            raise Refusal(f"returns a tensor of class {class_of(leaf)}{' that requires a gradient' if historied else ''}",
-                          "return it detached" if historied else "return a plain tensor: as_subclass(torch.Tensor)")  # fmt: skip
+            said = f"{class_of(leaf)} that requires a gradient" if historied else class_of(leaf)
+            plain = "return a plain tensor: as_subclass(torch.Tensor)"
+            raise Refusal(f"returns a tensor of class {said}", "return it detached" if historied else plain)
         if not has_memory(leaf):
             raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 

@@ -174,9 +174,8 @@ class Recording:
     with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
     else. `draws` is False if it surely draws no random numbers; it `drops_out` by dropout of cuDNN's, and `communicates` with
     other ranks. Each time it is played, it leaves what the call has `left` in attributes, and makes its `edits` in the
-    arguments' containers; these arguments have `gained` a gradient, and of the containers those tensors were `written` (in their
-    parts). Those leaves of the result are `numbers` that are read of
-    tensors.
+    arguments' containers; these arguments have `gained` a gradient, and those of their containers that are
+    tensors, and were `written` in their parts. Those leaves of the result are `numbers` that are read of tensors.
     """
 
     name: str

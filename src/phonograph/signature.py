@@ -192,8 +192,8 @@ def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
 
 
 def _has_own(leaf: Any, regulars: Regulars) -> bool:
-    """Whether this is a leaf tensor with a gradient or hooks, or one of parts that requires a gradient: it stands for itself, as a
-    parameter does."""
+    """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and requires a gradient: it stands
+    for itself, as a parameter does."""
     if type(leaf) is torch.Tensor:
         return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
     trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf and consists_of_parts(leaf)
