@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group  # as many import them: what they are is settled here
 
-CALLS = 5
+CALLS = 20
 STARTING, PATIENCE = 150, 60  # seconds until both processes have imported all that they need, and for the rest
 
 
 class Case:
-    """`make` gives a function, what gives its arguments for the n-th call, and the tensors that it leaves."""
+    """`make` gives a function, what gives its arguments for the n-th call, and the tensors that it leaves. `only` one rank may
+    record it."""
 
     def __init__(
         self, make: Callable[[], tuple[Any, Callable[[int], list[Any]], Callable[[], list[Any]]]], **options: Any
@@ -120,6 +122,85 @@ def all_reduce_async(x):
     z = x + 1
     work.wait()
     return y + z
+
+
+def all_reduce_while_it_works(x):
+    """What it is given is nobody's else, and where that lay is used again while the collective is under way."""
+    out = torch.empty(8, device=x.device)
+    work = dist.all_gather_into_tensor(out, x * 2, async_op=True)
+    z = (x + 1) * (x + 2)
+    total = (z * 3).sum()
+    work.wait()
+    return out + total
+
+
+def two_under_way(x):
+    a, b = x * 2, x + 1
+    first, second = dist.all_reduce(a, async_op=True), dist.all_reduce(b, async_op=True)
+    z = x * x
+    second.wait()
+    b += z
+    first.wait()
+    return a * b
+
+
+def never_waits(x):
+    dist.all_reduce(x * 2, async_op=True)
+    return x + 1
+
+
+def asks_how_far_it_is(x):
+    y = x * 2
+    work = dist.all_reduce(y, async_op=True)
+    while not work.is_completed():
+        pass
+    work.wait()
+    return y
+
+
+def catches_what_fails(x):
+    y = x * 2
+    try:
+        dist.all_reduce(y)
+    except RuntimeError:
+        return x
+    return y
+
+
+def gives_up_late(x):
+    y = x * 2
+    dist.all_reduce(y)
+    z = y + 1
+    return z * (time.time() > 0)
+
+
+def gathers_in_place(x):
+    out = torch.empty(8, device=x.device)
+    mine = out.chunk(2)[dist.get_rank()]
+    mine.copy_(x * 2)
+    dist.all_gather_into_tensor(out, mine)
+    return out + 1
+
+
+def broadcast_of_indices(x):
+    """Where nothing has been received, no memory that nobody has written is taken for indices."""
+    indices = torch.empty(4, dtype=torch.int64, device=x.device)
+    if dist.get_rank() == 1:
+        indices.copy_(x.long() % 4)
+    dist.broadcast(indices, src=1)
+    return x[indices]
+
+
+def all_reduce_of_integers(x):
+    y = x.to(torch.int32)
+    dist.all_reduce(y, op=dist.ReduceOp.PRODUCT)
+    return y
+
+
+def all_reduce_coalesced(x):
+    a, b = x * 2, (x + 1).view(2, 2)
+    dist.all_reduce_coalesced([a, b])
+    return a, b
 
 
 def _reduces_outside():
@@ -248,6 +329,12 @@ def functional_coalesced(x):
     return a * b
 
 
+def functional_while_it_works(x):
+    y = _functional().all_reduce(x * 2, "sum", dist.group.WORLD)
+    z = (x + 1) * (x + 2)
+    return y + z.sum()
+
+
 def functional_is_returned(x):
     return _functional().all_reduce(x * 2, "sum", dist.group.WORLD)
 
@@ -283,6 +370,16 @@ def sends_a_batch(x):
     y, peer = torch.empty_like(x), 1 - dist.get_rank()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x * 2, peer), dist.P2POp(dist.irecv, y, peer)]):
         work.wait()
+    return y + 1
+
+
+def sends_both_ways(x):
+    y, peer = torch.empty_like(x), 1 - dist.get_rank()
+    if dist.get_backend() == "nccl":  # where both would wait for the other, outside of a group
+        return sends(x)
+    sent, received = dist.isend(x * 2, peer), dist.irecv(y, peer)
+    received.wait()
+    sent.wait()
     return y + 1
 
 
@@ -658,8 +755,12 @@ CASES = {
         broadcast_of_an_argument, reduce, reduce_scatter_tensor, reduce_scatter, all_to_all_single, all_to_all, gather, scatter,
         functional_all_reduce, functional_view, functional_all_gather, functional_reduce_scatter, functional_all_to_all,
         functional_broadcast, functional_coalesced, functional_is_returned, differentiable, redistributes, sends, sends_a_batch,
-        coalesces, barrier, gathers_objects,
+        coalesces, barrier, gathers_objects, all_reduce_while_it_works, two_under_way, never_waits, asks_how_far_it_is,
+        catches_what_fails, gathers_in_place, broadcast_of_indices, all_reduce_of_integers, all_reduce_coalesced,
+        sends_both_ways, functional_while_it_works,
     )},
+    "recorded_on_one_rank": _of_x(all_reduce, only=1),
+    "gives_up_late": _of_x(gives_up_late, only=1),
     "all_reduce_outside": Case(_reduces_outside),
     "in_a_subgroup": Case(_in_a_subgroup),
     "gathers_outside": Case(_gathers_outside),
@@ -694,6 +795,7 @@ CASES = {
 
 # -- running them
 
+_COMPARED = "results", "arguments", "state", "versions"
 _now: list[Any] = []  # what is recorded at the moment, for cases that do something to it
 _inner: list[Any] = []
 _kept: list[Any] = []  # recordings that are there when the group ends
@@ -727,14 +829,17 @@ def _run(case: Case, record: bool) -> tuple[list[Any], Any]:
     _now.append(True if record else None)
     function, arguments, state = case.make()
     recorded = function
-    if record and not case.options.get("inner"):
-        recorded = pg.record(function, **case.options)
+    options = {name: value for name, value in case.options.items() if name != "only"}
+    if record and not options.get("inner") and case.options.get("only", dist.get_rank()) == dist.get_rank():
+        recorded = pg.record(function, **options)
     _now[-1] = recorded if record and recorded is not function else None
     found = []
     for n in range(CALLS):
         args = arguments(n)
+        versions = _versions(args, state)
         result = recorded(*args)
-        found.append(([*map(_values, _leaves(result))], [*map(_values, args)], [*map(_values, state())]))
+        moved = [now != was for now, was in zip(_versions(args, state), versions, strict=True)]
+        found.append(([*map(_values, _leaves(result))], [*map(_values, args)], [*map(_values, state())], moved))
     _now.pop()
     return found, _inner[0] if record and case.options.get("inner") else recorded
 
@@ -749,6 +854,13 @@ def _values(x: Any) -> Any:
     return x.detach().clone() + 0 if isinstance(x, torch.Tensor) else x
 
 
+def _versions(args: list[Any], state: Callable[[], list[Any]]) -> list[int]:
+    """Of gradients, none: they are others in each call."""
+    tensors = [t for t in (*args, *state()) if isinstance(t, torch.Tensor)]
+    gradients = {id(t.grad) for t in tensors if t.is_leaf}
+    return [t._version for t in tensors if id(t) not in gradients]
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same, a, b))
@@ -761,8 +873,10 @@ def _told(case: Case) -> dict[str, Any]:
     eager, _ = _run(case, record=False)
     found, recorded = _run(case, record=True)
     wrong = [f"call {n}: {name}" for n, (a, b) in enumerate(zip(eager, found, strict=True))
-             for name, x, y in zip(("results", "arguments", "state"), a, b, strict=True) if not _same(x, y)]  # fmt: skip
+             for name, x, y in zip(_COMPARED, a, b, strict=True) if not _same(x, y)]  # fmt: skip
     _kept.append(recorded)
+    if case.options.get("only", dist.get_rank()) != dist.get_rank():
+        return {"wrong": wrong, "live": CALLS, "recorded": 0, "replayed": 0, "reasons": ""}
     stats = pg.stats(recorded)
     return {"wrong": wrong, "live": stats.live, "recorded": stats.recorded, "replayed": stats.replayed,
             "reasons": pg.explain(recorded)}  # fmt: skip
@@ -799,6 +913,31 @@ def _anew(folder: Path, rank: int, backend: str) -> dict[str, Any]:
             "replayed": after.replayed - before.replayed, "reasons": pg.explain(recorded)}  # fmt: skip
 
 
+def _peer_is_missing() -> dict[str, Any]:
+    """A rank does not come to a collective: its peer's replay raises what eager does."""
+    import phonograph as pg
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    raised = []
+
+    def reduced(x):
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y
+
+    recorded = pg.record(reduced)
+    for n in range(CALLS):
+        recorded(_numbers(n, 4))
+    if dist.get_rank() == 0:
+        try:
+            recorded(_numbers(0, 4))
+        except RuntimeError as e:
+            raised.append(str(e))
+    stats = pg.stats(recorded)
+    return {"wrong": [], "raised": raised, "live": stats.live, "recorded": stats.recorded, "replayed": stats.replayed,
+            "reasons": pg.explain(recorded)}  # fmt: skip
+
+
 def _in_a_cycle() -> dict[str, Any]:
     """A recording that is garbage, and not collected, when its group is destroyed."""
     gc.disable()
@@ -824,6 +963,8 @@ def main(rank: int, backend: str, folder: Path, cases: list[str], programs: Mapp
                 found[name] = _anew(folder, rank, backend)
             elif name == "in_a_cycle":
                 found[name] = _in_a_cycle()
+            elif name == "peer_is_missing":
+                found[name] = _peer_is_missing()
             elif name != "exits":
                 found[name] = _told(programs[name])
         except BaseException:

@@ -2,11 +2,9 @@
 argument that it writes.
 
 None of them waits. Those of `c10d` give a `Work`, whose `wait` lets the current stream wait (on the CPU: the host); those of
-`_c10d_functional` give tensors that are not there before `wait_tensor` has them. On the CPU a tape of operators would run what
-comes next before that; and a capture, which runs each operator there, would communicate when the other ranks do not. So none
-is captured. In a CUDA graph a collective is a kernel like others, and a wait is an edge. What NCCL begins in one call and ends
-in another (groups of sends and receives, coalesced collectives), and what needs the host (a barrier), is not captured there
-either.
+`_c10d_functional` give tensors that are not there before `wait_tensor` has them. A capture communicates with nobody: on the CPU
+each is a step of its own, as is the wait for it, which a capture leaves out (`devices/cpu_collectives.py`). In a CUDA graph a
+collective is a kernel like others, and a wait is an edge; what needs the host (a barrier) is not captured there.
 """
 
 from __future__ import annotations
@@ -22,12 +20,15 @@ REMEDY = "mark the function that does so @pg.live, or record what lies between"
 
 class Collective(NamedTuple):
     """`name` is what users call it by, `writes` are the positions of arguments that it writes besides those which it declares.
-    `in_graphs`: a CUDA graph may have it."""
+    `host`: for what it needs the host, so that no CUDA graph can have it; `on_tapes`: the CPU device can."""
 
     name: str
     writes: tuple[int, ...] = ()
-    in_graphs: bool = True
+    host: str = ""
+    on_tapes: bool = True
 
+
+_HOST = ", for which the host waits"
 
 COLLECTIVES = {
     "c10d::allreduce_": Collective("all_reduce", (0,)),
@@ -39,18 +40,18 @@ COLLECTIVES = {
     "c10d::_reduce_scatter_base_": Collective("reduce_scatter_tensor", (0,)),
     "c10d::alltoall_": Collective("all_to_all", (0,)),
     "c10d::alltoall_base_": Collective("all_to_all_single", (0,)),
-    "c10d::gather_": Collective("gather", (0,), in_graphs=False),
-    "c10d::gather_into_tensor_": Collective("gather", (0,), in_graphs=False),
-    "c10d::scatter_": Collective("scatter", (0,), in_graphs=False),
-    "c10d::send": Collective("send", in_graphs=False),
-    "c10d::recv_": Collective("recv", (0,), in_graphs=False),
-    "c10d::recv_any_source_": Collective("recv", (0,), in_graphs=False),
-    "c10d::allreduce_coalesced_": Collective("all_reduce_coalesced", (0,), in_graphs=False),
-    "c10d::allgather_coalesced_": Collective("all_gather_coalesced", (0,), in_graphs=False),
-    "c10d::allgather_into_tensor_coalesced_": Collective("all_gather_into_tensor, coalesced", (0,), in_graphs=False),
-    "c10d::reduce_scatter_tensor_coalesced_": Collective("reduce_scatter_tensor, coalesced", (0,), in_graphs=False),
-    "c10d::barrier": Collective("barrier", in_graphs=False),
-    "c10d::monitored_barrier_": Collective("monitored_barrier", in_graphs=False),
+    "c10d::gather_": Collective("gather", (0,)),
+    "c10d::gather_into_tensor_": Collective("gather", (0,)),
+    "c10d::scatter_": Collective("scatter", (0,)),
+    "c10d::send": Collective("send"),
+    "c10d::recv_": Collective("recv", (0,)),
+    "c10d::recv_any_source_": Collective("recv", (0,), ", which tells the host from whom", on_tapes=False),
+    "c10d::allreduce_coalesced_": Collective("all_reduce_coalesced", (0,)),
+    "c10d::allgather_coalesced_": Collective("all_gather_coalesced", (0,)),
+    "c10d::allgather_into_tensor_coalesced_": Collective("all_gather_into_tensor, coalesced", (0,)),
+    "c10d::reduce_scatter_tensor_coalesced_": Collective("reduce_scatter_tensor, coalesced", (0,)),
+    "c10d::barrier": Collective("barrier", host=_HOST),
+    "c10d::monitored_barrier_": Collective("monitored_barrier", host=_HOST),
     "_c10d_functional::all_reduce": Collective("all_reduce"),
     "_c10d_functional::all_reduce_": Collective("all_reduce"),
     "_c10d_functional::all_reduce_coalesced": Collective("all_reduce_coalesced"),
@@ -67,7 +68,8 @@ COLLECTIVES = {
     "_c10d_functional::wait_tensor": Collective("wait_tensor"),
     "_c10d_functional::_wrap_tensor_autograd": Collective("wait_tensor"),
 }
-"""By the names of their schemas. What torch has besides, or will have, is not captured."""
+"""By the names of their schemas. (From whom something was received, is told on the host.) What torch has besides, or will have,
+is not captured."""
 
 _SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 

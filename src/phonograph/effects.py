@@ -99,6 +99,7 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
 
+BEGINS_GROUP = "_start_coalescing"  # of collectives, which begin together where it ends
 _FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
 _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"uses a store that it shares with other ranks ({n})") for n in (
@@ -108,7 +109,7 @@ _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"asks how far a collective is ({n})") for n in (
         "is_completed", "is_success", "exception", "result", "get_future", "get_future_result",
     )},
-    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in ("_start_coalescing", "_group_start")},
+    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in (BEGINS_GROUP, "_group_start")},
 }  # fmt: skip
 """Methods of C++ objects there, which do not tell whose they are."""
 _C10D = "torch._C._distributed_c10d"
@@ -299,9 +300,8 @@ for _name, _rule in (
     *_functions(f"{_LIB}/multiprocessing/connection.py", "send send_bytes recv recv_bytes recv_bytes_into poll",
                 Effect("works with other processes ({})")),
     *_functions(f"{_LIB}/subprocess.py", "_execute_child", Effect("starts a process")),
-    *_functions(f"{_TORCH}/distributed/distributed_c10d.py", "batch_isend_irecv _coalescing_manager all_gather_object "
-                "gather_object broadcast_object_list scatter_object_list send_object_list recv_object_list monitored_barrier",
-                _FAR),
+    *_functions(f"{_TORCH}/distributed/distributed_c10d.py", "all_gather_object gather_object "
+                "broadcast_object_list scatter_object_list send_object_list recv_object_list monitored_barrier", _FAR),
     *_functions(f"{_TORCH}/distributed/distributed_c10d.py", "init_process_group destroy_process_group new_group "
                 "_new_group_with_tag split_group shrink_group _abort_process_group",
                 Effect("makes or ends a process group ({})", by=ANYONE)),

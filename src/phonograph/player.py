@@ -74,7 +74,7 @@ class Player:
         self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
         self._feeds_all = len(self._fed) == len(slots)
         self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
-        self._written = [(i, s.tensor, once(s.tensor) is s.tensor) for i, s in slots if s.written]
+        self._written = [(i, s.tensor, once(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
@@ -322,11 +322,13 @@ class Player:
         return sum(once(slot).nbytes for slot, _ in moved)
 
     def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        for i, slot, dense in self._written:
+        for i, slot, dense, moved in self._written:
             theirs = tensors[i]
             if address(theirs) == address(slot):
-                if not theirs.is_inference():
+                if moved and not theirs.is_inference():
                     bump([theirs])
+            elif not (moved or theirs.is_inference()):
+                once(theirs.data).copy_(once(slot.data))
             elif dense and not (theirs.requires_grad or slot.requires_grad or theirs.is_inference()):
                 theirs.copy_(slot)
             else:

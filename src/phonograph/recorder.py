@@ -263,8 +263,9 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         snapshot.also(reach.packages.after(captured.ran, relied.of_others, relied.foreign))
         if captured.loggers:
             snapshot.also([levels(captured.loggers)])
+        moved = {key for key, _ in captured.watch.moved_on()}
         slots = tuple(
-            Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written)
+            Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written, moved=storage_id(used) in moved)
             for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
         )
         _no_overlap(call, slots)
@@ -681,6 +682,7 @@ def _capture(
             try:
                 result = called(*args, **by_name)
             except BaseException as e:
+                watch.end_groups()
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
                 noticed = said if isinstance(e, Refusal) else (*said, *filter(None, [listener.overlooked]))

@@ -62,12 +62,14 @@ class Slot:
     """An argument's fixed place.
 
     `borrowed` slots lie where another recording leaves its output, so that a chain `g(f(x))` needs no copy. `written`
-    slots are copied back to the caller's tensor after a replay.
+    slots are copied back to the caller's tensor after a replay; where those that write it leave versions alone, as collectives
+    do, so does that.
     """
 
     tensor: torch.Tensor
     borrowed: bool = False
     written: bool = False
+    moved: bool = True
 
 
 @dataclass(frozen=True)

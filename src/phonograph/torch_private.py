@@ -33,26 +33,23 @@ from torch.utils.hooks import BackwardHook
 __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "abort", "address", "alias",
            "allocations_since", "are_fake", "autocast_is_on", "backend_of", "backward_id", "before_groups_end", "behind",
            "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces",
-           "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend", "current_device",
-           "default_device", "default_store", "depends_on_data", "dict_version", "dispatch_modes", "donates", "ended_by",
-           "fake_mode_of",
-           "forget_accumulation", "forget_recomputed", "function_modes", "goes_through", "group_among",
-           "groups_tell_their_end", "has_begun",
-           "has_memory", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers",
-           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
-           "is_ordinary", "is_shape", "is_traced", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph",
-           "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as",
-           "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks",
-           "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call",
-           "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
-           "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "ranks_of", "raw_alloc",
-           "raw_free", "raw_stream",
-           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
-           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "state_guard", "step_hooks",
-           "steps_captured", "steps_itself", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
-           "timeout_of", "traced_stack", "transformed", "transforms_undone", "unbacked", "uncompiled",
-           "unseen_by_checkpoint", "use_count",
-           "view_like", "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
+           "coalescing", "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend",
+           "current_device", "default_device", "default_store", "depends_on_data", "dict_version", "dispatch_modes", "donates",
+           "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through",
+           "group_among", "groups_tell_their_end", "has_begun", "has_memory", "hear_of_compiled", "hear_of_traced", "hearing",
+           "hooks_of_modules", "hooks_of_optimizers", "in_inference", "inner_names", "insists_on_no_mode", "is_batched",
+           "is_composite", "is_higher_order", "is_missing", "is_ordinary", "is_shape", "is_traced", "is_valueless", "is_work",
+           "is_written_by_torch", "keeps_graph", "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module",
+           "looked_at_first", "made_as", "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools",
+           "missing", "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
+           "number_of_call", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "own_call",
+           "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "rank_in", "ranks_of", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks",
+           "say_themselves", "segments", "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch",
+           "stands_for_work", "state_guard", "step_hooks", "steps_captured", "steps_itself", "stop_coalescing", "storage_at",
+           "storage_id", "take_cublas_workspace", "tensor_check", "timeout_of", "traced_stack", "transformed",
+           "transforms_undone", "unbacked", "unboxed_work", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like",
+           "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
            "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
@@ -490,8 +487,7 @@ def wait_for_all(results: Iterable[Any]) -> None:
 
 def coalesces() -> bool:
     """Whether somebody collects collectives at the moment, to begin them together at some later point."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    return bool(getattr(world, "pg_coalesce_state", None))
+    return bool(coalescing())
 
 
 def group_among(given: Iterable[Any]) -> Any:
@@ -538,6 +534,54 @@ def default_store() -> Any:
 def own_rank() -> int:
     """In the default process group; 0 where there is none."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def rank_in(group: Any) -> int:
+    """That of this process in a process group, which is boxed."""
+    return int(_c10d("ProcessGroup").unbox(group).rank())
+
+
+def unboxed_work(x: Any) -> Any:
+    """The collective that is under way for which this stands; None if it stands for none."""
+    return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
+
+
+def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None]) -> Any:
+    """What stands for a collective that is under way: it is waited for by this function."""
+    return _standing_work()(wait, refuse)
+
+
+@cache
+def _standing_work() -> type:
+    class Work(_c10d("Work")):  # type: ignore[misc]
+        def __init__(self, wait: Callable[..., None], refuse: Callable[[], None]) -> None:
+            super().__init__()
+            self._wait, self._refuse = wait, refuse
+
+        def wait(self, *timeout: Any, **named: Any) -> bool:
+            self._wait(*timeout, *named.values())
+            return True
+
+        def synchronize(self) -> None:
+            self._refuse()
+
+        block_current_stream = synchronize
+
+    return Work
+
+
+def coalescing() -> list[Any]:
+    """The process groups whose collectives somebody collects at the moment, to begin them together."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return [*getattr(world, "pg_coalesce_state", ())]
+
+
+def stop_coalescing(group: Any, device: torch.device | None) -> None:
+    """Nobody collects collectives of this group any more. With a device: it has begun to, there."""
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world.pg_coalesce_state.pop(group, None)
+    if device is not None:
+        group._end_coalescing(device)
 
 
 def has_begun(backend: Any) -> bool:

@@ -18,7 +18,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +44,7 @@ from .reach import Reach
 from .torch_private import (
     are_fake,
     carried_out,
+    coalescing,
     has_memory,
     insists_on_no_mode,
     is_higher_order,
@@ -53,6 +54,7 @@ from .torch_private import (
     makes_fakes,
     not_compiled_by_itself,
     say_themselves,
+    stop_coalescing,
     storage_id,
     waits_by_itself,
     without_modes,
@@ -148,6 +150,7 @@ class OperatorWatch(TorchDispatchMode):
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
         self.communicated = False  # with other ranks
+        self._groups: dict[int, torch.device] = {}  # process groups in which a group of collectives has begun, by identity
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
@@ -595,6 +598,16 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: the device cannot capture it.
         """
         raise refusal(m.name)
+
+    def begins_group(self, frame: FrameType) -> bool:
+        """Whether this code may begin a group of collectives, which begin together where it ends."""
+        return False
+
+    def end_groups(self) -> None:
+        """The call has ended early: what it has begun so is ended, and what it has collected is forgotten."""
+        for group in coalescing():
+            with suppress(RuntimeError):
+                stop_coalescing(group, self._groups.get(identity(group)))
 
     def frames(self) -> Starts:
         """The Python functions whose start it has to hear of, or refuse."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
@@ -25,11 +26,13 @@ from ..arena import Arena
 from ..breaks import Break
 from ..casting import Casts
 from ..checks import Check
+from ..collectives import COLLECTIVES, called, refusal
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Elsewhere, Refusal
 from ..garbage import collected
 from ..identity import identity
+from ..listening import unheard
 from ..operators import Meaning
 from ..pool import Fill, Pool, extent, once, unowned
 from ..randomness import Rewind
@@ -39,10 +42,20 @@ from ..reliance import changed
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import below_autograd, has_memory, maker, storage_at, without_modes
+from ..torch_private import (
+    below_autograd,
+    groups_tell_their_end,
+    has_memory,
+    maker,
+    stands_for_work,
+    storage_at,
+    without_modes,
+)
 from ..watch import CHECKS, OperatorWatch, storage_id
+from ..where import users_line
 from ..wording import Failure, at_work
 from .base import Captured, Made
+from .cpu_collectives import Exchange, UnderWay, made_by, stand_in
 from .host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
 from .out_variants import Variant, tried
 from .spelling import spelled
@@ -110,6 +123,7 @@ class Tape(OperatorWatch):
         self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._undone: set[int] = set()
         self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
+        self._under_way: list[UnderWay] = []
         self.drew = False
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
@@ -157,6 +171,8 @@ class Tape(OperatorWatch):
             raise refusal
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.communicates:
+            return self._exchange(func, m, args, kwargs)
         if m.constant:
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
@@ -208,6 +224,89 @@ class Tape(OperatorWatch):
         if works and not m.name.startswith("profiler::"):
             self._steps.append(_Step(func, *noted, operands, variant, casts))
         return out
+
+    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+        known = COLLECTIVES.get(m.name)
+        if known is None or not known.on_tapes:
+            raise refusal(m.name)
+        if known.name == "wait_tensor":
+            return
+        if not groups_tell_their_end():
+            raise refusal(m.name, ", of which this release of torch tells too little")
+        self._may_fail(m.name)
+        self.communicated = True
+        self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _may_fail(self, name: str) -> None:
+        """Where another rank is gone, a replay raises what eager does."""
+        if self.caught(any_kind=False):
+            raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
+                          "let the exception out, and catch it around the call")  # fmt: skip
+        for place in changed(self._before):
+            raise refusal(name, f" while {place} is changed for a time", "change it outside, around the call")
+
+    def _exchange(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        """A collective, which does not run now. Returns what stands for its result."""
+        if called(m.name) == "wait_tensor":
+            if m.name.endswith("_autograd"):
+                return func(*args, **kwargs)
+            for one in [one for one in self._under_way if one.work is None and one.has(args[0])]:
+                self._wait(one)
+            return args[0]
+        given, written = operators.operands(args, kwargs), operators.written_by(m, args, kwargs)
+        self._save(written)
+        made = [] if written or func.namespace == "c10d" else made_by(func, args, kwargs)
+        noted = self._note(args), self._note(kwargs)
+        places = [*map(self._new, made)] if made else [*map(self._note, written)]
+        exchange = Exchange(func)
+        step = _Step(exchange.begin, (*noted, places), {}, [])
+        self._steps.append(step)
+        stand_in(m, args, made or written, given)
+        found = made or written
+        one = UnderWay(exchange, m.name, step, places, found, given, users_line())
+        self._under_way.append(one)
+        returns = [str(r.type) for r in func._schema.returns]
+        if any("Work" in kind for kind in returns):
+            one.work = stands_for_work(partial(self._wait, one), partial(self._asks, one))
+            result = [one.work.boxed() if "Work" in kind else args[0] for kind in returns]
+            return result[0] if len(result) == 1 else tuple(result)
+        if not returns:
+            self._wait(one)
+            return None
+        return found if "List" in returns[0] else found[0]
+
+    def _wait(self, one: UnderWay, timeout: Any = None) -> None:
+        """The call waits for a collective."""
+        listening = unheard()
+        try:
+            if one not in self._under_way:
+                return
+            self._under_way.remove(one)
+            one.exchange.at_once = self._steps[-1] is one.step and timeout is None
+            if not one.exchange.at_once:
+                self._may_fail(one.name)
+                self._steps.append(_Step(one.exchange.finish, (one.places, timeout), {}, []))
+            one.work, one.results, one.tensors = None, (), ()
+        except Refusal as refused:
+            raise self.located(refused) from None
+        finally:
+            if listening is not None:
+                sys.setprofile(listening)
+
+    def _asks(self, one: UnderWay) -> None:
+        raise self.located(Refusal(f"waits for a collective otherwise than by wait() ({called(one.name)})", "call wait()"))
+
+    def let_go(self) -> None:
+        """The capture is over. What stands for collectives refers to this."""
+        while self._under_way:
+            self._under_way.pop().work = None
+
+    def all_arrived(self) -> None:
+        """The call has ended."""
+        for one in self._under_way:
+            found = refusal(one.name, ", and does not wait for what it begins", "wait() for it in the same call")
+            found.where = one.where
+            raise found
 
     def _nothing_to_clear_up(self, name: str) -> None:
         """A replay knows of no Python code that would run after an exception."""
@@ -577,6 +676,7 @@ class CpuDevice:
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal
+            tape.all_arrived()
             kept = {storage_id(t) for t in kept_of()}
             leaving = {storage_id(t) for t in outputs_of(result)} | kept
             tape.close_arrays(leaving)
@@ -587,6 +687,7 @@ class CpuDevice:
             program = tape.program(footprint, filled, (self._arena.under(footprint), slots))
         finally:
             tape.undo()
+            tape.let_go()
         free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
         out = tuple(free) if sum(free.values()) <= copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)

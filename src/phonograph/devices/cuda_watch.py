@@ -203,34 +203,43 @@ class CudaWatch(OperatorWatch):
 
     def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
         known = COLLECTIVES.get(m.name)
-        if known is None or not known.in_graphs:
-            raise refusal(m.name)
+        if known is None or known.host:
+            raise refusal(m.name, known.host if known is not None else "")
         if any(t.device != self.device for t in operands(args, kwargs)):
             raise refusal(m.name, f" with tensors that are not on {self.device}")
         if known.name != "wait_tensor":
-            self._see_group(m, [*args, *kwargs.values()])
+            self._see_group(m.name, [*args, *kwargs.values()])
+            said = f"{called(m.name)} at {users_line(sys._getframe(1))}"
+            self.collectives[said] = self.collectives.get(said, 0) + 1
         self.communicated = True
         self.more = self.more or f"communicates with other ranks ({known.name})"
 
-    def _see_group(self, m: Meaning, given: list[Any]) -> None:
+    def begins_group(self, frame: FrameType) -> bool:
+        """NCCL has groups also in a graph."""
+        group, device = frame.f_locals.get("group"), frame.f_locals.get("device")
+        if not isinstance(device, torch.device) or device.type != "cuda":
+            return False
+        self._see_group("_coalescing_manager", [group])
+        self._groups[identity(group)] = device
+        return True
+
+    def _see_group(self, name: str, given: list[Any]) -> None:
         """Refuse a process group whose work is none for a graph."""
         group = torch_private.group_among(given)
         backend = torch_private.backend_of(group, self.device)
         if backend is None or not torch_private.groups_tell_their_end():
-            raise refusal(m.name, ", of which this release of torch tells too little")
+            raise refusal(name, ", of which this release of torch tells too little")
         if backend.name() != "nccl":
-            raise refusal(m.name, f" by way of {backend.name()}")
+            raise refusal(name, f" by way of {backend.name()}")
         if not torch_private.has_begun(backend):  # the live call that follows begins it
-            raise Unseen(f"communicates with other ranks ({called(m.name)}) for the first time", "call it once before",
+            raise Unseen(f"communicates with other ranks ({called(name)}) for the first time", "call it once before",
                          final=False)  # fmt: skip
         if not self.communicated:
             nccl.register_nothing(os.environ)
             version = torch.cuda.nccl.version()
             far = version < nccl.ACROSS_HOSTS and nccl.several_hosts()
             for one in nccl.obstacles(os.environ, version, torch_private.segments_expand(), far):
-                raise refusal(m.name, f" with {one.name}={one.value}, {one.why}", one.remedy)
-        said = f"{called(m.name)} at {users_line(sys._getframe(2))}"
-        self.collectives[said] = self.collectives.get(said, 0) + 1
+                raise refusal(name, f" with {one.name}={one.value}, {one.why}", one.remedy)
         self.groups[group.group_name] = None
 
     def _look_at_stream(self) -> None:
