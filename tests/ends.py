@@ -1,6 +1,6 @@
 """How processes end that have recordings which communicate. Run as one of two processes: `python -m tests.ends RANK BACKEND
-FOLDER WAY...`. It imports what takes long, and forks a process for each way to end. Writes `FOLDER/RANK.json`: how each
-has ended (a signal is a negative number), what it printed, and how long it took.
+FOLDER WAY...`. It imports what takes long, and forks a process for each way to end (`destroys:1 destroys:2` are the same way
+twice). Writes `FOLDER/RANK.json`: how each has ended (a signal is a negative number), what it printed, and how long it took.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _end(way: str, rank: int, backend: str, folder: Path) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/{way}.store", rank=rank, world_size=2,
                             timeout=timedelta(seconds=TIMEOUT))  # fmt: skip
-    WAYS[way](rank)
+    WAYS[way.partition(":")[0]](rank)
 
 
 def _meet(folder: Path, way: str, rank: int) -> None:

@@ -749,6 +749,20 @@ def _evicts_on_one_rank():
     return evicts_on_one_rank, lambda n: [_numbers(n, 4), n % 2 if dist.get_rank() == 1 else 0], list
 
 
+def _switched_off_on_one_rank():
+    def switched_off_on_one_rank(x):
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    def arguments(n):
+        if dist.get_rank() == 1:
+            os.environ["PHONOGRAPH"] = "off" if n == 3 else "on"
+        return [_numbers(n, 4)]
+
+    return switched_off_on_one_rank, arguments, list
+
+
 CASES = {
     **{f.__name__: _of_x(f) for f in (
         all_reduce, all_reduce_of_an_argument, all_reduce_max, all_reduce_async, all_gather_into_tensor, all_gather, broadcast,
@@ -789,6 +803,7 @@ CASES = {
     "differs_by_rank": Case(_differs_by_rank),
     "is_refused_on_one_rank": _fails_on_one_rank("value"),
     "runs_out_of_memory_on_one_rank": _fails_on_one_rank("memory"),
+    "switched_off_on_one_rank": Case(_switched_off_on_one_rank),
     "evicts_on_one_rank": Case(_evicts_on_one_rank, max_recordings=1),
 }  # fmt: skip
 
