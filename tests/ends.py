@@ -100,6 +100,7 @@ def dies_on_one_rank(rank: int) -> None:
     if dist.get_backend() == "nccl":
         recorded(_numbers(0, 4))
         _wait()
+        return
     program = _Never()
     what = watchdog.Watched(_device(), {"all_reduce at train.py:3": 1}, [dist.group.WORLD.group_name], "step", made=2)
     watchdog.watch(program, what)

@@ -38,6 +38,7 @@ __all__ = ["Launches", "Mark", "Watched", "call_it", "launches", "unwatch", "wat
 
 _TICK = 1.0  # seconds
 _KEPT = 64  # launches; of more that are under way, the first are forgotten
+_NAMED = 6  # places where collectives are begun
 _GRACE = 1.5  # seconds for ranks that began to wait a little later
 _KEY = "phonograph/waits/{}"
 
@@ -71,7 +72,8 @@ class Watched:
         return min(filter(None, found), default=math.inf)
 
     def __str__(self) -> str:
-        return ", ".join(f"{said} ({times} times)" if times > 1 else said for said, times in self.collectives.items())
+        named = [f"{said} ({times} times)" if times > 1 else said for said, times in self.collectives.items()]
+        return ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} other places" * (len(named) > _NAMED)
 
 
 @dataclass(eq=False)

@@ -20,11 +20,11 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 
 
 @functools.cache
-def ended(backend: str) -> list[dict]:
+def ended(backend: str, *ways: str, **environment: str) -> list[dict]:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as folder:
-        return ranks.start(backend, Path(folder), ends.WAYS, module="tests.ends", lasts=120)
+        return ranks.start(backend, Path(folder), ways or ends.WAYS, module="tests.ends", lasts=120, **environment)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -35,7 +35,8 @@ def ended(backend: str) -> list[dict]:
         ("leaves", [0]),
         ("exits_in_a_step", [3]),
         ("raises_in_a_step", [1]),
-        ("is_interrupted", [-signal.SIGINT, 1]),  # gloo raises where the other rank has been interrupted
+        # Where the other rank was interrupted before, gloo raises; and who waits for it in NCCL, in C++, cannot be interrupted.
+        ("is_interrupted", [-signal.SIGINT, 1, -signal.SIGABRT]),
     ],
 )
 def test_c17_processes_end_as_they_do_in_eager(way, statuses, backend):
@@ -63,3 +64,11 @@ def test_c23_who_waits_for_a_rank_that_has_died_says_for_whom_and_in_what(backen
     assert int(said[1]) <= ends.TIMEOUT + 5
     assert "all_reduce at " in told["log"]
     assert "Missing, as they are in no replay: 1." in told["log"]
+
+
+@pytest.mark.cuda
+def test_c23_a_process_group_is_aborted_where_torch_would_abort_it():
+    survivor, _ = ended("nccl", "dies_on_one_rank", TORCH_NCCL_ASYNC_ERROR_HANDLING="2")
+    told = survivor["dies_on_one_rank"]
+    assert told["status"] == 0, told["log"]
+    assert "The process group is aborted now" in told["log"]

@@ -118,6 +118,7 @@ def test_doctor_says_so_before_there_is_a_process_group():
     assert found["NCCL_GRAPH_MIXING_SUPPORT"].status == "problem"
     assert "unset it" in found["NCCL_GRAPH_MIXING_SUPPORT"].meaning
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"].status == "note"
+    assert told({"NCCL_GRAPH_REGISTER": "1"})["NCCL_GRAPH_REGISTER"].status == "note"
     assert {finding.status for finding in told({}).values()} == {"ok"}
 
 

@@ -160,6 +160,11 @@ def test_what_is_said_names_the_function_the_replay_the_collectives_and_who_is_m
     assert aborts == [1]
 
 
+def test_of_many_collectives_the_first_are_named():
+    what = Watched("cpu", {f"all_reduce at train.py:{n}": 1 for n in range(10)}, ["0"])
+    assert str(what).endswith("all_reduce at train.py:5 and 4 other places")
+
+
 @pytest.mark.parametrize(("value", "times"), [("0", 0), ("1", 1), ("2", 0), ("3", 1), ("", 1)])
 def test_the_process_ends_where_torch_would_end_it(device, store, aborts, capsys, monkeypatch, value, times):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)

@@ -208,7 +208,11 @@ def nccl_settings(environment: Mapping[str, str], version: tuple[int, ...]) -> I
             yield Finding(name, "problem", value, f"collectives run live with it, {met[name].why}: {met[name].remedy}")
         elif name == _HANDLING and value in ("0", "2"):
             yield Finding(name, "note", value, "a replay that waits for a rank which has died says so, and waits on")
-        elif name == nccl.REGISTERS and value == "not set" and then.get(name) == "0":
-            yield Finding(name, "ok", value, "set to 0 when a collective is recorded")
+        elif name == nccl.REGISTERS and then.get(name) == "0":
+            yield Finding(name, "ok", value, "set to 0 when a collective is recorded" if value == "not set" else "")
+        elif name == nccl.REGISTERS:
+            yield Finding(
+                name, "note", value, "NCCL may then take another way in a recording than live: let all ranks replay alike"
+            )
         else:
             yield Finding(name, "ok", value)
