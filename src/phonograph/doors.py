@@ -20,7 +20,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .identity import identity
-from .torch_private import hearing, not_compiled_by_itself, use_count
+from .torch_private import hearing, is_ordinary, not_compiled_by_itself, use_count
 
 __all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "nobody_has", "room_of", "states"]
 
@@ -166,25 +166,39 @@ def _hang_gradients() -> None:
     """From now on it is heard who reads or sets the gradient of a parameter, and when autograd has been at work."""
     if "grad" not in vars(torch.nn.Parameter) and _engine.put():
         not_compiled_by_itself(_remove.__code__)
-        torch.nn.Parameter.grad = _attribute  # type: ignore[assignment]
+        for kind in _kinds:
+            kind.grad = _attribute  # type: ignore[assignment]
         _swap.put()
 
 
 def _take_gradients_away() -> None:
-    if vars(torch.nn.Parameter).get("grad") is _attribute:
-        del torch.nn.Parameter.grad
+    for kind in _kinds:
+        if vars(kind).get("grad") is _attribute:
+            del kind.grad
     _engine.back()
     _swap.back()
 
 
+_kinds: list[type[torch.Tensor]] = [torch.nn.Parameter]
+
+
 class _Gradients(Door):
-    """`Parameter.grad`. Whoever reads or sets one is counted, also where no recording relies on it: plain code does that far
+    """`Parameter.grad`, and that of torch's other classes of which parameters may be, DTensors. Whoever reads or sets one is counted, also where no recording relies on it: plain code does that far
     more often than a replay asks."""
 
     def __init__(self) -> None:
         super().__init__(_hang_gradients, _take_gradients_away)
         self.busy: list[None] = []
         """Not empty while somebody is at work behind it."""
+
+    def lead_to(self, parameters: Iterable[torch.Tensor]) -> None:
+        """There may be parameters of the classes of these."""
+        with self._lock:
+            for kind in {type(p) for p in parameters}.difference(_kinds):
+                if kind.__module__.startswith("torch.distributed.") and _found(kind, "grad") is _inherited:
+                    _kinds.append(kind)
+                    if vars(torch.nn.Parameter).get("grad") is _attribute:
+                        kind.grad = _attribute  # type: ignore[assignment]
 
     @staticmethod
     def opened() -> None:
@@ -203,7 +217,11 @@ gradients: _Gradients = _Gradients()
 def has_gradient_door(t: torch.Tensor) -> bool:
     """Whether it is heard who reads or sets its gradient."""
     kind: Any = type(t)
-    return _found(kind, "grad") is _attribute and kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    asked = _found(kind, "__torch_function__")
+    plain = (
+        kind.__torch_function__ is torch._C._disabled_torch_function_impl or asked is vars(torch.Tensor)["__torch_function__"]
+    )
+    return _found(kind, "grad") is _attribute and plain
 
 
 def _found(kind: type, name: str) -> Any:
@@ -212,7 +230,9 @@ def _found(kind: type, name: str) -> Any:
 
 def nobody_has(found: Sequence[torch.Tensor]) -> bool:
     """Whether nobody has one of these gradients, just read, but for the parameter and this sequence: neither the tensor nor
-    another on its memory, nor that memory, nor a way to get it again."""
+    another on its memory, nor that memory, nor a way to get it again. (Of one that consists of parts it is not known.)"""
+    if not all(map(is_ordinary, found)):
+        return False
     return all(map(_no_more, _references(found), _unheld())) and not any(map(weakref.getweakrefcount, found))
 
 

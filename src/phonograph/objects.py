@@ -102,6 +102,9 @@ class Objects:
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
+        self._said: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(
+            list
+        )  # those that say what they are, by how they do
         self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
 
@@ -468,16 +471,28 @@ class Objects:
             self._odd.append((path, tensor))
         self._fixed(path, behind(tensor))
         names = inner_names(tensor)
-        own = tensor.__dict__ if names else {}
-        if own:
+        if not names:
+            return
+        own = tensor.__dict__
+        if own.keys() - _MARKS:
             self._dict(path, own)
-        if names:
-            self._slots(path, tensor)
-        slots = {name for base in type(tensor).__mro__ for name, _ in slots_of(base)}
-        if apart := [name for name in names if name not in own and name not in slots]:  # properties
-            place = kept(path, lambda: tuple([getattr(tensor, name, None) for name in apart]))
-            self._hold(place._replace(named=lambda path, i, _: f"{path}.{apart[i]}"))
-            self._fixed(path, place.read())
+        else:
+            self._attributed.append((path, tensor))
+        slots = tuple([slot for base in type(tensor).__mro__ for slot in slots_of(base)])
+        apart = tuple([name for name in names if name not in own and name not in dict(slots)])  # properties
+        self._said[type(tensor), slots, apart].append((path, tensor))
+        self._fixed(path, places.of_tensors(path, [(path, tensor)], slots, apart).read())
+
+    def _what_tensors_say(self) -> None:
+        """Those of one class are one place, or three: parameters, where they are many, what optimizers remember, and the rest."""
+        for (_, slots, apart), found in self._said.items():
+            groups: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+            many = len(found) > FEW
+            for path, t in found:
+                room = self.remembered.get(identity(t)) if identity(t) not in self.shared else None
+                groups[room, many and isinstance(t, torch.nn.Parameter)].append((path, t))
+            for (room, watched), some in groups.items():
+                self._hold(places.of_tensors("tensors", some, slots, apart)._replace(behind=room, watched=watched))
 
     def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
         """Attributes that the user gave a tensor, or may give it."""
@@ -486,6 +501,9 @@ class Objects:
             self._seen.add(identity(own))
             self.met.append(own)
             self._dict(path, own, watched=len(self.tensors) > FEW)
+
+
+_MARKS = frozenset({"_is_param"})  # that torch makes for `Parameter`
 
 
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:

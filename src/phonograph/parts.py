@@ -15,7 +15,7 @@ import torch
 from .keys import NoSignature, plain_key
 from .torch_private import has_memory, inner_names, is_ordinary, is_shape, storage_id, waits_by_itself
 
-__all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts_of_all", "place", "storages"]
+__all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts_of_all", "storages"]
 
 
 def parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -43,11 +43,6 @@ def consists_of_parts(t: torch.Tensor) -> bool:
 def storages(t: torch.Tensor) -> list[int]:
     """The identities of the memory on which a tensor lies."""
     return [storage_id(part) for part in parts(t) if has_memory(part)]
-
-
-def place(t: torch.Tensor) -> int | tuple[int, ...]:
-    """Where a tensor lies: its address, or those of its parts."""
-    return t.data_ptr() if is_ordinary(t) or has_memory(t) else tuple([part.data_ptr() for part in parts(t)])
 
 
 class Description(NamedTuple):

@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain, cycle, islice, repeat
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -431,6 +431,32 @@ def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Hold
         return Spot((identity(thing), name), lambda: get(descriptor), lambda value: descriptor.__set__(thing, value))
 
     return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{descriptors[i][0]}", spot=spot)
+
+
+def of_tensors(
+    path: str, tensors: Sequence[tuple[str, Any]], descriptors: Sequence[tuple[str, Any]], names: Sequence[str]
+) -> Holder:  # fmt: skip
+    """What tensors of one class, which say of what they consist, have in slots, and what other attributes of theirs give. Read
+    one attribute of all of them after the other."""
+    paths, things = [path for path, _ in tensors], [t for _, t in tensors]
+    getters: list[Callable[[Any], Any]] = [d.__get__ for _, d in descriptors] + [attrgetter(name) for name in names]
+    called = [*(name for name, _ in descriptors), *names]
+
+    def read() -> Values:
+        try:
+            return tuple([x for get in getters for x in map(get, things)])
+        except AttributeError:  # one of them is empty
+            return ()
+
+    def restore(values: Values) -> None:
+        for i, (_, descriptor) in enumerate(descriptors):
+            for t, value in zip(things, values[i * len(things) :], strict=False):
+                descriptor.__set__(t, value)
+
+    def named(path: str, i: int, values: Values) -> str:
+        return f"{paths[i % len(things)]}.{called[i // len(things)]}"
+
+    return Holder(path, read, restore, named=named)
 
 
 # -- other containers

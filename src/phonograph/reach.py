@@ -122,6 +122,7 @@ class Reach(Objects):
 
     def _whole(self) -> None:
         """What all functions, objects and modules have in common, each as one place."""
+        self._what_tensors_say()
         functions, objects, modules = self._functions, self._objects, self.modules
         kinds = [base for bases in self._kinds.values() for base in bases]
         if functions:
@@ -226,7 +227,7 @@ class Reach(Objects):
                 new = (own.keys() & self.mentions.reads) - entered
                 entered |= new
                 self._items(path, {n: own[n] for n in own if n in new})
-            for path, tensor in self.tensors.values() if self.mentions.looks_for_absent else self._attributed:
+            for path, tensor in self.all_tensors if self.mentions.looks_for_absent else self._attributed:
                 self._enter_own(path, tensor)
         self.truncated = bool(self._work)
         for path, thing, entered in self._opaque:

@@ -35,7 +35,7 @@ from .doors import gradient, gradients, has_gradient_door, nobody_has, states
 from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
-from .parts import consists_of_parts, parts, parts_of_all, place, storages
+from .parts import consists_of_parts, parts, parts_of_all, storages
 from .places import Holder
 from .randomness import share_state
 from .reach import Reach
@@ -156,14 +156,19 @@ def _may_have_gradient(t: torch.Tensor) -> bool:
 
 def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     """A function that says whether values are tensors just like these, each in the same place: in C++ where torch has guards.
-    It holds none of them."""
+    It holds none of them. (Of those that consist of parts the parts have to be asked as well.)"""
     check = tensor_check(tensors)
     if check is None:
         states = _states(tensors)
         return lambda found: all(map(_is_dense, found)) and _states(found) == states
-    lies: Callable[[Any], Any] = address if all(map(has_memory, tensors)) else place
+    lies: Callable[[Any], Any] = address if all(map(has_memory, tensors)) else _place
     places = [*map(lies, tensors)]
     return lambda found: check(*found) and [*map(lies, found)] == places
+
+
+def _place(t: torch.Tensor) -> int:
+    """Where a tensor lies; 0 if it consists of others, which lie somewhere."""
+    return t.data_ptr() if has_memory(t) else 0
 
 
 def _is_dense(value: Any) -> bool:
@@ -272,7 +277,10 @@ class Grads:
                     self._added_to.append(p)
             elif reads:
                 self._some.append(p)
-        self._are_such = like(found)
+        such = like([*found, *parts_of_all(found)])
+        self._are_such = lambda found: such([*found, *parts_of_all(found)])
+        if all(map(is_ordinary, found)):
+            self._are_such = like(found)
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created.
@@ -293,6 +301,7 @@ class Grads:
         self._lying = list(map(address, self._parts))
         self._involved = [*(p for p, _ in self._left), *self._absent, *self._some, *self._readers]
         if self._involved and self._given.isdisjoint(self._storages):
+            gradients.lead_to(self._involved)
             gradients.stay_for(self)
             self._behind = all(map(has_gradient_door, self._involved))
         self._standing = self._count()
@@ -415,7 +424,7 @@ def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
 
 _Base: Any = torch._C.TensorBase
 _SAID: tuple[Callable[[Any], Any], ...] = (
-    place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
+    _place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
     _grad_dtype, attrgetter("requires_grad"), _hooks,
 )  # fmt: skip
 
