@@ -183,8 +183,8 @@ _kinds: list[type[torch.Tensor]] = [torch.nn.Parameter]
 
 
 class _Gradients(Door):
-    """`Parameter.grad`, and that of torch's other classes of which parameters may be, DTensors. Whoever reads or sets one is counted, also where no recording relies on it: plain code does that far
-    more often than a replay asks."""
+    """`Parameter.grad`, and that of torch's other classes of which parameters may be, DTensors. Whoever reads or sets one is
+    counted, also where no recording relies on it: plain code does that far more often than a replay asks."""
 
     def __init__(self) -> None:
         super().__init__(_hang_gradients, _take_gradients_away)
@@ -198,7 +198,7 @@ class _Gradients(Door):
                 if kind.__module__.startswith("torch.distributed.") and _found(kind, "grad") is _inherited:
                     _kinds.append(kind)
                     if vars(torch.nn.Parameter).get("grad") is _attribute:
-                        kind.grad = _attribute  # type: ignore[assignment]
+                        kind.grad = _attribute
 
     @staticmethod
     def opened() -> None:

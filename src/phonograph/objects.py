@@ -484,7 +484,7 @@ class Objects:
         self._fixed(path, places.of_tensors(path, [(path, tensor)], slots, apart).read())
 
     def _what_tensors_say(self) -> None:
-        """Those of one class are one place, or three: parameters, where they are many, what optimizers remember, and the rest."""
+        """One place for each class, or a few: parameters, where they are many, what optimizers remember, and the rest."""
         for (_, slots, apart), found in self._said.items():
             groups: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
             many = len(found) > FEW

@@ -166,6 +166,12 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     return lambda found: check(*found) and [*map(lies, found)] == places
 
 
+def _with_parts_like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
+    """The same for tensors some of which consist of parts, and for these parts."""
+    whole, of_parts, many = like(tensors), like(parts_of_all(tensors)), len(parts_of_all(tensors))
+    return lambda found: whole(found) and len(inner := parts_of_all(found)) == many and of_parts(inner)
+
+
 def _place(t: torch.Tensor) -> int:
     """Where a tensor lies; 0 if it consists of others, which lie somewhere."""
     return t.data_ptr() if has_memory(t) else 0
@@ -277,10 +283,7 @@ class Grads:
                     self._added_to.append(p)
             elif reads:
                 self._some.append(p)
-        such = like([*found, *parts_of_all(found)])
-        self._are_such = lambda found: such([*found, *parts_of_all(found)])
-        if all(map(is_ordinary, found)):
-            self._are_such = like(found)
+        self._are_such = like(found) if all(map(is_ordinary, found)) else _with_parts_like(found)
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created.

@@ -332,3 +332,103 @@ def test_c07_distributed_tensors_of_other_placements_are_other_signatures(device
         assert found[0].placements == expected[0].placements
         assert_same(found, expected)
     assert counts(recorded) == (2, 2, 6)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What a replay looks at
+
+
+def spread(device, mesh, layers=2):
+    """A network of weights that are DTensors, and a step."""
+    from torch.distributed.tensor import distribute_module
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(6, 6, device=device) for _ in range(layers)))
+    distribute_module(net, mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
+
+    def step(x):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        optimizer.zero_grad()
+        loss = net(DTensor.from_local(x, mesh, [Replicate()])).to_local().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, [net, optimizer]
+
+
+def test_c08_many_tensors_of_parts_are_no_more_places(device, mesh):
+    places = []
+    for layers in (3, 12):
+        step, _ = spread(device, mesh, layers)
+        recorded = pg.record(step, warmup=1)
+        for n in range(5):
+            recorded(fixed(device, 4, 6, seed=n))
+        (player,) = recorded._shelf
+        places.append(len(player.recording.reliances._read))
+    assert places[1] <= places[0]
+
+
+@may_run_live
+@pytest.mark.parametrize("held", ["grad", "to_local"])
+def test_c05_a_gradient_of_a_distributed_parameter_that_is_held_keeps_its_values(device, mesh, held):
+    step, (net, _) = spread(device, mesh)
+    recorded, kept = pg.record(step, warmup=1), []
+    for n in range(9):
+        recorded(fixed(device, 4, 6, seed=n))
+        if n in (4, 6):
+            found = net[0].weight.grad
+            kept.append((found if held == "grad" else found.to_local(), found.to_local().clone()))
+            del found
+    assert "a gradient of an earlier call is held" in reasons(recorded)
+    for found, was in kept:
+        assert_same(found if held == "to_local" else found.to_local(), was)
+
+
+def test_c08_a_gradient_of_a_distributed_parameter_is_replaced_and_noticed(device, mesh):
+    nets = []
+
+    def make():
+        step, state = spread(device, mesh)
+        nets.append(state[0])
+
+        def accumulating(x):
+            with torch.no_grad():
+                before = [p.grad.to_local().sum() for p in state[0].parameters() if p.grad is not None]
+            return step(x), before
+
+        return accumulating, state
+
+    both = side_by_side(make)
+    for n in range(10):
+        both(fixed(device, 4, 6, seed=n))
+        if n == 6:
+            for net in nets:
+                net[0].weight.grad = None
+        if n == 7:
+            for net in nets:
+                net[0].weight.grad = net[1].weight.grad.clone()
+    assert counts(both)[2] >= 4, reasons(both)
+
+
+def test_c08_a_distributed_parameter_is_exchanged_and_noticed(device, mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    nets = []
+
+    def make():
+        step, state = spread(device, mesh, 12)
+        nets.append(state[0])
+        return step, state
+
+    both = side_by_side(make)
+    for n in range(4):
+        both(fixed(device, 4, 6, seed=n))
+    for net in nets:
+        other = nn.Parameter(distribute_tensor(fixed(device, 6, 6, seed=77), mesh, [Replicate()]))
+        torch.utils.swap_tensors(net[3].weight, other)
+    for n in range(5):
+        both(fixed(device, 4, 6, seed=n))
+    assert counts(both)[2] >= 5, reasons(both)
