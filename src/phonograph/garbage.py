@@ -1,7 +1,8 @@
 """Python's garbage collector, held off where it would do harm, or find nothing.
 
 It must not run a destructor with CUDA calls in the middle of a capture. And it starts whenever some hundred objects more are
-there than before: looking at all that a function can reach makes ten thousand, none of them garbage, most of them gone soon.
+there than before: a recording makes ten thousand, none of them garbage, most of them gone soon. Were it not held off, the first
+one of a process would have it look through all that was imported before, which takes longer than all the rest.
 
 Where it runs, it may run anywhere, and with it what others have it call (`gc.callbacks`) and the destructors of anybody's
 garbage: nothing of that is part of the function that runs just then.
@@ -15,42 +16,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["collected", "telling_collections", "uncollected"]
-
-_here = threading.local()  # `starts`: whether it would start in this thread, were it not held off
+__all__ = ["telling_collections", "uncollected"]
 
 
 class uncollected:  # noqa: N801 - it is used as a function
-    """Inside the block it does not start by itself. (An arena asks for this at each birth and death of a tensor.)"""
+    """Inside the block it does not start by itself, whoever's code runs. (An arena asks for this at each birth and death of a
+    tensor.)"""
 
-    __slots__ = ("_before", "_collecting")
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._collecting, self._before = gc.isenabled(), _starts()
+        self._before = gc.isenabled()
         gc.disable()
-        _here.starts = self._before or self._collecting
 
     def __exit__(self, *_: object) -> None:
-        _here.starts = self._before
-        if self._collecting:
+        if self._before:
             gc.enable()
-
-
-@contextmanager
-def collected() -> Iterator[None]:
-    """Within such a block code of the user's runs: it starts as it would outside."""
-    held_off = _starts() and not gc.isenabled()
-    if held_off:
-        gc.enable()
-    try:
-        yield
-    finally:
-        if held_off:
-            gc.disable()
-
-
-def _starts() -> bool:
-    return getattr(_here, "starts", False)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from operator import is_not
+from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,11 +83,15 @@ class Left(NamedTuple):
         return self._replace(puts=tuple([put._replace(new=None) for put in self.puts]))
 
 
+_Table = tuple[Holder, Any, dict[Any, Any]]
+_List = tuple[Holder, Any, tuple[Any, ...]]
+
+
 class Found(NamedTuple):
     """What a call finds in attributes and containers, right before it: in objects and dictionaries `tables`, in `lists`."""
 
-    tables: tuple[tuple[Holder, Any, dict[Any, Any]], ...]
-    lists: tuple[tuple[Holder, Any, tuple[Any, ...]], ...]
+    tables: tuple[_Table, ...]
+    lists: tuple[_List, ...]
 
 
 def before(holders: Sequence[Holder]) -> Found:
@@ -114,7 +118,8 @@ def left_by(
         Carries: others are.
     """
     counts, puts, unknown, behind = list[Count](), list[Put](), list[Place](), False
-    given = touched | handed_on | _put_anywhere(found) if handed_on is not None else None
+    moved = [table for table in found.tables if not _is_as_before(table_of(table[1]), table[2])]
+    given = touched | handed_on | _put_anywhere(moved, found.lists) if handed_on is not None else None
 
     def read(t: torch.Tensor) -> bool:
         return given is None or storage_id(t) in given
@@ -125,7 +130,7 @@ def left_by(
         tensors = tensors_in(value) if is_state(value) else []
         may_be_late = traced and not is_table(place.of) and not ran.is_torchs(place.name)
         unknown += [place] if any(map(read, tensors)) or (may_be_late and tensors) else []
-    for holder, of, old in found.tables:
+    for holder, of, old in moved:
         own = table_of(of)
         if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
             continue
@@ -169,10 +174,15 @@ def left_by(
     return Left(tuple(counts), tuple(puts), tuple(lists), behind)
 
 
-def _put_anywhere(found: Found) -> set[int]:
+def _is_as_before(now: dict[Any, Any] | None, old: dict[Any, Any]) -> bool:
+    """Whether a dictionary has the same keys and values, in the same order. (Most have, which C code tells.)"""
+    return now is not None and len(now) == len(old) and all(map(is_, now.values(), old.values())) and all(map(is_, now, old))
+
+
+def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
     """The storages of the tensors that are in places in which they were not found."""
-    new = [b for _, of, old in found.tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
-    new += [x for _, of, was in found.lists for x in of if len(of) != len(was) or any(map(is_not, of, was))]
+    new = [b for _, of, old in tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
+    new += [x for _, of, was in lists for x in of if len(of) != len(was) or any(map(is_not, of, was))]
     values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
     return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
 

@@ -218,7 +218,8 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
     found = None if kind is thing else own_dict(thing)
     own = {} if found is None else found
     asked = [vars(base)[n] for base in kind.__mro__ for n in names & vars(base).keys() if isinstance(vars(base)[n], property)]
-    names = frozenset(names).union(*(code.co_names for member in asked for code in _code_of(member)))
+    names = set(names).union(*(code.co_names for member in asked for code in _code_of(member)))  # (of two, `&` goes through the
+    # keys of a class if the other is a set)
     later: set[str] = set()  # what bases have, and a class before them may get
     for base in reversed(kind.__mro__):
         held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]

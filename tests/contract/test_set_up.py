@@ -1,6 +1,7 @@
 """What it costs to make a recording, in counts: what was worked out once is not worked out again."""
 
 import dis
+import gc
 import importlib
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph import marked, mentions, reach, where
+from phonograph.recorder import recording_here
 
 
 def program(device):
@@ -82,6 +84,28 @@ def test_c09_what_is_in_reach_is_walked_through_once(device, monkeypatch):
         recorded(torch.ones(2, 4, device=device))
     assert (pg.stats(recorded).recorded, pg.stats(recorded).replayed) == (1, 3)
     assert len(walks) == (1 if device.type == "cpu" and not torch.cuda.is_initialized() else 2)
+
+
+def test_c09_no_garbage_is_looked_for_in_a_recording(device):
+    """The first one of a process would have it look through all that was imported before."""
+    found = []
+
+    def collecting(phase, info):
+        found.append(phase == "start" and recording_here())
+
+    recorded, x = program(device), torch.ones(2, 4, device=device)
+    recorded(x)
+    before = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    gc.set_threshold(20)
+    try:
+        recorded(x)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collecting)
+    assert pg.stats(recorded).recorded == 1
+    assert found
+    assert not any(found)
 
 
 LARGE = "\n".join(["import torch", "RATE = 2.0", "def rate(): return RATE", "def f(x): return torch.tanh(x) * rate()",

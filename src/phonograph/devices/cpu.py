@@ -30,7 +30,6 @@ from ..collectives import COLLECTIVES, called, refusal
 from ..dials import Dials
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Elsewhere, Refusal
-from ..garbage import collected
 from ..identity import identity
 from ..listening import unheard
 from ..operators import Meaning
@@ -57,7 +56,7 @@ from ..wording import Failure, at_work
 from .base import Captured, Made
 from .cpu_collectives import Exchange, UnderWay, made_by, stand_in
 from .host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
-from .out_variants import Variant, tried
+from .out_variants import Variant, tried, variant_of
 from .spelling import spelled
 
 __all__ = ["CpuDevice"]
@@ -84,17 +83,21 @@ class _Place:
 class _Operand:
     """A tensor of the tape before its memory is final."""
 
-    __slots__ = ("conjugate", "dtype", "negative", "offset", "place", "size", "stride")
+    __slots__ = ("kind", "offset", "place")
 
     def __init__(self, place: _Place, t: torch.Tensor) -> None:
-        self.place = place
-        self.size, self.stride, self.offset, self.dtype = t.size(), t.stride(), t.storage_offset(), t.dtype
-        self.conjugate, self.negative = t.is_conj(), t.is_neg()
+        self.place, self.offset = place, t.storage_offset()
+        self.kind = _kind(t)
 
     def tensor(self) -> torch.Tensor:
-        t = torch.empty(0, dtype=self.dtype, device="cpu").set_(self.place.storage(), self.offset, self.size, self.stride)
-        t = torch.conj(t) if self.conjugate else t
-        return torch._neg_view(t) if self.negative else t
+        dtype, size, stride, conjugate, negative = self.kind
+        t = torch.empty(0, dtype=dtype, device="cpu").set_(self.place.storage(), self.offset, size, stride)
+        t = torch.conj(t) if conjugate else t
+        return torch._neg_view(t) if negative else t
+
+
+def _kind(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]:
+    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
 
 
 class _Step:
@@ -216,10 +219,13 @@ class Tape(OperatorWatch):
             if results and not any(fresh):
                 return out  # views
             noted = self._note(args), self._note(kwargs)
-        variant = tried(func, args, kwargs, results, states) if results and all(fresh) else None
         if identity(func) in _NOTHING and _fills_memory():
             return self._constant(out)
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
+        variant = None
+        if results and all(fresh) and (found := variant_of(func, len(results))) is not None:
+            known = identity(func), *_described(noted[0]), *_described(noted[1].items()), *_described(operands)
+            variant = tried(found, known, args, kwargs, results, states)
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
             self._steps.append(_Step(func, *noted, operands, variant, casts))
@@ -579,10 +585,33 @@ class TapeProgram:
         return value
 
     def _operand(self, o: _Operand) -> torch.Tensor:
-        key = (o.place, o.size, o.stride, o.offset, o.dtype, o.conjugate, o.negative)
-        if key not in self._tensors:
-            self._tensors[key] = o.tensor()
-        return self._tensors[key]
+        key = (o.place, o.offset, o.kind)
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._tensors[key] = o.tensor()
+        return known
+
+
+def _described(noted: Any) -> list[Any]:
+    """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
+    them."""
+    found, plain = list[Any](), list[Any]()
+    _describe(noted, found, plain)
+    return [*found, repr(plain)] if plain else found
+
+
+def _describe(values: Any, found: list[Any], plain: list[Any]) -> None:
+    for value in values:
+        if type(value) is _Operand:
+            found.append(value.kind)
+        elif isinstance(value, torch.Tensor):
+            found.append(_kind(value))
+        elif isinstance(value, dict):
+            _describe(value.items(), found, plain)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, (_Operand, torch.Tensor)) for v in value):
+            _describe(value, found, plain)
+        else:
+            plain.append(value)
 
 
 def _numbers_of(call: partial[Any]) -> Iterator[float]:
@@ -672,7 +701,7 @@ class CpuDevice:
         tape.follow(dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value), collected():
+            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value):
                 result = call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

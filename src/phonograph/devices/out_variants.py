@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..identity import identity
-from ..operators import tensors_in
 from ..pool import row_of_bytes
 from ..torch_private import is_composite, storage_at
 
-__all__ = ["Variant", "tried"]
+__all__ = ["Variant", "tried", "variant_of"]
 
 
 class Variant(NamedTuple):
@@ -38,19 +37,23 @@ class Variant(NamedTuple):
 _tried: dict[Any, Variant | None] = {}
 
 
-def tried(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]) -> Variant | None:
-    """The variant of `func` that gave these `results` for these arguments; None if there is none that does.
-
-    Inputs are only read. `before` are the states of the random generators before `func` ran; they are left as they are.
-    """
+def variant_of(func: Any, results: int) -> Variant | None:
+    """The overload of `func` that could be one for so many results."""
     variant = _variant(func)
-    if variant is None or not (variant.one_list or len(variant.names) == len(results)):
-        return None
-    if any(t.is_conj() or t.is_neg() or t.layout is not torch.strided for t in results):
-        return None
-    key = (identity(func), *_described(args), *_described(kwargs), *_described(results))
+    return variant if variant is not None and (variant.one_list or len(variant.names) == results) else None
+
+
+def tried(
+    variant: Variant, key: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]
+) -> Variant | None:  # fmt: skip
+    """This variant of an operator, if it gives these `results` for these arguments. It is tried once for each `key`: the
+    operator, and all that its behaviour may depend on besides the values.
+
+    Inputs are only read. `before` are the states of the random generators before the operator ran; they are left as they are.
+    """
     if key not in _tried:
-        _tried[key] = variant if _agrees(variant, args, kwargs, results, before) else None
+        plain = not any(t.is_conj() or t.is_neg() or t.layout is not torch.strided for t in results)
+        _tried[key] = variant if plain and _agrees(variant, args, kwargs, results, before) else None
     return _tried[key]
 
 
@@ -107,15 +110,3 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     rows = [*map(row_of_bytes, (a, b))] if a.numel() else []
     return not rows or torch.equal(*rows)
-
-
-def _described(value: Any) -> tuple[Any, ...]:
-    """What a variant's behaviour may depend on besides the values: kinds and shapes, and the numbers among the arguments."""
-    found, plain = list[Any](), list[Any]()
-    for item in value.items() if isinstance(value, dict) else value:
-        tensors = tensors_in(item, [])
-        if not tensors:
-            plain.append(item)
-        for t in tensors:
-            found += (t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
-    return (*found, repr(plain)) if plain else tuple(found)
