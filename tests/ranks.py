@@ -225,6 +225,22 @@ def _in_a_subgroup():
     return in_a_subgroup, lambda n: [_numbers(n, 4)], list
 
 
+def _sends_in_a_subgroup():
+    """Who has not talked to each other in a group alone before."""
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(1, device=_device()), group=group)
+
+    def sends_in_a_subgroup(x):
+        y = torch.empty_like(x)
+        if dist.get_rank() == 0:
+            dist.send(x * 2, 1, group=group)
+        else:
+            dist.recv(y, 0, group=group)
+        return y + 1 if dist.get_rank() else x
+
+    return sends_in_a_subgroup, lambda n: [_numbers(n, 4)], list
+
+
 def all_gather_into_tensor(x):
     out = torch.empty(8, device=x.device)
     dist.all_gather_into_tensor(out, x * 2)
@@ -391,6 +407,18 @@ def coalesces(x):
         dist.all_reduce(b)
     manager.wait()
     return a * b
+
+
+def is_refused_within_a_group(x):
+    """What has begun there, or is only collected, is no part of what comes after."""
+    a, b = x * 2, x + 1
+    device = x.device if x.is_cuda else None
+    with dist.distributed_c10d._coalescing_manager(device=device, async_ops=True) as manager:
+        dist.all_reduce(a)
+        n = int(time.time() > 0)
+        dist.all_reduce(b)
+    manager.wait()
+    return a * b * n
 
 
 def barrier(x):
@@ -771,7 +799,7 @@ CASES = {
         functional_broadcast, functional_coalesced, functional_is_returned, differentiable, redistributes, sends, sends_a_batch,
         coalesces, barrier, gathers_objects, all_reduce_while_it_works, two_under_way, never_waits, asks_how_far_it_is,
         catches_what_fails, gathers_in_place, broadcast_of_indices, all_reduce_of_integers, all_reduce_coalesced,
-        sends_both_ways, functional_while_it_works,
+        sends_both_ways, functional_while_it_works, is_refused_within_a_group,
     )},
     "recorded_on_one_rank": _of_x(all_reduce, only=1),
     "gives_up_late": _of_x(gives_up_late, only=1),
@@ -788,6 +816,7 @@ CASES = {
     "pipeline_of_recorded_stages": Case(lambda: _pipeline(inner=True), inner=True),
     "data_parallel_of_a_recorded_module": Case(lambda: _data_parallel(inner=True), inner=True),
     "for_the_first_time": Case(_in_a_subgroup, warmup=0),
+    "sends_for_the_first_time": Case(_sends_in_a_subgroup, warmup=0),
     "splits_at_a_collective": _of_x(functional_all_reduce, fallback="split", split_at=["_c10d_functional::all_reduce",
                                                                      "_c10d_functional::wait_tensor"]),
     "splits": Case(_logs_and_reduces, fallback="split"),

@@ -629,6 +629,7 @@ def _capture(
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
+        watch.warm = terms.notes is not None
         watch.relies = snapshot.also
         watch.outermost = sys._getframe().f_code
         watch.has_backward = tracing is not None or isinstance(function, Backward)

@@ -150,6 +150,7 @@ class OperatorWatch(TorchDispatchMode):
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
         self.communicated = False  # with other ranks
+        self.warm = True  # whether such a call has run live before
         self._groups: dict[int, torch.device] = {}  # process groups in which a group of collectives has begun, by identity
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0

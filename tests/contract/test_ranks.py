@@ -29,11 +29,12 @@ OTHERS = (
     "broadcast_of_an_argument", "reduce_scatter", "all_to_all", "for_the_first_time", "functional_view", "functional_coalesced",
     "row_parallel_module", "column_parallel_module", "splits_at_a_collective", "all_reduce_while_it_works", "two_under_way",
     "gathers_in_place", "broadcast_of_indices", "all_reduce_of_integers", "functional_while_it_works", "gather", "scatter",
-    "sends_both_ways", "all_reduce_coalesced",
+    "sends_both_ways", "all_reduce_coalesced", "sends_for_the_first_time",
 )  # fmt: skip
 REFUSED = {
     "gathers_objects": r"communicates with other ranks \(all_gather_object\)",
     "never_waits": r"communicates with other ranks \(all_reduce\), and does not wait for what it begins",
+    "is_refused_within_a_group": r"reads the clock \(time\)",
     "catches_what_fails": r"communicates with other ranks \(all_reduce\), and an except or finally clause",
     "asks_how_far_it_is": r"asks how far a collective is \(is_completed\)",
 }

@@ -248,8 +248,6 @@ class Tape(OperatorWatch):
         if self.caught(any_kind=False):
             raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
-        for place in changed(self._before):
-            raise refusal(name, f" while {place} is changed for a time", "change it outside, around the call")
 
     def _exchange(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
         """A collective, which does not run now. Returns what stands for its result."""

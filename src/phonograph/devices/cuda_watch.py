@@ -67,6 +67,9 @@ _CUT = Refusal("draws random numbers from generators of compiled code's own, bef
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 
+_PAIRWISE = frozenset({"send", "recv"})
+
+
 class CudaWatch(OperatorWatch):
     """Watches one call. Its `cuts` are the live operators at which a graph ended and the next began, with what each reads and
     gives."""
@@ -209,6 +212,9 @@ class CudaWatch(OperatorWatch):
             raise refusal(m.name, f" with tensors that are not on {self.device}")
         if known.name != "wait_tensor":
             self._see_group(m.name, [*args, *kwargs.values()])
+            if known.name in _PAIRWISE and not self.warm:  # what two ranks alone share, begins with the first message
+                raise Unseen(f"communicates with other ranks ({known.name}) for the first time", "call it once before",
+                             final=False)  # fmt: skip
             said = f"{called(m.name)} at {users_line(sys._getframe(1))}"
             self.collectives[said] = self.collectives.get(said, 0) + 1
         self.communicated = True
