@@ -883,7 +883,8 @@ def _run(case: Case, record: bool) -> tuple[list[Any], Any]:
         versions = _versions(args, state)
         result = recorded(*args)
         moved = [now != was for now, was in zip(_versions(args, state), versions, strict=True)]
-        found.append(([*map(_values, _leaves(result))], [*map(_values, args)], [*map(_values, state())], moved))
+        kinds = [type(x).__name__ for x in _leaves(result)]
+        found.append(([*map(_values, _leaves(result)), kinds], [*map(_values, args)], [*map(_values, state())], moved))
     _now.pop()
     return found, _inner[0] if record and case.options.get("inner") else recorded
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .keys import NoSignature, plain_key
-from .torch_private import has_memory, inner_names, is_ordinary, is_shape, storage_id, waits_by_itself
+from .torch_private import has_memory, inner_names, is_ordinary, is_shape, is_under_way, storage_id
 
 __all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts_of_all", "storages"]
 
@@ -35,7 +35,7 @@ def parts_of_all(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
 def consists_of_parts(t: torch.Tensor) -> bool:
     """Whether a tensor that has no memory says of what it is made, and all of that has memory. (What a collective gives that
     goes on is none yet.)"""
-    if is_ordinary(t) or t.is_nested or waits_by_itself([type(t)]):
+    if is_ordinary(t) or t.is_nested or is_under_way(t):
         return False
     return all(x is not t and (has_memory(x) or is_shape(x)) for x in parts(t))
 

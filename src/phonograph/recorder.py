@@ -723,12 +723,12 @@ def _capture(
             result = (result, [seen[i].grad for i in gained])
             for i in gained:
                 seen[i].grad = None
+        wait_for_all(_leaves(result))  # only then each is known for what it is
         result, read = without(result, {*map(identity, built)})
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
         returned.append(Returned.of(result, edits, gained, built, outer | made_grads, filled))
         result = returned[0].leaves
         numbers[0] = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
-        wait_for_all(result)
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         functions.extend(listener.functions())
@@ -850,6 +850,12 @@ def _sealed(built: list[Any], held: list[dict[Any, Any] | None]) -> list[Any]:
         shape = flatten(c, leaves, Opening(others - {identity(c)})) if holds is None and not isinstance(c, tuple) else None
         found.append((shape, [*map(identity, leaves)]))
     return found
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(tree, leaves)
+    return leaves
 
 
 def _memory_in(tree: Any) -> set[int] | None:
