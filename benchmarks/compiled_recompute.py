@@ -2,23 +2,27 @@
 
     python benchmarks/compiled_recompute.py
 
-bf16, 2 x 256 tokens, AdamW(fused=True). The whole step is recorded with the compiled model inside, the compiled model as a
-pair, or compiled with the backend. All compile the same code: without donated buffers, which a pair needs. First each way runs
-eight steps from the same seeds, with deterministic algorithms; losses and weights are compared with the same compiled code
-live, by their bits. Then times are measured, without. How many calls were replayed is told: one that runs live is equal, too.
-By hand, the generators that compiled code keeps for itself are looked for and registered with the graph.
+bf16, 2 x 256 tokens, AdamW(fused=True), deterministic algorithms throughout. The whole step is recorded with the compiled model
+inside, the compiled model as a pair, or compiled with the backend. All compile the same code: without donated buffers, which a
+pair needs. Each way first runs eight steps from the same seeds; losses and weights are compared with those of the same compiled
+code live, by their bits. Then the same models are timed, taking turns. How many of the first calls were replayed is told: one
+that runs live is equal, too. By hand, the generators that compiled code keeps for itself are looked for and registered with the
+graph.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
 import harness
 import phonograph as pg
@@ -39,13 +43,20 @@ def job(device: str, compiled: Callable[[nn.Module], Any], **options: Any) -> Tr
     return gpt2(device, wrap, **options)
 
 
+def alone(model: nn.Module) -> Any:
+    """Compiled by itself: Inductor's code is shared by models of a class, and with it the generators that it keeps."""
+    return torch.compile(
+        model, backend=lambda graph, example: compile_fx(graph, example)
+    )  # Dynamo tells backends apart by identity
+
+
 def made(device: str, way: str) -> tuple[Training, Callable[..., Tensor], Callable[[], int]]:
     """The job, its step, and what says how many calls were replayed."""
     if way == "pair":
         found: list[Any] = []
 
         def pair(model: nn.Module) -> Any:
-            found.append(pg.record(torch.compile(model)))
+            found.append(pg.record(alone(model)))
             return found[0]
 
         training = job(device, pair)
@@ -53,42 +64,30 @@ def made(device: str, way: str) -> tuple[Training, Callable[..., Tensor], Callab
     if way == "backend":
         training = job(device, lambda model: torch.compile(model, backend=backend))
         return training, training.step, lambda: sum(pg.stats(graph).replayed for graph in graphs())
-    training = job(device, torch.compile)
+    training = job(device, alone)
     if way == "whole step":
         step = pg.record(training.step)
         return training, step, lambda: pg.stats(step).replayed
     return training, training.step, int
 
 
-def bits(device: str, way: str) -> tuple[list[Tensor], int]:
-    """Losses of some steps, and the weights after them; and how many calls were replayed."""
-    torch._dynamo.reset()
+@dataclass
+class Way:
+    """A job that has run its first steps."""
+
+    found: list[Tensor]  # losses of the first steps, and the weights after them
+    replayed: int
+    step: harness.Step
+
+
+def begun(device: str, way: str) -> Way:
+    """The job made, its first steps run."""
     training, step, replayed = made(device, way)
-    torch.manual_seed(1)
-    losses = [step(*batch).clone() for batch in itertools.islice(training.forever(), STEPS)]
-    return [*losses, *(p.detach().clone() for p in training.model.parameters())], replayed()
-
-
-def compare(report: harness.Report, device: str) -> bool:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        expected, _ = bits(device, "live")
-        again, _ = bits(device, "live")
-        report.figures["live is the same twice"] = all(map(torch.equal, expected, again))
-        for way in WAYS:
-            with harness.trying(report, f"bits of {way}"):
-                found, replayed = bits(device, way)
-                report.figures[f"{way}: equal"] = all(map(torch.equal, expected, found))
-                report.figures[f"{way}: replayed"] = replayed
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return all(report.figures.get(f"{way}: equal") for way in WAYS)
-
-
-def stepping(device: str, way: str) -> harness.Step:
-    training, step, _ = made(device, way)
     feed = training.forever()
-    return lambda: step(*next(feed))
+    torch.manual_seed(1)
+    losses = [step(*batch).clone() for batch in itertools.islice(feed, STEPS)]
+    weights = [p.detach().clone() for p in training.model.parameters()]
+    return Way([*losses, *weights], replayed(), lambda: step(*next(feed)))
 
 
 def own_generators() -> list[torch.Generator]:
@@ -98,7 +97,7 @@ def own_generators() -> list[torch.Generator]:
 
 
 def by_hand(device: str) -> harness.Step:
-    training = job(device, torch.compile, capturable=True)
+    training = job(device, alone, capturable=True)
     call = harness.by_hand(training.step, training.batches[0], generators=own_generators)
     feed = training.forever()
     return lambda: call(*next(feed))
@@ -114,14 +113,22 @@ def main() -> int:
     arguments = harness.parser(__doc__).parse_args()
     device = arguments.device
     torch._functorch.config.donated_buffer = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
     report = harness.Report(CLAIM, TARGET, arguments)
-    equal = compare(report, device)
-    torch._dynamo.reset()
+    begin = time.perf_counter()
+    ways: dict[str, Way] = {}
+    for way in ("live", *WAYS):
+        with harness.trying(report, way):
+            ways[way] = begun(device, way)
+            print(f"{way}: {STEPS} steps, after {time.perf_counter() - begin:.0f} s", flush=True)
+    for way in [way for way in WAYS if way in ways and "live" in ways]:
+        report.figures[f"{way}: equal"] = all(map(torch.equal, ways["live"].found, ways[way].found))
+        report.figures[f"{way}: replayed"] = ways[way].replayed
+    equal = all(report.figures.get(f"{way}: equal") for way in WAYS)
     methods: dict[str, Callable[[], harness.Step]] = {
-        "live": lambda: stepping(device, "live"),
-        "by hand": lambda: by_hand(device),
-        **{f"phonograph: {way}": lambda way=way: stepping(device, way) for way in WAYS},
+        ("live" if way == "live" else f"phonograph: {way}"): lambda begun=begun: begun.step for way, begun in ways.items()
     }
+    methods["by hand"] = lambda: by_hand(device)
     if not arguments.quick:
         methods["reduce-overhead"] = lambda: reduce_overhead(device)
     harness.measure(report, harness.prepare(report, methods))
