@@ -15,6 +15,8 @@ import phonograph
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
 """Examples that need another package."""
+ON_RANKS = {"several_gpus"}
+"""Those that torchrun starts."""
 
 
 def environment() -> dict[str, str]:
@@ -26,7 +28,8 @@ def environment() -> dict[str, str]:
 
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script)]
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if script.stem in ON_RANKS else []
+    command = [sys.executable, *launched, str(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
 
 
