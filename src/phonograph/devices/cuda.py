@@ -118,7 +118,7 @@ class _Ghost:
 
     def __init__(self, t: torch.Tensor) -> None:
         self.ref = weakref.ref(t)
-        self.storage = storage_id(t)
+        self.storages = frozenset((storage_id(t),))
         self._spot = Spot.of(t)
         self._lazy = [f for f, is_so in ((torch.conj, t.is_conj()), (torch._neg_view, t.is_neg())) if is_so]
 
