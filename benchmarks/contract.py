@@ -24,7 +24,7 @@ CLAIM = "contract"
 TARGET = "no test fails, whichever name the device has"
 ROOT = Path(__file__).parents[1]
 NAMES = {"cuda:0": "", "cuda": "cuda"}
-RANKS = "tests/contract/test_ranks.py"
+RANKS = ["tests/contract/test_ranks.py", "tests/contract/test_ends.py"]
 
 
 def counted(name: str, workers: int, *arguments: str) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def main() -> int:
     report = harness.Report(CLAIM, TARGET, arguments)
     plugins = ("-p", "no:cacheprovider", "-p", "no:benchmark")
     for name in NAMES:
-        report.figures[name] = counted(name, arguments.workers, *plugins, *arguments.tests, f"--ignore={RANKS}")
+        report.figures[name] = counted(name, arguments.workers, *plugins, *arguments.tests, *(f"--ignore={r}" for r in RANKS))
     if torch.cuda.device_count() > 1:
-        report.figures["two ranks"] = counted("cuda:0", 0, *plugins, RANKS)
+        report.figures["two ranks"] = counted("cuda:0", 0, *plugins, *RANKS)
     found = report.figures.values()
     report.decide(all(not one["failed"] and one["passed"] for one in found))
     return harness.finish(report)
