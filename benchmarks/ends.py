@@ -4,8 +4,8 @@
     python benchmarks/ends.py --device cpu --quick          # with gloo
 
 Two ranks start, record a function with a collective, replay it, and end: they destroy their group or do not, leave in mid-step,
-are interrupted, one raises, one is killed. Where the other waits for it in a replay, it has to end within the group's timeout and
-five seconds, and to say in what, and for whom.
+are interrupted, one raises, one is killed. Where the other waits for it in a replay, it has to end within the group's timeout
+and five seconds, and to say in what, and for whom.
 """
 
 from __future__ import annotations
