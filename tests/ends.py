@@ -5,6 +5,7 @@ twice). Writes `FOLDER/RANK.json`: how each has ended (a signal is a negative nu
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -131,6 +132,8 @@ WAYS = {way.__name__: way for way in (destroys, leaves, exits_in_a_step, raises_
 
 
 def _end(way: str, rank: int, backend: str, folder: Path) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it goes with the process that has forked it
     with (folder / f"{way}.{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -777,18 +778,31 @@ def _evicts_on_one_rank():
     return evicts_on_one_rank, lambda n: [_numbers(n, 4), n % 2 if dist.get_rank() == 1 else 0], list
 
 
-def _switched_off_on_one_rank():
-    def switched_off_on_one_rank(x):
-        y = x * 2
-        dist.all_reduce(y)
-        return y + 1
+def _skewed():
+    """Each rank runs live in calls that it chooses by chance, or drops its recordings, or is late. Large buffers, and small
+    ones, which NCCL treats in other ways."""
+    chance = random.Random(dist.get_rank())
+
+    def skewed(x):
+        results = []
+        for y in (x, x[:4]):
+            gathered, scattered = torch.empty(2 * len(y), device=y.device), torch.empty(len(y) // 2, device=y.device)
+            dist.all_gather_into_tensor(gathered, y * 2)
+            dist.reduce_scatter_tensor(scattered, y * 2)
+            results += [all_reduce(y), all_to_all_single(y), gathered, scattered]
+        return results
 
     def arguments(n):
-        if dist.get_rank() == 1:
-            os.environ["PHONOGRAPH"] = "off" if n == 3 else "on"
-        return [_numbers(n, 4)]
+        time.sleep(chance.random() / 200)
+        os.environ["PHONOGRAPH"] = "off" if chance.random() < 0.3 else "on"
+        if chance.random() < 0.1 and _now[-1] is not None:
+            import phonograph as pg
 
-    return switched_off_on_one_rank, arguments, list
+            pg.reset(_now[-1])
+        large = torch.arange(16 << 20 if _device().type == "cuda" else 64, device=_device()) % 251
+        return [large + 13.0 * dist.get_rank() + n]
+
+    return skewed, arguments, list
 
 
 CASES = {
@@ -832,7 +846,7 @@ CASES = {
     "differs_by_rank": Case(_differs_by_rank),
     "is_refused_on_one_rank": _fails_on_one_rank("value"),
     "runs_out_of_memory_on_one_rank": _fails_on_one_rank("memory"),
-    "switched_off_on_one_rank": Case(_switched_off_on_one_rank),
+    "skewed": Case(_skewed),
     "evicts_on_one_rank": Case(_evicts_on_one_rank, max_recordings=1),
 }  # fmt: skip
 

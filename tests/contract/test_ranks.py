@@ -136,16 +136,22 @@ def test_c23_ranks_may_do_what_they_do_in_different_calls(backend):
     assert mine["live"] < other["live"] < ranks.CALLS
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "case",
-    ["is_refused_on_one_rank", "runs_out_of_memory_on_one_rank", "evicts_on_one_rank", "switched_off_on_one_rank"],
-)
-def test_c23_one_rank_runs_live_where_the_other_replays(case):
-    mine, other = [told[case] for told in found("nccl")]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["is_refused_on_one_rank", "runs_out_of_memory_on_one_rank", "evicts_on_one_rank"])
+def test_c23_one_rank_runs_live_where_the_other_replays(case, backend):
+    if (backend, case) == ("gloo", "runs_out_of_memory_on_one_rank"):
+        pytest.skip("memory of the CPU does not run out in a test")
+    mine, other = [told[case] for told in found(backend)]
     assert (mine["wrong"], other["wrong"]) == ([], [])
     assert (mine["recorded"], mine["replayed"]) == (1, ranks.CALLS - 1)
     assert other["replayed"] < mine["replayed"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_ranks_replay_or_run_live_each_as_it_likes(backend):
+    for told in found(backend):
+        assert told["skewed"]["wrong"] == []
+        assert 0 < told["skewed"]["replayed"] < ranks.CALLS - 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
