@@ -52,7 +52,7 @@ def gpt2(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 2} if device == "cpu" else {}
+    small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 1024} if device == "cpu" else {}
     config = GPT2Config(n_positions=512, use_cache=False, **small)
     model = GPT2LMHeadModel(config).to(device, torch.bfloat16).train()
     called = wrap(model)

@@ -217,18 +217,20 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
         return
     found = None if kind is thing else own_dict(thing)
     own = {} if found is None else found
-    asked = [vars(base)[n] for base in kind.__mro__ for n in names & vars(base).keys() if isinstance(vars(base)[n], property)]
-    names = set(names).union(*(code.co_names for member in asked for code in _code_of(member)))  # (of two, `&` goes through the
-    # keys of a class if the other is a set)
+    spaces = [(base, vars(base)) for base in reversed(kind.__mro__)]
+    named = [names & space.keys() for _, space in spaces]
+    asked = [space[n] for (_, space), of in zip(spaces, named, strict=True) for n in of if isinstance(space[n], property)]
+    if asked:
+        names = set(names).union(*(code.co_names for member in asked for code in _code_of(member)))
+        named = [names & space.keys() for _, space in spaces]
     later: set[str] = set()  # what bases have, and a class before them may get
-    for base in reversed(kind.__mro__):
-        held = [n for n in names & vars(base).keys() if not n.startswith("__") and _is_plain(vars(base)[n])]
-        later.update(held)
-        yield from [Value(f"{path}.{n}", base, n) for n in sorted(later - (vars(base).keys() - set(held)))]
+    for (base, space), of in zip(spaces, named, strict=True):
+        held = {n for n in of if not n.startswith("__") and _is_plain(space[n])}
+        later |= held
+        yield from [Value(f"{path}.{n}", base, n) for n in sorted(n for n in later if n in held or n not in space)]
         if found is not None:  # where it is in the class only, the object may get one of its own
             yield from [Value(f"{path}.{n}", own, n) for n in sorted(held) if n not in own]
-    held = [n for n in names & own.keys() if _is_plain(own[n])]
-    yield from [Value(f"{path}.{n}", own, n) for n in sorted(held)]
+    yield from [Value(f"{path}.{n}", own, n) for n in sorted(n for n in names & own.keys() if _is_plain(own[n]))]
 
 
 def _code_of(member: Any) -> list[CodeType]:

@@ -23,7 +23,7 @@ class Spans:
     def __init__(self, pieces: Iterable[tuple[int, int]] = ()) -> None:
         starts: list[int] = []
         ends: list[int] = []
-        for start, length in sorted(p for p in pieces if p[1] > 0):
+        for start, length in sorted([p for p in pieces if p[1] > 0]):
             if ends and start <= ends[-1]:
                 ends[-1] = max(ends[-1], start + length)
             else:
