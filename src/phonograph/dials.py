@@ -34,18 +34,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
+from .errors import Unseen
 from .formulas import Formula, Given, Values, Worked, written
 from .identity import identity
 from .introspection import takes_parameters_only
 from .mentions import LIVE
 from .places import Spot
 from .reach import Reach
-from .step_counts import StepCounts, single
+from .step_counts import StepCounts, begins, single
+from .tallies import LARGEST, Followed, Tally, said
 from .torch_private import on_thread_of_autograds, optimizer_hooks, step_hooks, steps_captured, steps_itself
 from .where import is_ours, is_torchs
 
@@ -56,16 +59,21 @@ _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", 
 _FLOATS = {float}
 _NO_NUMBER = (ArithmeticError, TypeError, ValueError)  # by what formulas raise that eager would not have come to
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
+_MAY_FAIL = frozenset({"__truediv__", "__rtruediv__", "__pow__", "__rpow__"})  # for some numbers
 _random = random.Random(0)  # our own: the user's generator is not touched
 
 
-class Dial(float):
+class Dial(float, Followed):
     """A probe: its float value is meaningless, `formula` says what it stands for. What would make another thing of it gets the
     real number, and then it is not followed."""
 
     __slots__ = ("dials", "formula")
     dials: Dials
     formula: Formula
+
+    @property
+    def said(self) -> Any:
+        return Dial, self.probe
 
     def __reduce__(self) -> Any:
         return (float, (self.as_plain("is copied") if self.wide else self.formula(self.dials.values),))
@@ -108,29 +116,26 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
         if isinstance(other, complex):
             number = self.as_plain("meets a complex number")
             return function(other, number) if swapped else function(number, other)
-        if not isinstance(other, (int, float)):
+        if isinstance(other, Tally) or not isinstance(other, (int, float)):
             return NotImplemented
         theirs = other.formula if isinstance(other, Dial) else other
         formula = Worked(function, theirs, self.formula) if swapped else Worked(function, self.formula, theirs)
         wide = self.wide or (isinstance(other, Dial) and other.wide)
-        return self.dials.derive((name, self.probe, _said(other)), lambda: plain(self, other), formula, wide)
+        if wide and name in _MAY_FAIL:
+            self.dials.may_fail((name, self.probe, said(other)), formula)
+        return self.dials.derive((name, self.probe, said(other)), lambda: plain(self, other), formula, wide)
 
     return method
-
-
-def _said(other: Any) -> Any:
-    """A number, or for what a dial stands: by which arithmetic is the same."""
-    return (Dial, other.probe) if isinstance(other, Dial) else (type(other), repr(other))
 
 
 def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
     def method(self: Dial, other: Any) -> Any:
         if isinstance(other, complex):
             return function(self.as_plain("meets a complex number"), other)
-        if not isinstance(other, (int, float)):
+        if isinstance(other, Tally) or not isinstance(other, (int, float)):
             return NotImplemented
         theirs = other.formula if isinstance(other, Dial) else other
-        return self.dials.decide((name, self.probe, _said(other)), Worked(function, self.formula, theirs))
+        return self.dials.decide((name, self.probe, said(other)), Worked(function, self.formula, theirs))
 
     return method
 
@@ -160,7 +165,7 @@ def _taken_apart(name: str) -> property:
 
 def reals(value: Any, why: str) -> Any:
     """The same with real numbers in the place of dials, which are not followed then."""
-    if isinstance(value, Dial):
+    if isinstance(value, (Dial, Tally)):
         return value.as_plain(why)
     if type(value) in (list, tuple):
         return type(value)([reals(v, why) for v in value])
@@ -263,6 +268,11 @@ class Dials:
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._at_spots: Values = tuple(self._seen_last)
+        self._kinds = [*map(type, self._seen_last)]
+        self._tallies: dict[int, Tally] = {}
+        self._become: dict[int, Formula | int | float] = {}
+        """What the call leaves at spots, where that is something else than what it has found there."""
+        self._leave: Callable[[Values], tuple[Any, ...]] | None = None
         self._counts_from = len(self._of) + len(self.spots)
         self._length = self._counts_from + len(set(counts.of))
         self.values: Values = (*self._settings, *self._at_spots, *(counts.values() or ()))
@@ -285,7 +295,9 @@ class Dials:
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
-        """The identities of the numbers that were at those spots which the program follows."""
+        """The identities of the floats that were at those spots which the program follows."""
+        self.whole: set[tuple[int, Any]] = set()
+        """Where there are whole numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
@@ -299,9 +311,35 @@ class Dials:
         """The dial of the i-th value."""
         return self.derive(("source", i), _probe, Given(i, self._touched), len(self._of) <= i < self._counts_from)
 
-    def spot(self, i: int) -> Dial:
-        """The dial of what lies at the i-th spot."""
-        return self.source(len(self._of) + i)
+    def spot(self, i: int) -> Dial | Tally:
+        """What stands for the number at the i-th spot."""
+        if self._kinds[i] is float:
+            return self.source(len(self._of) + i)
+        if i not in self._tallies:
+            self._tallies[i] = Tally(self, i, Given(len(self._of) + i, self._touched), self._seen_last[i])
+        return self._tallies[i]
+
+    def derive_float(self, key: Any, formula: Formula) -> Dial:
+        """The dial of what is worked out of a tally."""
+        return self.derive(key, _probe, formula, wide=True)
+
+    def left(self) -> None:
+        """The call is over: what it has left at spots is noted, and put back."""
+        for i, spot in enumerate(self.spots):
+            now, stood = spot.get(), self.spot(i)
+            if now is not stood and (isinstance(now, (Dial, Tally)) or type(now) in (int, float)):
+                self._become[i] = now.formula if isinstance(now, Followed) else now
+                spot.put(stood)
+
+    @property
+    def deciding(self) -> str:
+        """What it is that decides otherwise, where it does not fit."""
+        return "a number by which it goes on" if self.spots else "a hyper-parameter that decides what the optimizer does"
+
+    @property
+    def advanced(self) -> list[Spot]:
+        """Where replays leave other numbers."""
+        return [self.spots[i] for i in self._become]
 
     def derive(self, key: Any, probe: Callable[[], Any], formula: Formula, wide: bool = False) -> Dial:
         """The dial for a formula, of which the key says what it is: with this probe, if it is `_telling`."""
@@ -364,6 +402,14 @@ class Dials:
         outcome = bool(formula(self.values))
         self._conditions.setdefault(key, (formula, outcome))
         return outcome
+
+    def may_fail(self, key: Any, formula: Worked) -> None:
+        """Let an operation raise what it raises live: that is decided by the real values, too."""
+        try:
+            formula(self.values)
+        except _NO_NUMBER:
+            self.decide(("fails", key), Worked(partial(_fails, formula.function), *formula.of))
+            raise
 
     def see(self, number: Any) -> None:
         """An operator got this number as an argument."""
@@ -437,7 +483,15 @@ class Dials:
         self._settled = _Settled(_numbers_of(turning, self.formulas), every[0], _decisions(deciding), every[1])
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
-        self.marks = {identity(mark) for i, mark in enumerate(self._seen_last) if len(self._of) + i in touched}
+        for i, formula in self._become.items():
+            touched.add(len(self._of) + i)
+            if isinstance(formula, (Given, Worked)):
+                self._turns(formula, touched)
+        self._leave = written(map(_as_formula, self._become.values())) if self._become else None
+        self._tallies = {}
+        self.marks = {identity(mark) for i, mark in enumerate(self._seen_last)
+                      if len(self._of) + i in touched and type(mark) is float}  # fmt: skip
+        self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is int}
         baked = {of for i, of in enumerate(self._of) if i not in touched}
         self.followed = {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
 
@@ -481,7 +535,8 @@ class Dials:
             there = [spot.get() for spot in self.spots]
             if not all(map(operator.is_, there, self._seen_last)):
                 self._seen_last, self._stale = there, True
-                self._at_spots = tuple(there) if {*map(type, there)} == {float} else ()
+                exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
+                self._at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()
         before = self.values
         self.values = (*self._settings, *self._at_spots, *counts) if counts is not None else ()
         return before != self.values or _bits(before) != _bits(self.values)
@@ -508,6 +563,21 @@ class Dials:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
         become, places = self._moves[segment]
         self.counts.put([*zip(become(self.values), places, strict=True)])
+        if self._leave is not None and segment == -1:
+            for i, number in zip(self._become, self._leave(self.values), strict=True):
+                self.spots[i].put(number)
+
+
+def _fails(function: Callable[..., Any], *of: Any) -> bool:
+    try:
+        function(*of)
+    except _NO_NUMBER:
+        return True
+    return False
+
+
+def _as_formula(x: Formula | int | float) -> Formula:
+    return x if isinstance(x, (Given, Worked)) else Worked(lambda: x)
 
 
 def _none(values: Values) -> Any:
@@ -601,10 +671,12 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     values = (v * 1.0 for v in dials._settings)
     marks = [_like(v, values) for v in real]
 
-    def put(now: Sequence[Any], then: Sequence[Any], begins: bool) -> Callable[..., None]:
+    def put(now: Sequence[Any], then: Sequence[Any], before: bool) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            dials.stepping(begins)
-            dials.in_step = begins
+            if before and begins(optimizer):
+                raise Unseen("steps an optimizer for the first time", "call it once before", final=False)
+            dials.stepping(before)
+            dials.in_step = before
             if dials.sources and (len(args) > 1 or kwargs):
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):

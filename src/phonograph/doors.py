@@ -288,6 +288,10 @@ class Room:
         """Of each parameter, what is there, by identity."""
         return [(p, self.of(p)) for p in dict.keys(self._inside)]
 
+    def opened(self) -> None:
+        """Something in it is replaced."""
+        states.opened()
+
     def of(self, p: Any) -> tuple[int, ...]:
         """What is there of one parameter, by identity."""
         found = dict.get(self._inside, p)

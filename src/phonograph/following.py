@@ -22,7 +22,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -34,8 +34,9 @@ from torch.overrides import TorchFunctionMode
 from .dials import Dial, Dials, reals
 from .errors import Refusal
 from .formulas import Worked
-from .places import Spot
+from .places import Holder, Spot
 from .reach import Reach
+from .tallies import Followed, Tally, said
 from .torch_private import ran_compiled, uncompiled
 from .where import is_ours, is_torchs, is_users
 
@@ -89,6 +90,7 @@ class Following:
         """By the names of those that cannot be followed: why."""
         self.arguments: set[Any] = set()
         """Those that are arguments: (the structure of all arguments, the place)."""
+        self._advanced: set[At] = set()
         self._fixed: set[Any] = set()
         self._differed: Counter[Any] = Counter()
 
@@ -105,8 +107,19 @@ class Following:
     def want(self, changed: Iterable[tuple[At, str]]) -> None:
         self._wanted.update((at, name) for at, name in changed if self._failed[at] < _TRIES)
 
+    def advances(self, set_there: Iterable[tuple[At, str]], baked: Set[At]) -> bool:
+        """A call sets numbers there. Whether some of them are to be followed that were not."""
+        new = {at: name for at, name in set_there if at not in self._wanted and at not in baked and self._failed[at] < _TRIES}
+        self._wanted |= new
+        self._advanced |= new.keys()
+        return bool(new)
+
     def wanted(self) -> frozenset[At]:
         return frozenset(self._wanted)
+
+    def doubtful(self) -> frozenset[At]:
+        """Those without which it may be possible to record what cannot be with them."""
+        return self.wanted() - self._advanced
 
     def fail(self, at: At, why: str) -> None:
         """A capture has shown that it cannot be followed, at least now."""
@@ -154,11 +167,21 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
             continue
         values = holder.read()
         for i, value in enumerate(values):
-            if type(value) is float and (spot := holder.spot(i, values)).at in wanted and spot.at not in found:
-                found[spot.at] = spot
+            if type(value) in (int, float) and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
+                found.setdefault(spot.at, spot)
     for spot in found.values():
-        spot.put(spot.get() * 1.0)
+        spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]
+
+
+def _spot(holder: Holder, i: int, values: tuple[Any, ...]) -> Spot | None:
+    """Where the i-th of these values lies. How many there are lies nowhere."""
+    assert holder.spot is not None
+    try:
+        spot = holder.spot(i, values)
+        return spot if spot.get() is values[i] else None
+    except (IndexError, TypeError):
+        return None
 
 
 def is_compiled(x: Any) -> bool:
@@ -215,7 +238,8 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
-        if name in _PLAIN and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
+        whole = any(type(x) is Tally for x in dials)
+        if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
             return func(*args, **kwargs)
         why = f"is given to {name}" + (", through which gradients go" if graded else "")
         return func(*reals(args, why), **reals(kwargs, why))
@@ -227,8 +251,8 @@ def _backward(
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _dials_in(value: Any) -> Iterator[Dial]:
-    if type(value) is Dial:
+def _dials_in(value: Any) -> Iterator[Dial | Tally]:
+    if type(value) in (Dial, Tally):
         yield value
     elif type(value) in (list, tuple):
         for v in value:
@@ -266,16 +290,21 @@ def _derived(dials: Dials, function: Any) -> Any:
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         given = [*_dials_in((args, kwargs))]
-        if not any(x.wide for x in given):
+        if not any(type(x) is Tally or x.wide for x in given):
             return function(*args, **kwargs)
-        if kwargs or len(given) != sum(isinstance(x, Dial) for x in args) or function.__name__ in _NO_FLOATS:
+        if kwargs or len(given) != sum(isinstance(x, Followed) for x in args) or function.__name__ in _NO_FLOATS:
             why = f"is given to math.{function.__name__}"
             return function(*reals(args, why), **reals(kwargs, why))
-        key = (function.__name__, tuple([(Dial, x.probe) if isinstance(x, Dial) else (type(x), repr(x)) for x in args]))
-        formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Dial) else x for x in args]))
-        return dials.derive(key, lambda: function(*[x.probe if isinstance(x, Dial) else x for x in args]), formula, wide=True)
+        key = (function.__name__, tuple(map(said, args)))
+        formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args]))
+        return dials.derive(key, lambda: function(*map(_stands, args)), formula, wide=True)
 
     return called
+
+
+def _stands(x: Any) -> Any:
+    """By what it is told which of several forms of a number a program holds."""
+    return x.probe if isinstance(x, Dial) else x.value if type(x) is Tally else x
 
 
 def _unseen_by(code: CodeType) -> frozenset[str]:

@@ -305,7 +305,34 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
     def tables() -> list[dict[Any, Any]]:
         return [one for one in dict.values(d[name]) if isinstance(one, dict)]
 
-    return Holder(path, read, restore, named=named, part=Part(held, held_of, named), tables=tables, behind=behind)
+    def spot(i: int, flat: Values) -> Spot:
+        """Of what the inner ones hold."""
+        for one in dict.values(d[name]):
+            n = len(one) if isinstance(one, dict) else 0
+            if isinstance(one, dict) and n < i <= 2 * n:
+                return _told_of(item(one, flat[i - n]), behind)
+            i, flat = (i - 1 - 2 * n, flat[1 + 2 * n :]) if isinstance(one, dict) else (i - 1, flat[1:])
+        raise IndexError(i)
+
+    def spot_of_all(i: int, values: Values) -> Spot:
+        return spot(i - 2 - 2 * values[1], values[2 + 2 * values[1] :])
+
+    def spot_of_some(i: int, values: Values) -> Spot:
+        n = len(d[name])
+        return spot(i - n, values[n:])
+
+    part = Part(held, held_of, named, spot_of_some)
+    return Holder(path, read, restore, named=named, part=part, tables=tables, behind=behind, spot=spot_of_all)
+
+
+def _told_of(spot: Spot, behind: Any) -> Spot:
+    """It lies behind a door: that is told where it is replaced."""
+
+    def put(value: Any) -> None:
+        spot.put(value)
+        behind.opened()
+
+    return spot._replace(put=put)
 
 
 def _flat(value: Any) -> Values:

@@ -77,6 +77,7 @@ class Player:
         self._written = [(i, s.tensor, once(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
+        self._settings = [(one.spot.put, one.new) for one in recording.settings]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
         if isinstance(recording.program, Segments):
@@ -102,7 +103,8 @@ class Player:
         recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
         self._dials = recording.reliances.dials or None
         self._turned = False
-        self._steps = recording.reliances.dials if recording.reliances.dials.counts else None
+        dials = recording.reliances.dials
+        self._steps = dials if dials.counts or dials.advanced else None
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
@@ -156,7 +158,7 @@ class Player:
         if dials is not None:
             self._turned = dials.turned() or self._turned
             if self._turned and not dials.fit():
-                return "a hyper-parameter that decides what the optimizer does"
+                return dials.deciding
         broken = self.recording.reliances.broken()
         if broken is None and self._grads is not None and not self._grads.fit():
             return GRAD
@@ -269,6 +271,8 @@ class Player:
         """What the call counts on the host, in attributes and for its optimizers, is counted."""
         if self._counts:
             advance(self._counts)
+        for put, value in self._settings:
+            put(value)
         if self._steps is not None:
             self._steps.advance()
 

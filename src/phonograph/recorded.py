@@ -1042,6 +1042,8 @@ class Recorded(Observed, Generic[P, R]):
                     raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
                 if recording.left.counts and self.options.verify:
                     raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
+                if (recording.reliances.dials.advanced or recording.settings) and self.options.verify:
+                    raise Refusal("sets an attribute, which verify would do twice", "record it without verify")
                 if (appended := [put.path for put in recording.left.puts if put.name is APPENDED]) and self.options.verify:
                     raise Refusal(f"appends to {appended[0]}, which verify would do twice", "record it without verify")
                 return recording

@@ -56,11 +56,12 @@ from .ranks import follow_program
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
 from .release import Release
-from .reliance import Grads, Reliances, Snapshot, not_heard
+from .reliance import Grads, Reliances, Setting, Snapshot, not_heard
 from .returned import Returned
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
+from .tallies import Tally
 from .torch_private import (
     coalesces,
     has_memory,
@@ -165,10 +166,10 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             terms = replace(terms, baked=terms.baked | e.spots.keys())
         except _ReadAgain:
             terms = replace(terms, retain=True)
-        except Again:
+        except (Again, _Advances):
             continue
         except Refusal as e:
-            followed = terms.following.wanted() - terms.baked if terms.following is not None else frozenset()
+            followed = terms.following.doubtful() - terms.baked if terms.following is not None else frozenset()
             if not followed or isinstance(e, (Attached, Decides, Elsewhere, Fixed)):
                 raise
             e.let_go()  # perhaps it is only because of what stood in the place of numbers
@@ -186,7 +187,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     """As `record`, on these very terms.
 
     Raises:
-        _Unfollowed, Unfollowed, _ReadAgain: on others it may be possible.
+        _Unfollowed, Unfollowed, _Advances, _ReadAgain: on others it may be possible.
     """
     tracing = terms.tracing
     _check(reach, call, tracing is not None)
@@ -222,6 +223,16 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                 raise Refusal("writes a tensor that shares memory with an array it can read", "read it as a tensor")
         left: Left = captured.left
         changes = snapshot.changes()  # `self.seen = []` is none
+        settings: list[Setting] = []
+        if changes and whole and not captured.watch.parts:
+            settings = snapshot.settings()
+            numbers = [(one.spot.at, one.path) for one in settings if one.number]
+            if terms.following.advances(numbers, terms.baked):  # type: ignore[union-attr]
+                raise _Advances
+            settings = [] if numbers else settings
+            for one in settings:
+                one.spot.put(one.old)
+            changes = snapshot.changes() if settings else changes
         relied = None if changes else _relied(captured, reach, terms.carried)
         changes += left.paths if relied is None else []
         seen = [p.path for p in left.puts if terms.carried.has(p.of, p.name) or p in left.items] if captured.watch.parts else []
@@ -278,7 +289,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         if captured.watch.parts and terms.notes is not None and not terms.notes.turned <= dials.followed:
             raise Refusal("calls a function that is marked @pg.live and sets a hyper-parameter which cannot be followed",
                           "set it outside")  # fmt: skip
-    not_heard(left.owners)
+    set_there = [*dials.advanced, *(one.spot for one in settings)]
+    not_heard([*map(identity, left.owners), *(spot.at[0] for spot in set_there)])
     return Recording(
         name=name,
         key=call.key,
@@ -292,7 +304,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in leases.values()),
         reliances=Reliances(relied, snapshot, grads, dials, function.fixed if isinstance(function, Backward) else frozenset()),
         written_outside=_written_outside(captured.watch),
-        effects=_effects(captured.watch, slots, grads, left, captured.returned),
+        effects=f"sets {set_there[0].at[1]}" if set_there else _effects(captured.watch, slots, grads, left, captured.returned),
         draws=captured.watch.drew,
         drops_out=captured.watch.drops_out,
         communicates=captured.watch.communicated,
@@ -308,6 +320,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         gained=captured.returned.gained,
         written=captured.returned.written,
         numbers=captured.numbers,
+        settings=tuple(settings),
     )
 
 
@@ -361,7 +374,7 @@ def _all_followed(dials: Dials, captured: Any, reach: Reach) -> None:
     leaves: list[Any] = []
     flatten(captured.result, leaves)
     for leaf in leaves:
-        if isinstance(leaf, Dial):
+        if isinstance(leaf, (Dial, Tally)):
             dials.stray(leaf.formula, "is returned")
     training = all(m.training for m in reach.modules)
     judged(dials, captured.ran, captured.sets_hooks, () if captured.known is not None else reach.met, training)
@@ -569,6 +582,10 @@ class _Unfollowed(Exception):
         self.fewer = fewer
 
 
+class _Advances(Exception):
+    """A capture is taken back and made again: it has advanced numbers, which are to be followed."""
+
+
 class _ReadAgain(Exception):
     """A capture is taken back and made again: it has read what it had given back, or a replay may have to begin again."""
 
@@ -690,6 +707,7 @@ def _capture(
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
+        dials.left()
         edited = _edits(call, (args, kwargs), leaves, built, held, sealed)
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in said:

@@ -12,7 +12,7 @@ import torch
 from .identity import identity
 from .left import Left
 from .pool import Lease
-from .reliance import Reliances
+from .reliance import Reliances, Setting
 from .spans import Spans
 from .trees import Edit, Node
 from .views import View
@@ -204,6 +204,7 @@ class Recording:
     gained: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
+    settings: tuple[Setting, ...] = ()
     releases: frozenset[Lease] = frozenset()
     reads: Any = field(default=None, repr=False)
     lent: Spans = field(default_factory=Spans, repr=False)
@@ -223,7 +224,7 @@ class Recording:
             f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
             f"  slots: {slots}\n  outputs: {outs}\n"
             + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
-            + "".join(f"  sets {path}\n" for path in self.left.paths)
+            + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
             + f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
         )
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import cycle
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,16 +36,17 @@ from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
 from .parts import consists_of_parts, parts, parts_of_all, storages
-from .places import Holder
+from .places import Holder, Spot
 from .randomness import share_state
 from .reach import Reach
 from .signature import modes
+from .tallies import Followed
 from .torch_private import address, alias, bump, has_memory, is_ordinary, tensor_check, use_count
 from .versions import Versions, at_one_glance, tell
 from .where import written_out
 
-__all__ = ["Entries", "Grads", "Reliances", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same", "state_of",
-           "which"]  # fmt: skip
+__all__ = ["Entries", "Grads", "Reliances", "Setting", "Snapshot", "changed", "is_heard_of", "not_heard", "relied", "same",
+           "state_of", "which"]  # fmt: skip
 
 _HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # so many that are watched are looked at in rotation...
 _PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
@@ -70,6 +71,20 @@ def same(a: Any, b: Any) -> bool:
         return bool(plain_key(a) == plain_key(b))
     except NoSignature:
         return False
+
+
+class Setting(NamedTuple):
+    """A call has set a plain value where another was: perhaps a number, or what stands for one."""
+
+    path: str
+    spot: Spot
+    old: Any
+    new: Any
+    number: bool
+
+
+_NUMBERS = (int, float)
+_PLAIN = frozenset({bool, str, type(None)})
 
 
 class Snapshot:
@@ -103,6 +118,22 @@ class Snapshot:
                     found.append(_name(holder, old, now))
         states = _states([t for _, t, _ in self.tensors])
         return found + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
+
+    def settings(self) -> list[Setting]:
+        """Where there are other plain values now; none if anything else has changed."""
+        found = []
+        for holder, old in zip(self.holders, self.values, strict=True):
+            now = holder.read()
+            if len(now) != len(old):
+                return []
+            for i, (a, b) in enumerate(zip(old, now, strict=True)):
+                if a is not b and not _equal(a, b):
+                    number = type(a) in _NUMBERS and (type(b) in _NUMBERS or isinstance(b, Followed))
+                    if holder.spot is None or not (number or {type(a), type(b)} <= _PLAIN):
+                        return []
+                    found.append(Setting(holder.label(i, now), holder.spot(i, now), a, b, number))
+        states = _states([t for _, t, _ in self.tensors])
+        return found if all(now == state for (_, _, state), now in zip(self.tensors, states, strict=True)) else []
 
     def restore(self) -> None:
         """Put every changed place back as it was, and make every changed tensor again what it was."""
@@ -497,7 +528,7 @@ class Reliances(Entries):
         live = dials.followed
         self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        super().__init__([_relied(h, values, dials.marks) for h, values in read if h.dial not in live], reach.shared)
+        super().__init__([_relied(h, values, dials) for h, values in read if h.dial not in live], reach.shared)
         self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
@@ -685,10 +716,10 @@ _all: weakref.WeakSet[Reliances] = weakref.WeakSet()
 _unheard: set[int] = set()  # identities of objects, in whose dictionaries replays set attributes
 
 
-def not_heard(things: Iterable[object]) -> None:
-    """Replays will set attributes of these objects, and the witness does not hear of it: whoever relies on their attributes has
-    to look by himself."""
-    new = {*map(identity, things)} - _unheard
+def not_heard(things: Iterable[int]) -> None:
+    """Replays will set attributes of the objects with these identities, or their items, and the witness does not hear of it:
+    whoever relies on those has to look by himself."""
+    new = {*things} - _unheard
     if new:
         _unheard.update(new)
         for reliances in _all:
@@ -717,11 +748,13 @@ def relied(holder: Holder) -> Holder:
     return holder if part is None else holder._replace(read=part.read, named=part.named, spot=part.spot)
 
 
-def _relied(holder: Holder, values: tuple[Any, ...], followed: Set[int]) -> list[Any]:
-    """What is relied on of a place, but for those of its values that are `followed`."""
+def _relied(holder: Holder, values: tuple[Any, ...], dials: Dials) -> list[Any]:
+    """What is relied on of a place, but for those of its values that are followed."""
     part = relied(holder)
     saved = values if holder.part is None else holder.part.of(values)
-    left_out = [i for i, value in enumerate(saved) if type(value) is float and identity(value) in followed]
+    left_out = [i for i, value in enumerate(saved) if type(value) is float and identity(value) in dials.marks]
+    if dials.whole and (spot := part.spot) is not None:
+        left_out += [i for i, value in enumerate(saved) if type(value) is int and _lies_at(spot, i, saved, dials.whole)]
     if not left_out:
         return [part, part.read, saved]
     whole = part.read
@@ -734,6 +767,14 @@ def _relied(holder: Holder, values: tuple[Any, ...], followed: Set[int]) -> list
         return tuple(now)
 
     return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
+
+
+def _lies_at(spot: Any, i: int, values: tuple[Any, ...], places: Set[Any]) -> bool:
+    """Whether the i-th of these values is one of those that lie there. (How many there are of something lies nowhere.)"""
+    try:
+        return spot(i, values).at in places
+    except (IndexError, TypeError):
+        return False
 
 
 def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], list[Any]]:

@@ -22,7 +22,7 @@ import torch
 
 from .identity import identity
 
-__all__ = ["StepCounts", "single"]
+__all__ = ["StepCounts", "begins", "single"]
 
 _KEPT = ("step", "mu_product")  # what is kept so; the latter by NAdam, the product of its momenta
 _KEEPING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad",
@@ -37,6 +37,14 @@ _value: Any = attrgetter("value")
 def single(x: float) -> float:
     """The float32 next to this number."""
     return ctypes.c_float(x).value
+
+
+def begins(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step would make counts, because it is the first for some parameter."""
+    if type(optimizer) not in _KEEPING:
+        return False
+    state = optimizer.state
+    return any(not (state.get(p)) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 class StepCounts:

@@ -407,14 +407,13 @@ def test_c09_the_function_finds_what_it_was_given(device):
         assert state.t == 0.25 + n / 64
 
 
-def test_c09_what_the_function_sets_itself_is_no_number_to_follow(device):
+def test_c09_what_the_function_sets_itself_is_followed_and_set_by_replays(device):
     def f(x, w, s):
         y = x * s.t
         s.t = 0.5
         return y * s.t
 
-    with pytest.warns(pg.RunsLive):
-        alongside(device, reading(f, t=0.25), lambda s, n: setattr(s, "t", 0.25 + n / 64), 12)
+    assert_followed(alongside(device, reading(f, t=0.25), lambda s, n: setattr(s, "t", 0.25 + n / 64), 12), 12)
 
 
 def test_c09_a_function_that_imports_from_math(device):

@@ -513,7 +513,7 @@ def test_c06_a_model_that_needs_the_host_under_autocast(device, dtype):
             y.float().square().mean().backward()
             seen.append([y.detach().clone(), *(p.grad.clone() for p in m.parameters())])
         assert_same(*seen, f"call {n}: ")
-    assert pg.stats(ours).replayed >= 6, pg.explain(ours)
+    assert pg.stats(ours).replayed >= 5, pg.explain(ours)  # a process may use a library for the first time here
 
 
 @torch.library.custom_op("phonograph_tests::cast_before", mutates_args=())

@@ -1,0 +1,159 @@
+"""Numbers that a call advances, and by which it may go on: ``self.total_it += 1``, ``group["k"] = k + 1``.
+
+What a call leaves where such a number was is worked out of what it has found there, and so is each decision that it takes by
+it (``if self.total_it % self.policy_freq == 0:``). A capture puts a `Tally` in the place of a whole number: it has the real
+value, and remembers the arithmetic that is done with it. Decisions are conditions of the recording, as those by a dial are
+(`dials`): each kind of call has a recording of its own. A replay leaves there what the call would have left.
+
+A tally is no `int`, so that no code in C takes it for one: whoever needs one gets the real value, and then it is not followed.
+A float that is worked out of it (``beta ** step``) is a dial.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .formulas import Formula, Worked
+
+__all__ = ["LARGEST", "Followed", "Tally", "said"]
+
+LARGEST = 2**53  # beyond, a float is not exact
+
+
+class Followed:
+    """What stands for a number, and says by what `formula` that is worked out."""
+
+    __slots__ = ()
+    formula: Formula
+
+    @property
+    def said(self) -> Any:
+        """By which arithmetic with it is the same."""
+        raise NotImplementedError
+
+
+class Tally(Followed):
+    """A whole number: its `value` now, and the `formula` by which it is worked out."""
+
+    __slots__ = ("__weakref__", "_key", "dials", "formula", "value")
+    __array_ufunc__ = None  # NumPy's numbers leave arithmetic to this
+
+    def __init__(self, dials: Any, key: Any, formula: Formula, value: int) -> None:
+        self.dials, self._key, self.formula, self.value = dials, key, formula, value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return int
+
+    @property
+    def said(self) -> Any:
+        return Tally, self._key
+
+    def as_plain(self, why: str) -> int:
+        """The number that it stands for, which is not followed then."""
+        self.dials.stray(self.formula, why)
+        return self.value
+
+    def __bool__(self) -> bool:
+        return bool(self.dials.decide((self.said, "__bool__"), self.formula))
+
+    def __hash__(self) -> int:
+        return hash(self.as_plain("is looked up"))
+
+    def __copy__(self) -> Tally:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Tally:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return int, (self.as_plain("is copied"),)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.as_plain("is taken apart"), name)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self if digits is None else round(self.as_plain("is rounded"), digits)
+
+
+def said(x: Any) -> Any:
+    """A number, or for what it stands: by which arithmetic is the same."""
+    return x.said if isinstance(x, Followed) else (type(x), repr(x))
+
+
+def _plain(x: Any) -> bool:
+    """Whether arithmetic of a tally with this is a formula."""
+    return isinstance(x, Followed) or type(x) in (int, float, bool)
+
+
+def _formula(x: Any) -> Any:
+    return x.formula if isinstance(x, Followed) else x
+
+
+def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: Any, swapped: bool = False) -> Any:
+    """The result of an operation, with the formula of it."""
+    of = [tally, *others][:: -1 if swapped else 1]
+    formula = Worked(function, *map(_formula, of))
+    key = (tally.said, name, *map(said, others))
+    tally.dials.may_fail(key, formula)
+    value = formula(tally.dials.values)
+    if type(value) is int:
+        return Tally(tally.dials, key, formula, value)
+    if type(value) is float:
+        return tally.dials.derive_float(key, formula)
+    tally.dials.stray(formula, "is made something else")
+    return value
+
+
+def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Tally, Any], Any]:
+    def method(self: Tally, other: Any) -> Any:
+        if _plain(other):
+            return _worked(self, name, function, other, swapped=swapped)
+        mine = self.as_plain(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
+        return function(other, mine) if swapped else function(mine, other)
+
+    return method
+
+
+def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tally, Any], Any]:
+    def method(self: Tally, other: Any) -> Any:
+        if other is None:
+            return NotImplemented
+        if not _plain(other):
+            return function(self.as_plain(f"is compared with a {type(other).__name__}"), other)
+        return self.dials.decide((self.said, name, said(other)), Worked(function, self.formula, _formula(other)))
+
+    return method
+
+
+def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Tally], Any]:
+    return lambda self: _worked(self, name, function)
+
+
+def _conversion(name: str, kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: kind(self.as_plain(f"is converted ({name})"), *others)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
+    _function, _name = getattr(operator, _name), _name.rstrip("_")
+    setattr(Tally, f"__{_name}__", _arithmetic(f"__{_name}__", _function, swapped=False))
+    setattr(Tally, f"__r{_name}__", _arithmetic(f"__r{_name}__", _function, swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tally, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Tally, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
+for _name, _kind in (("int", int), ("index", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr),
+                     ("format", format), ("trunc", int), ("floor", int), ("ceil", int)):  # fmt: skip
+    setattr(Tally, f"__{_name}__", _conversion(_name, _kind))

@@ -1,0 +1,417 @@
+"""C9: numbers that a call advances, and by which it goes on: each kind of call is one recording, and replays leave what the
+call would have left. What else is done with such a number makes it run live; nothing is ever stale."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import counts, may_run_live, ramp, reasons
+
+
+def numbers_of(thing):
+    return {k: v for k, v in vars(thing).items() if isinstance(v, (int, float, str, list))}
+
+
+def alongside(device, make, calls=14, change=lambda thing, n: None, **options):
+    """The `update` of a made object, recorded beside that of another that is live."""
+    torch.manual_seed(0)
+    ours = make(device)
+    torch.manual_seed(0)
+    theirs = make(device)
+    recorded = pg.record(ours.update, **options)
+    for n in range(calls):
+        for thing in (ours, theirs):
+            change(thing, n)
+        x = (ramp(device, 4, 3, start=n) * 0.1).sin()
+        assert_same(recorded(x.clone()), theirs.update(x), f"call {n}")
+        assert numbers_of(ours) == numbers_of(theirs)
+        assert [*map(type, numbers_of(ours).values())] == [*map(type, numbers_of(theirs).values())]
+    return recorded
+
+
+class Delayed:
+    """As TD3 does it."""
+
+    def __init__(self, device, optimizer=torch.optim.SGD):
+        self.critic, self.actor = nn.Linear(3, 1).to(device), nn.Linear(3, 3).to(device)
+        self.critic_optimizer = optimizer(self.critic.parameters(), lr=0.01)
+        self.actor_optimizer = optimizer(self.actor.parameters(), lr=0.01)
+        self.total_it, self.freq = 0, 2
+
+    def update(self, x):
+        self.total_it += 1
+        loss = self.critic(x).square().mean()
+        self.critic_optimizer.zero_grad()
+        loss.backward()
+        self.critic_optimizer.step()
+        if self.total_it % self.freq == 0:
+            self.actor_optimizer.zero_grad()
+            (-self.critic(self.actor(x)).mean()).backward()
+            self.actor_optimizer.step()
+        return loss.detach(), [p.detach().clone() for p in self.actor.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_c09_each_kind_of_call_is_a_recording(device, optimizer):
+    recorded = alongside(device, lambda device: Delayed(device, optimizer))
+    stats = pg.stats(recorded)
+    assert 2 <= stats.recorded <= 3, reasons(recorded)  # with gradients there, and with none
+    assert stats.live <= 4, reasons(recorded)
+
+
+def test_c09_a_counter_that_is_set_between_calls(device):
+    def change(thing, n):
+        if n == 7:
+            thing.total_it = 100
+        if n == 10:
+            thing.freq = 3
+
+    alongside(device, Delayed, 20, change)
+
+
+class Summed:
+    def __init__(self, device):
+        self.n, self.total, self.last = 0, 0.0, 0.0
+        self.shadow, self.p = torch.zeros(3, device=device), torch.ones(3, device=device)
+        self.group, self.state = {"lr": 0.1, "lr_max": -1.0, "k": 0}, {self.p: {"step": 0, "m": torch.zeros(3, device=device)}}
+
+
+class Ema(Summed):
+    def update(self, x):
+        self.n += 1
+        decay = min(0.99, (1 + self.n) / (10 + self.n))
+        self.total = self.total + decay
+        self.shadow.lerp_(x.mean(0), 1 - decay)
+        return self.shadow.clone()
+
+
+class BiasCorrected(Summed):
+    def update(self, x):
+        state = self.state[self.p]
+        state["step"] += 1
+        state["m"].lerp_(x.mean(0), 0.1)
+        self.p.add_(state["m"] / (1 - 0.9 ** state["step"]), alpha=-0.01)
+        return self.p.clone()
+
+
+class Cosine(Summed):
+    def update(self, x):
+        rate = self.group["lr"] * 0.5 * (1 + math.cos(math.pi * self.n / 100))
+        self.n, self.last = self.n + 1, rate
+        self.p.add_(x.mean(0), alpha=-rate)
+        return self.p.clone()
+
+
+class ScheduleFree(Summed):
+    """With what is 0 at first, and stands below a fraction line."""
+
+    def update(self, x):
+        group = self.group
+        k = group["k"]
+        rate = group["lr"] * ((k + 1) / 4 if k < 4 else 1.0) * (k >= 3)
+        group["lr_max"] = most = max(rate, group["lr_max"])
+        weight = (k + 1) ** 0.5 * most**2
+        self.total = self.total + weight
+        try:
+            fraction = weight / self.total
+        except ZeroDivisionError:
+            fraction = 0
+        self.shadow.lerp_(self.p, fraction)
+        self.p.add_(x.mean(0), alpha=-rate)
+        group["k"] = k + 1
+        return self.shadow.clone()
+
+
+class Wrapped(Summed):
+    def update(self, x):
+        self.n = 0 if self.n >= 3 else self.n + 1
+        return x * 2 if self.n else x * 3
+
+
+@pytest.mark.parametrize("kind", [Ema, BiasCorrected, Cosine])
+def test_c09_numbers_that_are_worked_out_of_a_counter_are_followed(device, kind):
+    assert counts(alongside(device, kind)) == (1, 1, 13)
+
+
+@pytest.mark.parametrize("kind", [ScheduleFree, Wrapped])
+def test_c09_decisions_by_a_counter(device, kind):
+    recorded = alongside(device, kind, 24)
+    stats = pg.stats(recorded)
+    assert stats.recorded <= 5, reasons(recorded)
+    assert stats.replayed >= 14, reasons(recorded)
+
+
+class Adam(torch.optim.Optimizer):
+    """Of the user's: it counts in its state, and in its groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01, "k": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["v"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                state["v"].lerp_(p.grad.square(), 0.1)
+                p.addcdiv_(p.grad, (state["v"] / (1 - 0.9 ** state["step"])).sqrt().add_(1e-8), value=-group["lr"])
+            group["k"] += 1
+            if group["k"] % 5 == 0:
+                group["lr"] = group["lr"] * 0.5
+
+
+def test_c09_an_optimizer_that_counts_in_its_state(device):
+    class Trained:
+        def __init__(self, device):
+            self.model = nn.Linear(3, 2).to(device)
+            self.optimizer = Adam(self.model.parameters())
+
+        def update(self, x):
+            loss = self.model(x).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach(), [p.detach().clone() for p in self.model.parameters()]
+
+        @property
+        def said(self):
+            return [[s["step"] for s in self.optimizer.state.values()], [g["k"] for g in self.optimizer.param_groups]]
+
+    recorded = alongside(device, Trained, 22)
+    assert pg.stats(recorded).recorded <= 4, reasons(recorded)  # with gradients there or not, of two kinds
+    assert pg.stats(recorded).replayed >= 16, reasons(recorded)
+    assert recorded.__wrapped__.__self__.said == [[22, 22], [22]]
+
+
+def _matched(x, s):
+    match s.n % 3:
+        case 0:
+            return x * 2
+        case _:
+            return x
+
+
+def _appended(x, s):
+    s.seen.append(s.n)
+    return x
+
+
+def _copied(x, s):
+    s.other = s.n * 2
+    return x
+
+
+def _raising(x, s):
+    try:
+        return x * (1 / (s.n % 3))
+    except ZeroDivisionError:
+        return x
+
+
+OTHERWISE = {
+    "index": lambda x, s: x[s.n % 3] * 2,
+    "slice": lambda x, s: x[: s.n % 3 + 1].sum(0),
+    "range": lambda x, s: sum((x * i for i in range(s.n % 3)), x),
+    "size": lambda x, s: torch.full((3,), s.n, device=x.device) + x,
+    "of an operator": lambda x, s: x * s.n + s.n * x,
+    "written": lambda x, s: x.clone().fill_(s.n),
+    "list": lambda x, s: x * [1.0, 2.0, 3.0][s.n % 3],
+    "item": lambda x, s: x * {0: 1.0, 1: 2.0, 2: 3.0}[s.n % 3],
+    "repeated": lambda x, s: x * len("a" * (s.n % 3)),
+    "float": lambda x, s: x * float(s.n),
+    "int": lambda x, s: x * int(s.n / 2),
+    "round": lambda x, s: x * round(s.n / 3),
+    "floor": lambda x, s: x * math.floor(s.n / 3),
+    "gcd": lambda x, s: x * math.gcd(s.n, 4),
+    "sqrt": lambda x, s: x * math.sqrt(s.n),
+    "format": lambda x, s: x * len(f"{s.n:b}"),
+    "percent": lambda x, s: x * len("%d" % s.n),  # noqa: UP031
+    "json": lambda x, s: x * len(json.dumps([s.n])),
+    "numpy": lambda x, s: x * float(np.sqrt(np.float64(2.0) * s.n)),
+    "array": lambda x, s: x * float(np.array([s.n, 1]).sum()),
+    "bits": lambda x, s: x * s.n.bit_length(),
+    "divmod": lambda x, s: x * (divmod(s.n, 3)[1] == 1),
+    "power": lambda x, s: x * 0.5**s.n,
+    "negative power": lambda x, s: x * (s.n + 1) ** -1,
+    "shifted": lambda x, s: x * 2 if s.n & 1 else x * (s.n >> 1 == 2),
+    "compared": lambda x, s: x if 3 < s.n <= 5 or s.n == 8 else x * 2,
+    "in": lambda x, s: x * 2 if s.n in (3, 4, 9) else x,
+    "in a set": lambda x, s: x * 2 if s.n in {3, 4, 9} else x,
+    "none": lambda x, s: x if s.n is None or s.n == None else x * 2,  # noqa: E711
+    "text": lambda x, s: x if s.n == "a" else x * 2,
+    "class": lambda x, s: x * 2 if isinstance(s.n, int) and not isinstance(s.n, bool) else x,
+    "exact class": lambda x, s: x * 2 if type(s.n) is int else x,
+    "largest": lambda x, s: x * max(s.n, 4) / min(s.n, 7),
+    "sorted": lambda x, s: x * sorted([s.n, 3, 7])[1],
+    "returned": lambda x, s: (x, s.n),
+    "returned twice": lambda x, s: (x, {"step": s.n, "half": s.n / 2}),
+    "mapped": lambda x, s: x * sum(map(lambda i: i + 1, [s.n])),  # noqa: C417
+    "matched": _matched,
+    "appended": _appended,
+    "copied": _copied,
+    "raising": _raising,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("how", OTHERWISE.values(), ids=list(OTHERWISE))
+def test_c09_whatever_is_done_with_a_counter_is_right(device, how):
+    class Counting:
+        def __init__(self, device):
+            self.n, self.other, self.seen = 1, 0, []
+
+        def update(self, x):
+            self.n += 1
+            return how(x, self)
+
+    alongside(device, Counting, 12)
+
+
+@may_run_live
+def test_c09_a_counter_beyond_what_a_float_can_hold(device):
+    class Large(Wrapped):
+        def update(self, x):
+            self.n += 1
+            return x * 2 if self.n % 2 else x
+
+    alongside(device, Large, 12, lambda thing, n: setattr(thing, "n", 2**53 - 4) if n == 3 else None)
+
+
+@may_run_live
+def test_c09_others_that_rely_on_the_counter_notice(device):
+    thing = Delayed(device)
+    update, ask = pg.record(thing.update), pg.record(lambda x: x * thing.total_it)
+    x = ramp(device, 4, 3)
+    for _ in range(12):
+        update(x)
+        assert_same(ask(x), x * thing.total_it)
+
+
+@may_run_live
+def test_c10_verified(device):
+    recorded = alongside(device, Delayed, 12, verify=2)
+    assert "verify" in reasons(recorded)
+
+
+def test_c13_an_exception_by_the_count(device):
+    class Ends(Summed):
+        def update(self, x):
+            self.n += 1
+            if self.n > 5:
+                raise StopIteration(self.n)
+            return x * 2 if self.n % 2 else x
+
+    thing = Ends(device)
+    recorded = pg.record(thing.update)
+    for n in range(1, 6):
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) * (2 if n % 2 else 1))
+    for n in (6, 7):
+        with pytest.raises(StopIteration, match=str(n)):
+            recorded(ramp(device, 3))
+    assert thing.n == 7
+
+
+@may_run_live
+def test_c12_a_capture_that_comes_to_nothing_leaves_the_numbers(device):
+    class Reads(Summed):
+        def update(self, x):
+            self.n += 1
+            self.total = self.total + 0.5 * self.n
+            return x * 2 if x.sum().item() > 0 and self.n % 2 else x
+
+    recorded = alongside(device, Reads)
+    assert ".item()" in reasons(recorded)
+
+
+class Switched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.said = None
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def trained_and_tested(device, record):
+    """Functions that call `train()` and `eval()` themselves, in turn, several times, and one of both."""
+    torch.manual_seed(0)
+    model = Switched().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x):
+        model.train()
+        model.said = "trained"
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def test(x):
+        model.eval()
+        seen, model.said = model.said, None
+        return model(x) * (2 if seen == "trained" else 3)
+
+    functions = [train, test, lambda x: (train(x), test(x))]
+    functions = [pg.record(f) for f in functions] if record else functions
+    found = []
+    for n in range(30):
+        x = (ramp(device, 4, 3, start=n) * 0.1).sin()
+        for f in [functions[:2], [functions[0], *functions], functions[2:], functions[1:]][n // 8]:
+            found.append([f(x), model.training, model.layers[2].training, model.said])
+    return functions, found
+
+
+def test_c09_modes_that_the_call_sets_itself(device):
+    functions, found = trained_and_tested(device, True)
+    _, expected = trained_and_tested(device, False)
+    assert_same(found, expected)
+    for f in functions:
+        stats = pg.stats(f)
+        assert stats.recorded <= 4, pg.explain(f)
+        assert stats.live <= 4, pg.explain(f)
+
+
+def test_c09_a_mode_that_others_set_between_calls(device):
+    both = []
+    for record in (False, True):
+        torch.manual_seed(0)
+        model = Switched().to(device)
+
+        def f(x, model=model):
+            was = model.training
+            model.eval()
+            with torch.no_grad():
+                return model(x) * (2 if was else 3)
+
+        f = pg.record(f) if record else f
+        found = []
+        for n in range(16):
+            if n % 3:
+                model.train(n % 3 == 1)
+            found.append([f(ramp(device, 4, 3, start=n)), model.training])
+        both.append(found)
+    assert_same(*both)
+    assert pg.stats(f).replayed >= 10, reasons(f)
+
+
+@may_run_live
+def test_c10_settings_verified(device):
+    recorded = alongside(device, Named, 10, lambda thing, n: setattr(thing, "last", "b"), verify=2)
+    assert "verify" in reasons(recorded)
+
+
+class Named(Summed):
+    def update(self, x):
+        self.last = "a"
+        return x * 2
