@@ -273,6 +273,7 @@ class Dials:
         self._become: dict[int, Formula | int | float] = {}
         """What the call leaves at spots, where that is something else than what it has found there."""
         self._leave: Callable[[Values], tuple[Any, ...]] | None = None
+        self._handed_out: list[Formula] = []
         self._counts_from = len(self._of) + len(self.spots)
         self._length = self._counts_from + len(set(counts.of))
         self.values: Values = (*self._settings, *self._at_spots, *(counts.values() or ()))
@@ -330,6 +331,12 @@ class Dials:
             if now is not stood and (isinstance(now, (Dial, Tally)) or type(now) in (int, float)):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
                 spot.put(stood)
+
+    def hands_out(self, number: Followed) -> None:
+        """The call returns this."""
+        if isinstance(number, Dial) and not number.wide:
+            self.lost = True
+        self._handed_out.append(number.formula)
 
     @property
     def deciding(self) -> str:
@@ -487,6 +494,8 @@ class Dials:
             touched.add(len(self._of) + i)
             if isinstance(formula, (Given, Worked)):
                 self._turns(formula, touched)
+        for formula in self._handed_out:
+            self._turns(formula, touched)
         self._leave = written(map(_as_formula, self._become.values())) if self._become else None
         self._tallies = {}
         self.marks = {identity(mark) for i, mark in enumerate(self._seen_last)
@@ -551,6 +560,8 @@ class Dials:
             if not (settled.all_decided if self._stale else settled.decided)(self.values):
                 return False
             numbers = self.numbers().values()
+            for formula in self._handed_out:
+                formula(self.values)  # which may raise
             if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
                 self._stale = True
                 return False

@@ -29,6 +29,7 @@ from .reliance import Grads
 from .returned import Given, Returned
 from .signature import Call, attributes
 from .spans import Spans
+from .tallies import Followed
 from .torch_private import has_memory, is_shape, kind_of, share_version
 from .trees import inside, labels, tensors_apart
 from .views import View, root
@@ -114,6 +115,8 @@ def _outlives(leaf: Any, reach: Reach) -> bool:
 def _value(leaf: Any, reach: Reach) -> Output:
     if type(leaf) is Given:
         return Output("given", index=leaf.number) if leaf.number >= 0 else Output("value", leaf.thing)
+    if isinstance(leaf, Followed):  # worked out anew each time
+        return Output("worked", leaf.formula)
     if not _outlives(leaf, reach):
         made_of = "return tensors, numbers, containers or objects of these"
         raise Refusal(f"returns an object of class {class_of(leaf)}", _REMEDIES.get(type(leaf).__module__, made_of))

@@ -374,6 +374,8 @@ class Player:
             if identity(o.lease) in self._copies:
                 return self._on_copy(o, targets[self._copies[identity(o.lease)]])
             return self._lend(o) if self.recording.borrow else alias(o.template)
+        if o.kind == "worked":
+            return o.value(self.recording.reliances.dials.values)
         if o.kind in ("value", "outside"):
             return copy.copy(o.value) if type(o.value) is set else o.value
         if o.kind == "argument":

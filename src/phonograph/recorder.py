@@ -35,7 +35,7 @@ from . import outputs
 from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
-from .dials import Dial, Dials, probing
+from .dials import Dials, probing
 from .errors import Again, Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
 from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
@@ -61,7 +61,7 @@ from .returned import Returned
 from .segments import Cuts
 from .signature import Call, attributes, modes, put_back
 from .spans import Spans
-from .tallies import Tally
+from .tallies import Followed
 from .torch_private import (
     coalesces,
     has_memory,
@@ -374,8 +374,8 @@ def _all_followed(dials: Dials, captured: Any, reach: Reach) -> None:
     leaves: list[Any] = []
     flatten(captured.result, leaves)
     for leaf in leaves:
-        if isinstance(leaf, (Dial, Tally)):
-            dials.stray(leaf.formula, "is returned")
+        if isinstance(leaf, Followed):
+            dials.hands_out(leaf)
     training = all(m.training for m in reach.modules)
     judged(dials, captured.ran, captured.sets_hooks, () if captured.known is not None else reach.met, training)
     if captured.watch.parts:

@@ -76,7 +76,8 @@ class Slot:
 class Output:
     """How one leaf of the result is made.
 
-    `kind` is one of: ``"value"`` (the Python object `value`), ``"lease"`` (an alias of `template`, which lies on `lease`),
+    `kind` is one of: ``"value"`` (the Python object `value`), ``"worked"`` (a number that the formula `value` gives),
+    ``"lease"`` (an alias of `template`, which lies on `lease`),
     ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
     `index`), ``"outside"`` (the very tensor `value`), ``"given"`` (the caller's own container number `index`), ``"same"``
     (the object that output `index` became), ``"view"`` (on the

@@ -147,6 +147,25 @@ def test_c09_decisions_by_a_counter(device, kind):
     assert stats.replayed >= 14, reasons(recorded)
 
 
+class Handing(Summed):
+    """Hands on what it counts and works out."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.seen = []
+
+    def update(self, x):
+        self.n += 1
+        self.total = self.total * 0.9 + 0.1
+        self.seen.append(self.n)
+        return {"x": x * self.total, "n": self.n, "half": self.n / 2, "total": [self.total, (self.n * 2, "twice")]}
+
+
+def test_c04_numbers_that_are_returned_are_those_of_the_call(device):
+    recorded = alongside(device, Handing)
+    assert counts(recorded) == (1, 1, 13), reasons(recorded)
+
+
 class Adam(torch.optim.Optimizer):
     """Of the user's: it counts in its state, and in its groups."""
 
