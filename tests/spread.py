@@ -77,7 +77,8 @@ def states(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], lis
 
     def found() -> list[Any]:
         parameters = [*net.parameters()]
-        kept = [value for p in parameters for _, value in sorted(optimizer.state.get(p, {}).items())]
+        kept = [float(value) if name == "step" else value for p in parameters
+                for name, value in sorted(optimizer.state.get(p, {}).items())]  # fmt: skip
         return [*parameters, *(p.grad for p in parameters), *kept]
 
     return found

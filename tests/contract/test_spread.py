@@ -1,0 +1,41 @@
+"""C23: tensors that are spread over two ranks (DTensor): tensor and sequence parallel as whole steps, arguments and results. They
+are recorded by their parts, and what communicates between them with them.
+
+The programs are in `tests/spread.py`; two processes run all of them, once for each backend. (In one process of pytest: `-n 0` or
+`--dist=loadfile`.)"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks, spread
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
+
+
+@functools.cache
+def found(backend: str) -> list[dict]:
+    """What both ranks have found in all programs."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="phonograph-spread-") as folder:
+        return ranks.start(backend, Path(folder), spread.CASES, module="tests.spread")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", spread.CASES)
+def test_c23_spread_tensors_are_on_each_rank_what_they_are_in_eager(case, backend):
+    for told in found(backend):
+        assert told["status"] == 0, told["log"]
+        assert told.get(case, told["log"])["wrong"] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", spread.CASES)
+def test_c23_what_works_with_spread_tensors_is_recorded(case, backend):
+    for told in found(backend):
+        counts = tuple(told[case][which] for which in ("live", "recorded", "replayed"))
+        assert counts == (1, 1, spread.CALLS - 1), told[case]["reasons"]
