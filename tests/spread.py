@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,51 @@ def is_whole(x: torch.Tensor) -> torch.Tensor:
     return tensors().DTensor.from_local(x * 2, mesh(), [tensors().Shard(0)]).full_tensor() + 1
 
 
+def changes_its_shards(x: torch.Tensor) -> torch.Tensor:
+    t = tensors().DTensor.from_local(x * 2, mesh(), [tensors().Shard(0)])
+    return t.redistribute(placements=[tensors().Shard(1)]).to_local() + 1
+
+
+class Language(nn.Module):
+    """Words, a block of attention, and words again."""
+
+    def __init__(self, words: int = 12, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.o(attended.transpose(1, 2).flatten(2)))
+
+
+def language(loss_is_spread: bool) -> Case:
+    def make() -> Any:
+        p, (t, spread) = parallel(), (tensors(), tensors().Shard(-1))
+        torch.manual_seed(0)
+        net = Language().to(ranks._device())
+        columns = {name: p.ColwiseParallel() for name in "qkv"}
+        head = p.ColwiseParallel(output_layouts=spread, use_local_output=False) if loss_is_spread else p.ColwiseParallel(
+            output_layouts=t.Replicate())  # fmt: skip
+        plan = {"embed": p.RowwiseParallel(input_layouts=t.Replicate()), "o": p.RowwiseParallel(), "head": head}
+        parallel().parallelize_module(net, mesh(), {**plan, **columns})
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+
+        def step(words: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            with p.loss_parallel() if loss_is_spread else nullcontext():
+                loss = nn.functional.cross_entropy(net(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+                loss.backward()
+            optimizer.step()
+            return loss.detach().full_tensor() if loss_is_spread else loss.detach()
+
+        return step, lambda n: [whole(n, 2, 7).mul(100).long() % 12], states(net, optimizer)
+
+    return Case(make)
+
+
 def takes_spread(x: Any) -> Any:
     return (x * 2 + 1).to_local()
 
@@ -187,6 +233,9 @@ CASES: dict[str, Case] = {
     "tp_accumulates": training(lambda: network(columns_and_rows), adam(), step=accumulates),
     "tp_keeps_gradients": training(lambda: network(columns_and_rows), adam(), step=keeps_gradients),
     "sequence_parallel": training(lambda: network(along_the_sequence), adam(), (2, 6, 8)),
+    "language": language(loss_is_spread=False),
+    "language_loss_parallel": language(loss_is_spread=True),
+    "changes_its_shards": _of(changes_its_shards, lambda n: ranks._numbers(n, 4, 2)),
     "redistributes": _of(redistributes, lambda n: ranks._numbers(n, 4, 2)),
     "is_whole": _of(is_whole, lambda n: ranks._numbers(n, 4, 2)),
     "takes_spread": _of(takes_spread, lambda n: spread(0, 4, 2)(n)),

@@ -65,6 +65,7 @@ COLLECTIVES = {
     "_c10d_functional::all_to_all_single": Collective("all_to_all_single"),
     "_c10d_functional::broadcast": Collective("broadcast"),
     "_c10d_functional::broadcast_": Collective("broadcast"),
+    "_dtensor::shard_dim_alltoall": Collective("all_to_all_single", on_tapes=False),
     "_c10d_functional::wait_tensor": Collective("wait_tensor"),
     "_c10d_functional::_wrap_tensor_autograd": Collective("wait_tensor"),
 }
