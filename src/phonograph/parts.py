@@ -7,6 +7,7 @@ memory it asks of the parts, and of the tensor itself what stands in its object:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,20 @@ def _key(value: Any) -> Any:
 
 
 def is_taken_apart(t: torch.Tensor) -> bool:
-    """Whether as an argument, or a result, a tensor is its parts: if autograd knows nothing of it."""
+    """Whether as an argument, or a result, a tensor is its parts: if autograd knows nothing of it, and nobody has given it an
+    attribute."""
     if not consists_of_parts(t) or t.requires_grad or t.is_inference() or t._backward_hooks or t.grad is not None:
         return False
-    return all(not part.requires_grad for part in parts(t))
+    return all(not part.requires_grad for part in parts(t)) and _has_only_its_own(t)
+
+
+_own: dict[type, set[frozenset[str]]] = defaultdict(set)  # the attributes that tensors of a class have when they are made
+
+
+def _has_only_its_own(t: torch.Tensor) -> bool:
+    has = frozenset(t.__dict__)
+    if has and has not in _own[type(t)]:
+        of = Description.of(t)
+        made = of.around([getattr(t, name) for name in of.names])
+        _own[type(t)].add(frozenset(made.__dict__))
+    return not has or has in _own[type(t)]

@@ -76,7 +76,7 @@ from .torch_private import (
     wait_for_all,
 )
 from .tracing import Tracing
-from .trees import Edit, Opening, Opens, containers, entries, flatten, goes_by_pytree, opened_in, unflatten
+from .trees import Edit, Opening, Opens, containers, entries, flatten, goes_by_pytree, opened_in, tensors_apart, unflatten
 from .watch import OperatorWatch, storage_id
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
@@ -256,6 +256,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         leaves += captured.result
         with _placed(lambda _: returned_at(function)):
             plan = outputs.plan(captured, call, reach, grads, leases, device, leaves, traced=tracing is not None)
+        if terms.borrow and tensors_apart(captured.returned.shape):
+            raise Refusal("lends a tensor that consists of parts", 'use outputs="keep", or return its parts')
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
         late = [p.path for p in left.items] + [p.path for p in terms.carried.unread() if is_table(p.of)]
         if backward is not None and backward.function is not None and late:

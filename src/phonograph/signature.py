@@ -183,6 +183,9 @@ def _described(
             raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
     containers = opening.containers
+    apart = [identity(c) for c in containers if isinstance(c, torch.Tensor)]
+    if len({*apart}) < len(apart):  # `q is k` is something that a function may ask
+        raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")
     return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers, tuple(given))
 
 
@@ -192,12 +195,13 @@ def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
 
 
 def _has_own(leaf: Any, regulars: Regulars) -> bool:
-    """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and requires a gradient: it stands
-    for itself, as a parameter does."""
+    """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and is a parameter, or requires a
+    gradient: it stands for itself, as a parameter does."""
     if type(leaf) is torch.Tensor:
         return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
-    trained = isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf and consists_of_parts(leaf)
-    return trained and regulars.hold(leaf)
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_leaf or not consists_of_parts(leaf):
+        return False
+    return (leaf.requires_grad or isinstance(leaf, torch.nn.Parameter)) and regulars.hold(leaf)
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:

@@ -294,6 +294,56 @@ def test_c11_what_a_replay_could_not_make_anew_is_named(device, function, reason
     assert reason in reasons(recorded)
 
 
+@may_run_live
+@pytest.mark.parametrize("outputs", ["keep", "borrow"])
+def test_c05_a_result_of_two_tensors_is_not_lent(device, outputs):
+    recorded = pg.record(lambda x: x * 2, warmup=1, outputs=outputs)
+    kept = []
+    for n in range(4):
+        x = pair(device, n)
+        kept.append((recorded(x), x * 2))
+    for found, expected in kept:
+        assert_same(found, expected)
+    assert ("lends a tensor that consists of parts" in reasons(recorded)) is (outputs == "borrow")
+
+
+@may_run_live
+def test_c07_one_tensor_of_parts_that_is_given_twice_is_one(device):
+    recorded = pg.record(lambda x, y: x.a + (1 if x is y else 2), warmup=1)
+    for n in range(8):
+        x, y = pair(device, n), pair(device, n)
+        assert_same(recorded(x, x if n % 2 else y), x.a + (1 if n % 2 else 2))
+    assert "takes a tensor that consists of parts twice" in reasons(recorded)
+
+
+@may_run_live
+def test_c09_attributes_of_a_tensor_of_parts_are_seen(device):
+    recorded = pg.record(lambda x: x.a * getattr(x, "factor", 1.0), warmup=1)
+    for n in range(8):
+        x = pair(device, n)
+        if n % 4 > 1:
+            x.factor = 1.0 * n
+        assert_same(recorded(x), x.a * getattr(x, "factor", 1.0))
+    assert counts(recorded)[2] == 3
+
+
+@may_run_live
+@pytest.mark.parametrize("does", ["requires_grad_", "factor"])
+def test_c03_what_a_call_does_to_a_tensor_of_parts_itself_the_caller_sees(device, does):
+    def function(x):
+        if does == "factor":
+            x.factor = 3.0
+        else:
+            x.requires_grad_()
+        return x.a.detach() * 2
+
+    recorded = pg.record(function, warmup=1)
+    for n in range(4):
+        x = pair(device, n)
+        assert_same(recorded(x), x.a.detach() * 2)
+        assert x.requires_grad if does == "requires_grad_" else x.factor == 3.0
+
+
 def test_c06_a_parameter_of_two_tensors_as_an_argument(device):
     weights = []
 
