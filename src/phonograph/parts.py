@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .keys import NoSignature, plain_key
-from .torch_private import has_memory, inner_names, is_ordinary, is_shape, is_under_way, storage_id
+from .keys import Identity, NoSignature, plain_key
+from .torch_private import groups_of, has_memory, inner_names, is_ordinary, is_shape, is_under_way, storage_id
 
 __all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts_of_all", "storages"]
 
@@ -59,6 +59,7 @@ class Description(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    groups: tuple[Identity, ...]
 
     @classmethod
     def of(cls, t: Any) -> Description:
@@ -66,7 +67,8 @@ class Description(NamedTuple):
         found = [(name, getattr(t, name)) for name in inner]
         names = tuple([name for name, x in found if isinstance(x, torch.Tensor)])
         others = tuple([(name, x) for name, x in found if not isinstance(x, torch.Tensor)])
-        return cls(type(t), names, others, context, t.size(), t.stride(), t.dtype, t.device)
+        return cls(type(t), names, others, context, t.size(), t.stride(), t.dtype, t.device,
+                   (*map(Identity, groups_of(t)),))  # fmt: skip
 
     def around(self, inner: Sequence[torch.Tensor]) -> Any:
         """Such a tensor, made of these."""

@@ -36,21 +36,22 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", 
            "coalescing", "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend",
            "current_device", "default_device", "default_store", "depends_on_data", "dict_version", "dispatch_modes", "donates",
            "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through",
-           "group_among", "groups_tell_their_end", "has_begun", "has_memory", "hear_of_compiled", "hear_of_traced", "hearing",
-           "hooks_of_modules", "hooks_of_optimizers", "in_inference", "inner_names", "insists_on_no_mode", "is_batched",
-           "is_composite", "is_higher_order", "is_missing", "is_ordinary", "is_shape", "is_traced", "is_under_way",
-           "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_of_generators", "kept_settings", "kind_of",
-           "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "makes_fakes", "may_run_backward",
-           "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself",
-           "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds", "optimizer_hooks", "original_views",
-           "other_calling", "own_call", "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled",
-           "rank_in", "ranks_of", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "route_to_pool", "run_where_traced",
-           "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew", "share_version",
-           "silence_stream_mismatch", "stands_for_work", "state_guard", "step_hooks", "steps_captured", "steps_itself",
-           "stop_coalescing", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check", "timeout_of", "traced_stack",
-           "transformed", "transforms_undone", "unbacked", "unboxed_work", "uncompiled", "unseen_by_checkpoint", "use_count",
-           "view_like", "wait_for_all", "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run",
-           "without_modes", "written_by_graph"]  # fmt: skip
+           "group_among", "groups_of", "groups_tell_their_end", "has_begun", "has_memory", "hear_of_compiled",
+           "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers", "in_inference", "inner_names",
+           "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_ordinary", "is_shape",
+           "is_traced", "is_under_way", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_of_generators",
+           "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
+           "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
+           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
+           "optimizer_hooks", "original_views", "other_calling", "own_call", "own_rank", "parametrizations_are_cached",
+           "puts_own_generators", "ran_compiled", "rank_in", "ranks_of", "raw_alloc", "raw_free", "raw_stream",
+           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
+           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "stands_for_work", "state_guard",
+           "step_hooks", "steps_captured", "steps_itself", "stop_coalescing", "storage_at", "storage_id",
+           "take_cublas_workspace", "tensor_check", "timeout_of", "traced_stack", "transformed", "transforms_undone",
+           "unbacked", "unboxed_work", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
+           "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run", "without_modes",
+           "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -476,6 +477,15 @@ def waits_by_itself(kinds: Iterable[type]) -> bool:
 def is_under_way(t: torch.Tensor) -> bool:
     """Whether it is what a collective gives that goes on."""
     return waits_by_itself([type(t)]) and not getattr(t, "completed", False)
+
+
+def groups_of(t: Any) -> list[Any]:
+    """The process groups by which a tensor that is spread over several ranks communicates: a mesh that is made anew with others
+    equals the one before."""
+    mesh = getattr(t, "device_mesh", None)
+    with suppress(Exception):  # (no part of it is on this rank)
+        return [*mesh.get_all_groups()] if mesh is not None else []
+    return []
 
 
 def is_work(kind: type) -> bool:

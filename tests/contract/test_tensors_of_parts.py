@@ -384,6 +384,26 @@ def test_c07_distributed_tensors_of_other_placements_are_other_signatures(device
     assert counts(recorded) == (2, 2, 6)
 
 
+def test_c07_a_mesh_that_is_made_anew_is_another(device, mesh):
+    """It equals the one before, whose process group is gone."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    recorded = pg.record(lambda x: x * 2, warmup=1)
+    for n in range(3):
+        recorded(distribute_tensor(fixed(device, 4, 4, seed=n), mesh, [Shard(0)]))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    again = init_device_mesh(device.type, (1,))
+    assert again == mesh
+    for n in range(3):
+        x = distribute_tensor(fixed(device, 4, 4, seed=n), again, [Shard(0)])
+        found = recorded(x)
+        assert_same(found.to_local(), x.to_local() * 2)
+        assert found.device_mesh is again or found.device_mesh.get_group() is again.get_group()
+    assert counts(recorded) == (2, 2, 4)
+
+
 # ---------------------------------------------------------------------------------------------------
 # What a replay looks at
 
