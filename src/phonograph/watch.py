@@ -314,9 +314,9 @@ class OperatorWatch(TorchDispatchMode):
             raise self.located(Refusal(_HISTORIC.reason, _HISTORIC.remedy))
         t = next((t for t in tensors if type(t) in classes and t.requires_grad and not self._is_followed(t)), None)
         if t is not None and torch.is_grad_enabled():
-            remedy = "record the whole step, its backward too; or under torch.no_grad()"
-            raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient", remedy if consists_of_parts(t)
-                                       else "record what needs no gradients, under torch.no_grad()"))  # fmt: skip
+            remedy = "record what needs no gradients, under torch.no_grad()"
+            remedy += ", or the whole step, its backward too" if consists_of_parts(t) else ""
+            raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient", remedy))
         return NotImplemented
 
     def _is_followed(self, t: torch.Tensor) -> bool:
