@@ -135,6 +135,10 @@ def left_by(
         if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
             continue
         pairs = [(name, old.get(name, MISSING), b) for name, b in own.items() if b is not old.get(name, MISSING)]
+        again = [name for name, a, b in pairs if own is not of and _is_again(a, b) and ran.is_torchs(name)]
+        for name in again:  # as `DistributedDataParallel` does with its buffers
+            own[name] = old[name]
+        pairs = [pair for pair in pairs if pair[0] not in again]
         if not pairs:
             continue
         item, module = own is of, issubclass(type(of), torch.nn.Module)  # `isinstance` asks the object
@@ -189,6 +193,14 @@ def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
 
 def _path(holder: Holder, name: Any) -> str:
     return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
+
+
+def _is_again(old: Any, new: Any) -> bool:
+    """Whether a list or dictionary has what another had, each in its place."""
+    if type(old) is not type(new) or type(new) not in (list, dict) or len(old) != len(new):
+        return False
+    values = (old, new) if type(new) is list else (old.values(), new.values())
+    return (type(new) is list or [*old] == [*new]) and not any(map(is_not, *values))
 
 
 def _is_empty(value: Any) -> bool:

@@ -92,6 +92,8 @@ _COMPILE_FIRST = (
 )
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
+_AT_ONCE = ("lies in DistributedDataParallel, which can average nothing before the recorded backward has ended: that gives all "
+            "gradients at once. Record the whole step instead, pg.record(step): then it averages meanwhile")  # fmt: skip
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
@@ -964,6 +966,7 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.takes_turns = in_flight
                 recording.backward.apart = apart
                 recording.backward.once = device.once
+                self._advise_against(recording)
                 recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
                 ran = history.ran_backward
                 if ran and not recording.backward.gradients_stay(call.tensors):
@@ -985,6 +988,12 @@ class Recorded(Observed, Generic[P, R]):
             self._timing = True
         logger.debug("%s", recording)
         return player
+
+    def _advise_against(self, recording: Recording) -> None:
+        """One with a backward gives all gradients at its end."""
+        if recording.device.type == "cuda" and torch_private.is_averaged() and _AT_ONCE not in self.remarks:
+            self.remarks += (_AT_ONCE,)
+            logger.info("%s: %s", self.name, _AT_ONCE)
 
     def _crowded(self, history: History) -> Refusal:
         """No recording is made of a signature, as all that are there have been played since it was last refused for that."""

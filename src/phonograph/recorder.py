@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
@@ -55,6 +55,7 @@ from .ran import Ran
 from .ranks import follow_program
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
+from .reducers import Reducers
 from .release import Release
 from .reliance import Grads, Reliances, Setting, Snapshot, not_heard
 from .returned import Returned
@@ -198,11 +199,14 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     if arguments_spots and (not whole or any(map(is_compiled, reach.met))):
         raise Fixed
     spots = [*arguments_spots, *spots]
-    grads = Grads([t for _, t in reach.all_tensors], device.outlives)
+    in_place = tracing is None and not isinstance(function, Backward)
+    reducers = Reducers(reach.modules, device.torch_device, whole=in_place)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
-    with _transaction(reach, grads) as snapshot:
-        in_place = tracing is None and not isinstance(function, Backward)
+    with ExitStack() as stack:
+        buckets = stack.enter_context(reducers.taking_part(device))
+        grads = Grads([t for _, t in reach.all_tensors], device.outlives)
+        snapshot = stack.enter_context(_transaction(reach, grads))
         arguments, fixed = _arguments(call, device, in_place)
         shared = _shared(terms, device, fixed)
         protected |= Spans(memory_of(s) for s in shared if s is not None)
@@ -212,7 +216,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         with probing(reach, terms.follow, spots) as dials, fit_to_step(reach.optimizers):
             dials.given = given_numbers
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
-                                most, terms, release)  # fmt: skip
+                                most, terms, release, buckets)  # fmt: skip
         if captured.watch.communicated:
             follow_program(captured.program)
         if release is not None and (release.again or captured.watch.parts):
@@ -469,7 +473,6 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
 
 # Modules of torch's that prepare a step, and what can be recorded of them.
 _PARALLEL = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "call pg.record on the module that it wraps"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "record parts whose weights are not sharded"),
     ("torch.distributed.fsdp", "FSDPModule", "record parts whose weights are not sharded"),
 )
@@ -628,7 +631,7 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
 def _capture(
     function: Callable[..., Any], call: Call, reach: Reach, snapshot: Snapshot, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], shared: list[torch.Tensor | None], protected: Spans, dials: Dials,
-    most: float, terms: Terms, release: Release | None,
+    most: float, terms: Terms, release: Release | None, buckets: list[torch.Tensor],
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
     outer = {identity(x) for x in reach.met}
@@ -653,6 +656,7 @@ def _capture(
         watch.outermost = sys._getframe().f_code
         watch.has_backward = tracing is not None or isinstance(function, Backward)
         watch.numerals = [] if terms.numbers else None
+        watch.works_in(buckets)
         leaves, seen = list(call.leaves), slots
         for place, number in zip(call.numbers, dials.given, strict=True):
             leaves[place] = number

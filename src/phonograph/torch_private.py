@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -28,30 +29,31 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import BackwardHook
 
 __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "abort", "address", "alias",
-           "allocations_since", "are_fake", "autocast_is_on", "backend_of", "backward_id", "before_groups_end", "behind",
-           "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces", "coalesces",
-           "coalescing", "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart", "compiling_backend",
-           "current_device", "default_device", "default_store", "depends_on_data", "dict_version", "dispatch_modes", "donates",
-           "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed", "function_modes", "goes_through",
-           "group_among", "groups_of", "groups_tell_their_end", "has_begun", "has_memory", "hear_of_compiled",
-           "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers", "in_inference", "inner_names",
-           "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing", "is_ordinary", "is_shape",
-           "is_traced", "is_under_way", "is_valueless", "is_work", "is_written_by_torch", "keeps_graph", "kept_of_generators",
-           "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker",
-           "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings",
-           "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
-           "optimizer_hooks", "original_views", "other_calling", "own_call", "own_rank", "parametrizations_are_cached",
-           "puts_own_generators", "ran_compiled", "rank_in", "ranks_of", "raw_alloc", "raw_free", "raw_stream",
-           "recomputed_part", "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments",
-           "segments_expand", "selected_anew", "share_version", "silence_stream_mismatch", "stands_for_work", "state_guard",
-           "step_hooks", "steps_captured", "steps_itself", "stop_coalescing", "storage_at", "storage_id",
-           "take_cublas_workspace", "tensor_check", "timeout_of", "traced_stack", "transformed", "transforms_undone",
-           "unbacked", "unboxed_work", "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all",
-           "waits_by_itself", "waits_for_all", "wants_graphs", "when_backward_ends", "will_run", "without_modes",
-           "written_by_graph"]  # fmt: skip
+           "allocations_since", "are_fake", "autocast_is_on", "averages", "backend_of", "backward_id", "before_groups_end",
+           "behind", "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces",
+           "coalesces", "coalescing", "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart",
+           "compiling_backend", "current_device", "default_device", "default_store", "depends_on_data", "dict_version",
+           "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
+           "function_modes", "goes_through", "group_among", "groups_of", "groups_tell_their_end", "has_begun", "has_memory",
+           "has_reducer", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers",
+           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
+           "is_ordinary", "is_shape", "is_traced", "is_under_way", "is_valueless", "is_work", "is_written_by_torch",
+           "keeps_graph", "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first",
+           "made_as", "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing",
+           "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
+           "number_of_call", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "others_around",
+           "own_call", "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "rank_in",
+           "ranks_of", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "reducer_anew", "reduces_by",
+           "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand",
+           "selected_anew", "share_version", "silence_stream_mismatch", "stands_for_work", "state_guard", "step_hooks",
+           "steps_captured", "steps_itself", "stop_coalescing", "storage_at", "storage_id", "take_cublas_workspace",
+           "tensor_check", "timeout_of", "traced_stack", "transformed", "transforms_undone", "unbacked", "unboxed_work",
+           "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
+           "wants_graphs", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -638,6 +640,160 @@ def _after(call: Callable[[], None], own: Any) -> Callable[..., Any]:
         return own.__get__(self, type(self))(*args, **kwargs)
 
     return end
+
+
+# -- DistributedDataParallel
+
+
+def averages(module: torch.nn.Module) -> bool:
+    """Whether it is a `DistributedDataParallel`."""
+    kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_averaged() -> bool:
+    """Whether a `DistributedDataParallel` is calling the module that it wraps."""
+    kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
+    return getattr(kind, "_active_ddp_module", None) is not None
+
+
+_OF_REDUCERS = ("_autograd_hook", "_get_zeros_like_grad_buckets", "_rebuild_buckets", "_reset_state", "_update_process_group",
+                "_set_ddp_runtime_logging_sample_rate", "prepare_for_backward", "prepare_for_forward")  # fmt: skip
+_OF_WRAPPERS = ("_build_debug_param_to_name_mapping", "_build_params_for_reducer", "_comm_hooks", "_ddp_init_helper",
+                "_has_rebuilt_buckets")  # fmt: skip
+_SAMPLED, _NEVER = 11, 2**31 - 1  # the first forward of which no times are taken; in how many of the others they are
+
+
+def has_reducer(wrapper: Any) -> bool:
+    """Whether a `DistributedDataParallel` has a reducer that `reducer_anew` knows."""
+    reducer = getattr(wrapper, "reducer", None)
+    known = all(hasattr(reducer, name) for name in _OF_REDUCERS) and all(hasattr(wrapper, name) for name in _OF_WRAPPERS)
+    return known and _c10d("_create_work_from_future") is not None
+
+
+def others_around(wrapper: Any) -> bool:
+    """Whether another `DistributedDataParallel` averages gradients of the same parameters, or somebody holds nodes that add
+    them up, perhaps because of hooks that are nowhere listed."""
+    with torch.inference_mode(False), torch.enable_grad():
+        mine, like = {*wrapper._module_parameters}, torch.ones((), requires_grad=True)
+        graph = like * 2  # has its node, and is nobody of Python's
+    kind = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+    others = [x for x in gc.get_objects() if issubclass(type(x), kind) and x is not wrapper]
+    shared = any(p in mine for x in others for p in x.__dict__.get("_module_parameters", ()))
+    nobody = _holders(like)
+    del graph
+    return shared or any(_holders(p) > nobody for p in wrapper._module_parameters if p.requires_grad)
+
+
+def _holders(p: torch.Tensor) -> int:
+    return sys.getrefcount(get_gradient_edge(p).node)
+
+
+def reduces_by(wrapper: Any) -> str:
+    """The name of what torch's own (in C++) communication hook is called that it has, or ""."""
+    said = wrapper.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
+    return said if said and not wrapper._comm_hooks else ""
+
+
+@cache
+def _lone() -> type:
+    """A process group in which each collective is over at once, and has changed nothing."""
+
+    class Lone(torch.distributed.ProcessGroup):
+        def _done(self, tensors: Any) -> Any:
+            done: Any = torch.futures.Future()
+            done.set_result(tensors)
+            return _c10d("_create_work_from_future")(done)
+
+        def allreduce(self, tensors: Any, _: Any = None) -> Any:  # type: ignore[override]
+            return self._done(tensors)
+
+        def broadcast(self, tensors: Any, _: Any = None) -> Any:  # type: ignore[override]
+            return self._done(tensors)
+
+    return Lone
+
+
+class _Calls(torch.autograd.Function):
+    """Calls a function within a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.function()
+        return *grads, None
+
+
+class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the memory that operators ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::empty":
+            self.made.append(out)
+        return out
+
+
+def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
+    """Give a `DistributedDataParallel` a new reducer on the current stream, as it is after its first steps: with the buckets of
+    the old one and its hooks, and taking no times. Returns the memory of its buckets; None if they would be others, which the
+    next two steps make, together with the other ranks.
+
+    The old one may be in the middle of a step. No other rank hears of it: what a reducer learns in its first step, and agrees
+    on with the others, this one is told, by a step that averages nothing. Parameters get new AccumulateGrad nodes: they run on
+    the stream where they were made.
+    """
+    parameters, sparse = wrapper._build_params_for_reducer()
+    number = {p: i for i, p in enumerate(parameters)}
+
+    def buckets() -> list[list[int]]:
+        return [[number[p] for p in b.parameters()] for b in wrapper.reducer._get_zeros_like_grad_buckets()]
+
+    before, group, grads = buckets(), wrapper.process_group, [p.grad for p in parameters]
+    lone = _lone()(group.rank(), group.size())  # for as long as it is used: the methods are Python's
+    for p in parameters:
+        forget_accumulation(p)
+    wrapper.process_group = lone
+    try:
+        wrapper._ddp_init_helper(parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), False)
+    finally:
+        wrapper.process_group = group
+    new = wrapper.reducer
+    new._set_ddp_runtime_logging_sample_rate(_NEVER)
+    for _ in range(_SAMPLED):
+        new.prepare_for_forward()
+    new.prepare_for_backward([])
+
+    def come() -> None:
+        for i in (i for bucket in before for i in bucket):
+            new._autograd_hook(i)
+
+    for p in parameters:
+        p.grad = None
+    with torch.inference_mode(False), torch.enable_grad():
+        _Calls.apply(torch.ones((), device=parameters[0].device, requires_grad=True), come).backward()
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad
+    with _Empty() as seen, torch.no_grad():
+        new._rebuild_buckets()
+    alike = buckets() == before
+    if not alike:
+        new._reset_state()
+    new._update_process_group(group)
+    for hook, state in wrapper._comm_hooks:
+        _c10d("_register_comm_hook")(new, state, hook)
+    wrapper._has_rebuilt_buckets = alike
+    sizes = [(parameters[b[0]].dtype, sum(parameters[i].numel() for i in b)) for b in before]
+    found = [t for t in seen.made if (t.dtype, t.numel()) in sizes and t.dim() == 1]
+    return found if alike and len(found) >= len(before) else None
 
 
 # -- settings of the process. They are looked at in every replay, and a call of Python's for each would cost half of it.

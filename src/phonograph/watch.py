@@ -170,6 +170,7 @@ class OperatorWatch(TorchDispatchMode):
         self.refusal: Refusal | None = None
         self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
         self.has_backward = False  # outside, or it is one
+        self.workplaces: tuple[torch.Tensor, ...] = ()
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 
     supports_higher_order_operators = True
@@ -371,6 +372,12 @@ class OperatorWatch(TorchDispatchMode):
                 raise Refusal(f"{at_work(m.name)} gives {kind_of(t)}", f"use dense tensors, or do it outside the recorded "
                               f"function, {MARKED}")  # fmt: skip
         return found
+
+    def works_in(self, places: Sequence[torch.Tensor]) -> None:
+        """The call may work in this memory, of which nobody else makes anything."""
+        self.workplaces = (*places,)
+        for t in places:
+            self.known.setdefault(storage_id(t), "a bucket of DistributedDataParallel")
 
     def lend(self, t: torch.Tensor, key: int) -> None:
         """This tensor stands for one in reach, on that storage, for as long as it lives."""

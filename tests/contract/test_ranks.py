@@ -161,13 +161,26 @@ def test_c23_ranks_replay_or_run_live_each_as_it_likes(backend):
         ("uses_a_store", "uses a store that it shares with other ranks (add)"),
         ("waits_for_what_began_outside", "can reach a collective that is under way"),
         ("sharded", "contains FSDPModule"),
-        ("data_parallel", "contains DistributedDataParallel"),
     ],
 )
 def test_c23_what_goes_on_outside_of_the_call_is_named(case, reason, backend):
     for told in found(backend):
         assert reason in told[case]["reasons"]
         assert told[case]["recorded"] == 0
+
+
+@pytest.mark.cuda
+def test_c19_of_a_recorded_module_that_is_wrapped_it_is_said_that_the_step_had_better_be():
+    for told in found("nccl"):
+        said = told["data_parallel_of_a_recorded_module"]["reasons"]
+        assert said.count("Record the whole step instead, pg.record(step)") == 1
+        assert "DistributedDataParallel" not in told["pipeline_of_recorded_stages"]["reasons"]
+
+
+@pytest.mark.cuda
+def test_c23_a_whole_step_of_a_wrapped_model_is_recorded():
+    for told in found("nccl"):
+        assert (told["data_parallel"]["live"], told["data_parallel"]["recorded"]) == (2, 1), told["data_parallel"]["reasons"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -87,6 +87,9 @@ class Device(Protocol):
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
         places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes."""
 
+    def apart(self) -> AbstractContextManager[Any]:
+        """Where captures are made, for what has to be made beside one. Gives the stream, if there are any."""
+
     def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
         """The backward of such a call begins, or goes on in what another has made. It reads these, which others have made."""
 

@@ -666,6 +666,9 @@ class CpuDevice:
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Any:
         return nullcontext()
 
+    def apart(self) -> Any:
+        return nullcontext()
+
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         return False
 

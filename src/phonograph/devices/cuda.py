@@ -286,6 +286,11 @@ class CudaDevice:
             self._strayed = any(used)  # what is in use there may be cached later
 
     @contextmanager
+    def apart(self) -> Iterator[Any]:
+        with self._on_stream():
+            yield self._stream
+
+    @contextmanager
     def _on_stream(self) -> Iterator[None]:
         with torch.cuda.device(self.index):
             outer = self._serve()
@@ -408,8 +413,9 @@ class CudaDevice:
         final = [unowned(s) for s in slots]
         graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
         kind = CommunicatingProgram if watch.communicated else GraphProgram
+        kept = (self._anchor, room if room else None, watch.workplaces)
         programs = [
-            kind(segment, footprint, watch, (self._anchor, room if room else None), self.index, rewind,
+            kind(segment, footprint, watch, kept, self.index, rewind,
                  surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip

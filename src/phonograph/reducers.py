@@ -1,0 +1,116 @@
+"""`DistributedDataParallel` in a capture.
+
+Its reducer, which is written in C++, hears of each gradient as it comes, and averages a bucket of them over all ranks as soon
+as all of that bucket are there. It is a program of its own beside the step's, and has a state: from the forward until the end
+of the backward it is in the middle of a step. A capture that is given up leaves it there: the next step would raise, or
+average what is not to be. Nor can it be put back. But another can be made that is as the old one was before the step.
+
+So that happens where a capture is given up. And before the first: the nodes that add up gradients, which a reducer holds, work
+on the stream on which it was made, mostly the default stream, which no capture may touch; and in its first ten steps it waits
+for the GPU, to take times. A reducer that takes part in captures is made anew on the stream of these. The other ranks hear
+nothing of it: it has the buckets that all have agreed on.
+
+The memory of its buckets is nobody's else, and each replay works there. So recordings have it for as long as they are there,
+whatever becomes of the reducer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import Refusal, Unseen
+from .torch_private import averages, has_reducer, others_around, reducer_anew, reduces_by
+
+__all__ = ["Reducers"]
+
+_WHAT = "contains DistributedDataParallel"
+_INSIDE = "call pg.record on the module that it wraps"
+
+
+class _Known(NamedTuple):
+    """A reducer that was made for captures, and where it works."""
+
+    reducer: weakref.ref[Any]
+    stream: Any
+    buckets: list[torch.Tensor]
+
+
+_known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+class Reducers:
+    """Those of the modules that a call can reach.
+
+    Raises:
+        Refusal: one of them cannot take part in a capture.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, *, whole: bool) -> None:
+        self._wrappers: list[Any] = [m for m in modules if averages(m)]
+        for wrapper in self._wrappers:
+            _check(wrapper, device, whole)
+
+    @contextmanager
+    def taking_part(self, device: Any) -> Iterator[list[torch.Tensor]]:
+        """The memory in which they work, in a capture on this device; after one that fails they are as before it."""
+        if not self._wrappers:
+            yield []
+            return
+        with device.apart() as stream:
+            found = [t for wrapper in self._wrappers for t in _made_for(wrapper, stream)]
+        try:
+            yield found
+        except BaseException:
+            for wrapper in self._wrappers:
+                reducer_anew(wrapper)
+                _known.pop(wrapper, None)
+            raise
+
+
+def _check(wrapper: Any, device: torch.device, whole: bool) -> None:
+    if device.type != "cuda":
+        raise Refusal(f"{_WHAT}, which communicates with other ranks", _INSIDE)
+    if not whole:
+        raise Refusal(f"{_WHAT}, whose averaging belongs to the backward", f"record the whole step, or {_INSIDE}")
+    if not has_reducer(wrapper):
+        raise Refusal(f"{_WHAT} that averages in a way that is not known (its reducer)", _INSIDE)
+    for name, why in _UNLIKE.items():
+        if getattr(wrapper, name, None):
+            raise Refusal(f"{_WHAT} with {name}, {why}", _INSIDE)
+    if hook := reduces_by(wrapper):
+        raise Refusal(f"{_WHAT} with a communication hook of torch's own ({hook})", "use one that is written in Python")
+    if any(hasattr(p, "_in_backward_optimizers") for p in wrapper._module_parameters):
+        raise Refusal(f"{_WHAT} with optimizers that step in the backward", _INSIDE)
+    if wrapper._join_config.enable:
+        raise Refusal(f"{_WHAT} within join(), where ranks do not do the same", "call it outside", this_call=True)
+    if not wrapper._has_rebuilt_buckets:
+        raise Unseen(f"{_WHAT} that has not made its first two steps", "call it before", final=False)
+
+
+_UNLIKE = {
+    "find_unused_parameters": "which asks in each step who has gradients",
+    "static_graph": "which has learned from its first step what cannot be asked",
+    "mixed_precision": "which gives parameters other memory in each step",
+    "skip_all_reduce_unused_params": "which asks in each step who has gradients",
+    "_delay_all_reduce_params": "which averages them by themselves",
+    "_use_python_reducer": "which averages in compiled code",
+}
+
+
+def _made_for(wrapper: Any, stream: Any) -> list[torch.Tensor]:
+    """The memory of the buckets of this one's reducer, made anew if it has to be."""
+    known = _known.get(wrapper)
+    if known is None or known.reducer() is not wrapper.reducer or known.stream != stream:
+        if others_around(wrapper):
+            raise Refusal(f"{_WHAT}, and others have its parameters (another wrapper) or the nodes that add up their gradients",
+                          _INSIDE)  # fmt: skip
+        buckets = reducer_anew(wrapper)
+        if buckets is None:
+            raise Unseen(f"{_WHAT} with buckets that two steps have to make", "call it before", final=False)
+        known = _known[wrapper] = _Known(weakref.ref(wrapper.reducer), stream, buckets)
+    return known.buckets

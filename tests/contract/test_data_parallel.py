@@ -1,0 +1,70 @@
+"""C23: a whole step of `DistributedDataParallel` is recorded on GPUs, with its averaging; and a capture of one that is given
+up, wherever it stood, leaves a wrapper that averages as before (C12). The programs are in `tests/ranks_ddp.py`."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks, ranks_ddp
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
+REFUSED = {
+    "step_that_asks_for_unused": "contains DistributedDataParallel with find_unused_parameters",
+    "step_of_a_static_graph": "contains DistributedDataParallel with static_graph",
+    "step_refused_in_its_backward": "reads a tensor's value on the host",
+    "step_refused_on_one_rank": None,
+}
+ONCE = [case for case in ranks_ddp.CASES if case not in REFUSED and "beside" not in case and "another" not in case]
+
+
+@functools.cache
+def found(backend: str, *cases: str) -> list[dict]:
+    """What both ranks have found in all programs, or in these."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
+        return ranks.start(backend, Path(folder), cases or [*ranks_ddp.CASES], module="tests.ranks_ddp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ranks_ddp.CASES)
+def test_c23_each_rank_has_the_averages_of_eager(case, backend):
+    for told in found(backend):
+        assert told.get(case, told["log"])["wrong"] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c17_all_processes_end(backend):
+    for told in found(backend):
+        assert told["status"] == 0, told["log"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ONCE)
+def test_c23_a_step_is_recorded_as_soon_as_its_buckets_are_known(case):
+    for told in found("nccl"):
+        assert (told[case]["live"], told[case]["recorded"]) == (2, 1), told[case]["reasons"]
+        assert told[case]["replayed"] == ranks_ddp.CALLS - 2
+
+
+@pytest.mark.cuda
+def test_c07_another_batch_is_another_recording_of_the_same_buckets():
+    for told in found("nccl"):
+        assert (told["step_of_another_batch"]["recorded"], told["step_of_another_batch"]["live"]) == (2, 3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", REFUSED)
+def test_c11_what_a_wrapper_does_that_no_graph_can_have_is_named(case):
+    for told in found("nccl"):
+        assert (REFUSED[case] or "") in told[case]["reasons"]
+        assert told[case]["recorded"] == 0 or REFUSED[case] is None
+
+
+def test_c11_on_the_cpu_a_step_is_refused_before_anything_is_averaged():
+    for told in found("gloo"):
+        assert "contains DistributedDataParallel" in told["step"]["reasons"]
+        assert told["step"]["live"] == ranks_ddp.CALLS
