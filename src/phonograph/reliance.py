@@ -258,6 +258,7 @@ class Grads:
         self._added_to: list[torch.Tensor] = []
         self._plain = all(map(is_ordinary, self.parameters))
         self._created: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []  # those, or what they consist of
         self._owners: list[torch.Tensor] = []
         self._sealed = False
         self._lying: list[int] = []
