@@ -272,7 +272,8 @@ class Dials:
         self._tallies: dict[int, Tally] = {}
         self._become: dict[int, Formula | int | float] = {}
         """What the call leaves at spots, where that is something else than what it has found there."""
-        self._leave: Callable[[Values], tuple[Any, ...]] | None = None
+        self._leave: Callable[[Values], tuple[Any, ...]] = lambda values: ()
+        self._leaves: tuple[Any, ...] = ()  # what the next run leaves
         self._handed_out: list[Formula] = []
         self._counts_from = len(self._of) + len(self.spots)
         self._length = self._counts_from + len(set(counts.of))
@@ -331,6 +332,8 @@ class Dials:
             if now is not stood and (isinstance(now, (Dial, Tally)) or type(now) in (int, float)):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
                 spot.put(stood)
+        if self._become:
+            self._leave = written(map(_as_formula, self._become.values()))
 
     def hands_out(self, number: Followed) -> None:
         """The call returns this."""
@@ -496,7 +499,7 @@ class Dials:
                 self._turns(formula, touched)
         for formula in self._handed_out:
             self._turns(formula, touched)
-        self._leave = written(map(_as_formula, self._become.values())) if self._become else None
+        self._leaves = self._leave(self.values)
         self._tallies = {}
         self.marks = {identity(mark) for i, mark in enumerate(self._seen_last)
                       if len(self._of) + i in touched and type(mark) is float}  # fmt: skip
@@ -562,6 +565,7 @@ class Dials:
             numbers = self.numbers().values()
             for formula in self._handed_out:
                 formula(self.values)  # which may raise
+            self._leaves = self._leave(self.values)
             if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
                 self._stale = True
                 return False
@@ -574,8 +578,8 @@ class Dials:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
         become, places = self._moves[segment]
         self.counts.put([*zip(become(self.values), places, strict=True)])
-        if self._leave is not None and segment == -1:
-            for i, number in zip(self._become, self._leave(self.values), strict=True):
+        if segment == -1:
+            for i, number in zip(self._become, self._leaves, strict=True):
                 self.spots[i].put(number)
 
 

@@ -338,6 +338,28 @@ def test_c13_an_exception_by_the_count(device):
     assert thing.n == 7
 
 
+def test_c13_an_exception_of_what_is_left(device):
+    """Which comes before anything is played: what stands before it in the call has happened then, and nothing else."""
+
+    class Divides(Summed):
+        def update(self, x):
+            self.n += 1
+            self.total = 1 / (self.last - 3) + 8 // (self.n - 7)
+            return x * 2
+
+    both = Divides(device), Divides(device)
+    functions = pg.record(both[0].update), both[1].update
+    for n in range(10):
+        for thing, f in zip(both, functions, strict=True):
+            thing.last = 3.0 if n == 4 else 0.5 * n
+            if n in (4, 6):
+                with pytest.raises(ZeroDivisionError):
+                    f(ramp(device, 3))
+            else:
+                assert_same(f(ramp(device, 3)), ramp(device, 3) * 2)
+        assert numbers_of(both[0]) == numbers_of(both[1])
+
+
 @may_run_live
 def test_c12_a_capture_that_comes_to_nothing_leaves_the_numbers(device):
     class Reads(Summed):
