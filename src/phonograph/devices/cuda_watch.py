@@ -244,7 +244,8 @@ class CudaWatch(OperatorWatch):
             nccl.register_nothing(os.environ)
             version = torch.cuda.nccl.version()
             far = version < nccl.ACROSS_HOSTS and nccl.several_hosts()
-            for one in nccl.obstacles(os.environ, version, torch_private.segments_expand(), far):
+            expand = os.environ.get(nccl.REGISTERS) != "0" and torch_private.segments_expand()  # which takes long to look at
+            for one in nccl.obstacles(os.environ, version, expand, far):
                 raise refusal(name, f" with {one.name}={one.value}, {one.why}", one.remedy)
         self.groups[group.group_name] = None
 
