@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from tests.ranks import CALLS, _device, _numbers
 
-TIMEOUT, PATIENCE = 4, 40  # seconds: of the process group, and until a process is killed
+BEGINNING, TIMEOUT, PATIENCE = 60, 4, 40  # seconds: of the process group at first, then, and until a process is killed
 
 
 class _Never:
@@ -52,6 +53,10 @@ def _trained() -> Any:
         recorded(_numbers(n, 4))
     if dist.get_backend() == "nccl":
         assert pg.stats(recorded).replayed == CALLS - 1, pg.explain(recorded)
+        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has another name from torch 2.14 on
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
     return recorded
 
 
@@ -140,7 +145,7 @@ def _end(way: str, rank: int, backend: str, folder: Path) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/{way}.store", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=TIMEOUT))  # fmt: skip
+                            timeout=timedelta(seconds=BEGINNING))  # fmt: skip
     WAYS[way.partition(":")[0]](rank)
 
 

@@ -218,8 +218,10 @@ def _time_out(one: _Launch, waited: float, timeout: float) -> None:
         faulthandler.dump_traceback(_stderr())
         os.abort()
     if handling == _CLEANS_UP:
-        for name in one.what.groups:
-            torch_private.abort(name, one.what.device)
+        for name in one.what.groups:  # on a thread that an exit waits for: who has waited goes on at once, perhaps to its end
+            aborting = threading.Thread(target=torch_private.abort, args=(name, one.what.device), daemon=False)
+            aborting.start()
+            aborting.join()
 
 
 def _stderr() -> TextIO:
