@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from itertools import cycle
+from itertools import compress, cycle
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -192,9 +192,12 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     if check is None:
         states = _states(tensors)
         return lambda found: all(map(_is_dense, found)) and _states(found) == states
-    lies: Callable[[Any], Any] = address if all(map(has_memory, tensors)) else _place
-    places = [*map(lies, tensors)]
-    return lambda found: check(*found) and [*map(lies, found)] == places
+    lie = [*map(has_memory, tensors)]
+    if all(lie):
+        places = [*map(address, tensors)]
+        return lambda found: check(*found) and [*map(address, found)] == places
+    places = [*map(address, compress(tensors, lie))]
+    return lambda found: check(*found) and [*map(address, compress(found, lie))] == places
 
 
 def _with_parts_like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
