@@ -19,6 +19,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
+from enum import Enum
 from mmap import mmap
 from types import CellType, MappingProxyType, ModuleType
 from typing import Any, Generic, Protocol
@@ -27,7 +28,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import places
+from . import places, shards
 from .borrowed import Borrowed
 from .doors import Room, room_of
 from .identity import identity
@@ -37,7 +38,7 @@ from .mentions import CYCLED, LIVE, Mentions
 from .parts import consists_of_parts, parts
 from .places import Holder, Spot, item, kept, key_label, own_dict
 from .ran import Ran
-from .torch_private import behind, has_memory, inner_names, is_shape
+from .torch_private import behind, has_memory, inner_names, is_shape, sharding_of
 from .where import is_users
 
 __all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", "Objects"]
@@ -86,6 +87,8 @@ class Objects:
         self.iterators: list[str] = []
         self.arrays: list[str] = []
         self.works: list[str] = []  # collectives that are under way, or were
+        self.sharded = False  # it has met what `fully_shard` keeps
+        self.gathered: list[tuple[str, torch.Tensor]] = []  # its tensors that have memory only for a time
         self.borrowed: list[str] = []
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
@@ -350,6 +353,8 @@ class Objects:
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
+        if (sharding := sharding_of(module)) is not None:
+            self._work.append((f"{path}'s fully_shard", sharding))
         own = module.__dict__
         inner = [d for name, d in own.items() if name in _MODULES_OWN and type(d) in (dict, OrderedDict)]
         self._seen.add(identity(own.get("_non_persistent_buffers_set")))
@@ -399,6 +404,20 @@ class Objects:
             kept_there = [x for x in state.values() if isinstance(x, torch.Tensor) and type(x) is not torch.nn.Parameter]
             self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t))}
             self._items(f"{path}.state", state)
+
+    def _shards(self, path: str, thing: Any) -> None:
+        """An object of `fully_shard`'s, and all that it leads to."""
+        self.sharded = True
+        own, whole = thing.__dict__, shards.gathered(thing)
+        self._hold(shards.attributes(path, thing))
+        if whole:
+            name = own.get("_param_fqn") or path
+            self._hold(shards.memory(name, whole))
+            self.gathered += [(name, t) for t in whole]
+            self._seen.update(map(identity, whole))
+            self.met += whole
+        left_out = ModuleType, Enum, torch.Stream
+        self._items(path, {n: x for n, x in own.items() if not (isinstance(x, left_out) or shards.is_renewed(x))})
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
         """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new

@@ -55,7 +55,7 @@ class Meaning(NamedTuple):
 
 
 # Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
-# seen as they are in inference mode.)
+# seen as they are in inference mode.) The last is FSDP2's, of whose memory its results are views.
 _UNDECLARED_WRITES = {
     "aten::batch_norm": (3, 4),
     "aten::_batch_norm_impl_index": (3, 4),
@@ -66,6 +66,7 @@ _UNDECLARED_WRITES = {
     "aten::batch_norm_update_stats": (1, 2),
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
+    "fsdp::all_gather_copy_in": (1,),
 }
 # These do so only in training, which is the argument after the statistics.
 _IN_TRAINING = {name for name, places in _UNDECLARED_WRITES.items() if not name.startswith("aten::batch_norm_") and 4 in places}
@@ -94,7 +95,7 @@ _METADATA = {f"aten::{name}" for name in (
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
 _TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional",
-           "_c10d_functional_autograd"}  # fmt: skip
+           "_c10d_functional_autograd", "fsdp"}  # fmt: skip
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 # They change what a tensor *is* rather than what it holds: a replay cannot repeat that for the caller.

@@ -741,6 +741,8 @@ def _way(kind: type) -> Enter:
         return lambda reach, path, rng: reach.host_rngs.append(rng)
     if top == "numpy" and kind.__name__ == "SeedSequence":
         return Reach._iterator
+    if torch_private.keeps_shards(kind):
+        return Reach._shards
     if torch_private.is_work(kind):
         return lambda reach, path, work: reach.works.append(path)
     if issubclass(kind, BUFFERS):

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from . import outputs
+from . import outputs, shards
 from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
@@ -474,7 +474,6 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
 # Modules of torch's that prepare a step, and what can be recorded of them.
 _PARALLEL = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "record parts whose weights are not sharded"),
-    ("torch.distributed.fsdp", "FSDPModule", "record parts whose weights are not sharded"),
 )
 
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
@@ -496,6 +495,14 @@ def _check(reach: Reach, call: Call, traced: bool) -> None:
         parallel = getattr(sys.modules.get(module), name, ())
         if any(isinstance(m, parallel) for m in reach.modules):
             raise Refusal(f"contains {name}, which prepares each step outside of what can be captured", remedy)
+    if reach.sharded and traced:
+        raise Refusal("contains FSDPModule, whose backward cannot be recorded by itself", "call pg.record on the whole step")
+    for path, t in reach.gathered:
+        if not shards.empty(t):
+            raise Refusal(f"begins with a parameter that is gathered ({path})", "call reshard() on the module", this_call=True)
+        if t.is_leaf and t.grad is not None:
+            raise Refusal(f"begins with a gradient that is not reduced yet ({path})", "record all micro-batches as one step",
+                          this_call=True)  # fmt: skip
     if coalesces():
         raise Refusal("is called where collectives are collected, to begin together", "call it outside of that", this_call=True)
     if reach.works:

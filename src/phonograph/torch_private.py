@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from enum import Enum
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,27 +33,28 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "Forgotten", "OnStream", "abort", "address", "alias",
-           "allocations_since", "are_fake", "autocast_is_on", "averages", "backend_of", "backward_id", "before_groups_end",
-           "behind", "below_autograd", "bindings", "bump", "call_through", "carried_out", "clear_cublas_workspaces",
-           "coalesces", "coalescing", "code_of", "compiled_by", "compiled_call", "compiling", "compiling_apart",
-           "compiling_backend", "current_device", "default_device", "default_store", "depends_on_data", "dict_version",
-           "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation", "forget_recomputed",
-           "function_modes", "goes_through", "group_among", "groups_of", "groups_tell_their_end", "has_begun", "has_memory",
-           "has_reducer", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules", "hooks_of_optimizers",
-           "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite", "is_higher_order", "is_missing",
-           "is_ordinary", "is_shape", "is_traced", "is_under_way", "is_valueless", "is_work", "is_written_by_torch",
-           "keeps_graph", "kept_of_generators", "kept_settings", "kind_of", "lend_code", "lend_module", "looked_at_first",
-           "made_as", "made_when", "maker", "makes_fakes", "may_run_backward", "measure_outside_of_pools", "missing",
-           "module_hooks", "module_settings", "never_compiled", "not_compiled_by_itself", "not_followed_by_dynamo",
-           "number_of_call", "on_thread_of_autograds", "optimizer_hooks", "original_views", "other_calling", "others_around",
-           "own_call", "own_rank", "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "rank_in",
-           "ranks_of", "raw_alloc", "raw_free", "raw_stream", "recomputed_part", "reducer_anew", "reduces_by",
-           "route_to_pool", "run_where_traced", "saved_tensors_hooks", "say_themselves", "segments", "segments_expand",
-           "selected_anew", "share_version", "silence_stream_mismatch", "stands_for_work", "state_guard", "step_hooks",
-           "steps_captured", "steps_itself", "stop_coalescing", "storage_at", "storage_id", "take_cublas_workspace",
-           "tensor_check", "timeout_of", "traced_stack", "transformed", "transforms_undone", "unbacked", "unboxed_work",
-           "uncompiled", "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
+__all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "GATHERED", "Forgotten", "OnStream", "abort", "address",
+           "alias", "allocations_since", "are_fake", "autocast_is_on", "averages", "backend_of", "backward_id",
+           "before_groups_end", "behind", "below_autograd", "bindings", "bump", "call_through", "carried_out",
+           "clear_cublas_workspaces", "coalesces", "coalescing", "code_of", "compiled_by", "compiled_call", "compiling",
+           "compiling_apart", "compiling_backend", "current_device", "default_device", "default_store", "depends_on_data",
+           "dict_version", "dispatch_modes", "donates", "ended_by", "fake_mode_of", "forget_accumulation",
+           "forget_recomputed", "function_modes", "goes_through", "group_among", "groups_of", "groups_tell_their_end",
+           "has_begun", "has_memory", "has_reducer", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules",
+           "hooks_of_optimizers", "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite",
+           "is_higher_order", "is_missing", "is_ordinary", "is_shape", "is_traced", "is_under_way", "is_valueless",
+           "is_work", "is_written_by_torch", "keeps_graph", "keeps_shards", "kept_of_generators", "kept_settings",
+           "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "makes_fakes",
+           "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
+           "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
+           "optimizer_hooks", "original_views", "other_calling", "others_around", "own_call", "own_rank",
+           "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "rank_in", "ranks_of", "raw_alloc",
+           "raw_free", "raw_stream", "recomputed_part", "reducer_anew", "reduces_by", "route_to_pool", "run_where_traced",
+           "saved_tensors_hooks", "say_themselves", "segments", "segments_expand", "selected_anew", "sharding_of",
+           "share_version", "silence_stream_mismatch", "stands_for_work", "state_guard", "step_hooks", "steps_captured",
+           "steps_itself", "stop_coalescing", "storage_at", "storage_id", "take_cublas_workspace", "tensor_check",
+           "timeout_of", "traced_stack", "transformed", "transforms_undone", "unbacked", "unboxed_work", "uncompiled",
+           "unseen_by_checkpoint", "use_count", "view_like", "wait_for_all", "waits_by_itself", "waits_for_all",
            "wants_graphs", "when_backward_ends", "will_run", "without_modes", "written_by_graph"]  # fmt: skip
 
 P = ParamSpec("P")
@@ -488,6 +490,25 @@ def groups_of(t: Any) -> list[Any]:
     with suppress(Exception):  # (no part of it is on this rank)
         return [*mesh.get_all_groups()] if mesh is not None else []
     return []
+
+
+_SHARDING = "torch.distributed.fsdp._fully_shard."
+
+
+def sharding_of(module: torch.nn.Module) -> Any:
+    """What `fully_shard` keeps for this module, if it has been called on it."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
+
+
+def keeps_shards(kind: type) -> bool:
+    """Whether objects of this kind are `fully_shard`'s own."""
+    return kind.__module__.startswith(_SHARDING) and not issubclass(kind, (torch.nn.Module, Enum))
+
+
+GATHERED = ("_unsharded_param", "all_gather_outputs", "_unsharded_inner_tensors")
+"""The attributes of such an object whose tensors have memory only while a parameter is gathered: the first is what a module
+then has for the parameter, and has a gradient."""
 
 
 def is_work(kind: type) -> bool:

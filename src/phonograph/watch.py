@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import operators
+from . import operators, shards
 from .casting import Casts
 from .checks import Check
 from .collectives import refusal
@@ -116,6 +116,7 @@ class OperatorWatch(TorchDispatchMode):
         self.device = device
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
         self.slot_ids = frozenset(self.known)
+        self.gathered = frozenset(shards.storage(t)._cdata for _, t in reach.gathered)
         self._births: dict[int, _Birth] = {}
         self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
@@ -129,6 +130,7 @@ class OperatorWatch(TorchDispatchMode):
         self._historic = {identity(t): t.grad_fn for t in (*tensors, *made) if t.requires_grad and t.grad_fn is not None}
         self._made_versions = [(t, t._version) for t in made if not t.is_inference()]
         self.outside = set(self.known) - self.slot_ids
+        self.known |= dict.fromkeys(self.gathered, "")  # their memory is the call's own
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}

@@ -160,7 +160,6 @@ def test_c23_ranks_replay_or_run_live_each_as_it_likes(backend):
     [
         ("uses_a_store", "uses a store that it shares with other ranks (add)"),
         ("waits_for_what_began_outside", "can reach a collective that is under way"),
-        ("sharded", "contains FSDPModule"),
     ],
 )
 def test_c23_what_goes_on_outside_of_the_call_is_named(case, reason, backend):

@@ -396,8 +396,9 @@ class Tape(OperatorWatch):
                 place = self._places.get(key)
             if place is None:
                 # Not kept alive: a recording whose tensors outside are gone is never played (reliance.py).
-                storage = value.untyped_storage()
-                place = self._places[key] = _Place(storage.data_ptr(), storage.nbytes(), planned=False)
+                storage, own = value.untyped_storage(), key in self.gathered
+                at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
+                place = self._places[key] = _Place(at, storage.nbytes(), planned=own)
             return _Operand(place, value)
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._note, value))
