@@ -472,9 +472,7 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
 
 
 # Modules of torch's that prepare a step, and what can be recorded of them.
-_PARALLEL = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "record parts whose weights are not sharded"),
-)
+_PARALLEL = (("torch.distributed.fsdp", "FullyShardedDataParallel", "record parts whose weights are not sharded"),)
 
 # What is not the same for an argument and for the copy of it that a recording works with, or that nobody compares.
 _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped_storage", "is_shared"})
