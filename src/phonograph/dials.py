@@ -536,19 +536,21 @@ class Dials:
     def turned(self, *, running: bool = False) -> bool:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
-        counts = self.values[self._counts_from :] if running else self.counts.values()
-        now = [group.get(key) for group, key in self.sources]
+        counts = self.values[self._counts_from :] if running or not self.counts else self.counts.values()
+        now, others = [group.get(key) for group, key in self.sources], False
         if not all(map(operator.is_, now, self._last)):
-            self._last, self._stale = now, True
+            self._last, self._stale, others = now, True, True
             read = [_numbers(v) for v in now]
             other = None in read or [*map(_form, now)] != self._forms
             self._settings = () if other else tuple([number for numbers in read for number in numbers or ()])
         if self.spots:
             there = [spot.get() for spot in self.spots]
             if not all(map(operator.is_, there, self._seen_last)):
-                self._seen_last, self._stale = there, True
+                self._seen_last, self._stale, others = there, True, True
                 exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
                 self._at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()
+        if not (others or self.counts):
+            return False
         before = self.values
         self.values = (*self._settings, *self._at_spots, *counts) if counts is not None else ()
         return before != self.values or _bits(before) != _bits(self.values)

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .identity import identity
 from .torch_private import hearing, is_ordinary, not_compiled_by_itself, use_count
 
-__all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "nobody_has", "room_of", "states"]
+__all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
 
 _numbers = count(1)  # none comes twice: two threads that count at one time still leave another one than was there
 
@@ -214,14 +214,20 @@ class _Gradients(Door):
 gradients: _Gradients = _Gradients()
 
 
-def has_gradient_door(t: torch.Tensor) -> bool:
-    """Whether it is heard who reads or sets its gradient."""
+def may_have_door(t: torch.Tensor) -> bool:
+    """Whether it is heard, while the door is there and leads to such, who reads or sets its gradient."""
     kind: Any = type(t)
     asked = _found(kind, "__torch_function__")
     plain = (
         kind.__torch_function__ is torch._C._disabled_torch_function_impl or asked is vars(torch.Tensor)["__torch_function__"]
     )
-    return _found(kind, "grad") is _attribute and plain
+    comes = torch.nn.Parameter in kind.__mro__ or kind.__module__.startswith("torch.distributed.")
+    return comes and plain and _found(kind, "grad") in (_attribute, _inherited)
+
+
+def has_gradient_door(t: torch.Tensor) -> bool:
+    """Whether it is heard who reads or sets its gradient."""
+    return may_have_door(t) and _found(type(t), "grad") is _attribute
 
 
 def _found(kind: type, name: str) -> Any:

@@ -644,6 +644,9 @@ def _digest(array: Any) -> bytes:
 # -- variables
 
 
+_contents = attrgetter("cell_contents")
+
+
 def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
     def restore(values: Values) -> None:
         for cell, value in zip(of, values, strict=True):
@@ -656,7 +659,13 @@ def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
         cell = of[i]
         return Spot((identity(cell), None), lambda: contents(cell), lambda value: setattr(cell, "cell_contents", value))
 
-    return Holder(path, lambda: tuple(map(contents, of)), restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
+    def read() -> Values:
+        try:
+            return (*map(_contents, of),)
+        except ValueError:  # one is empty
+            return (*map(contents, of),)
+
+    return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
 
 
 def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:

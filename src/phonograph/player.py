@@ -150,6 +150,12 @@ class Player:
 
     def broken(self) -> str | None:
         """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
+        broken = self._broken_beside_gradients()
+        if broken is None and self._grads is not None and not self._grads.fit():
+            return GRAD
+        return broken
+
+    def _broken_beside_gradients(self) -> str | None:
         if self.recording.spoiled or (self._templates and self._moved()):
             return self.recording.spoiled[0]
         if self._amiss is not None and (amiss := self._amiss()) is not None:
@@ -159,10 +165,7 @@ class Player:
             self._turned = dials.turned() or self._turned
             if self._turned and not dials.fit():
                 return dials.deciding
-        broken = self.recording.reliances.broken()
-        if broken is None and self._grads is not None and not self._grads.fit():
-            return GRAD
-        return broken
+        return self.recording.reliances.broken()
 
     def _moved(self) -> bool:
         """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
@@ -175,8 +178,8 @@ class Player:
         """Whether it may be played for a call of a known kind."""
         return (
             not (self.recording.rivals and self.held())
-            and self.broken() is None
-            and not (self._grads is not None and self._grads.held())
+            and self._broken_beside_gradients() is None
+            and (self._grads is None or self._grads.ready())
             and (not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent))
         )
 

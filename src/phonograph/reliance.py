@@ -31,7 +31,7 @@ import torch
 
 from . import witness
 from .dials import Dials
-from .doors import gradient, gradients, has_gradient_door, nobody_has, states
+from .doors import gradient, gradients, has_gradient_door, may_have_door, nobody_has, states
 from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
@@ -232,6 +232,142 @@ class _Kept:
 _NOTHING = {None}
 
 
+class _Some:
+    """The gradients of some of the parameters: what the call found there, what it left, and what a replay has to find."""
+
+    def __init__(self) -> None:
+        self.behind = False  # a door
+        self.left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
+        self.absent: list[torch.Tensor] = []  # those that must have no gradient
+        self.some: list[torch.Tensor] = []  # those that must have one
+        self.readers: list[torch.Tensor] = []  # those that must have one just like the one that was there, in its place
+        self.are_such: Callable[[list[Any]], bool] = bool
+        self.added_to: list[torch.Tensor] = []
+        self.created: list[torch.Tensor] = []
+        self.owners: list[torch.Tensor] = []
+        self._plain = False
+        self.storages: list[int] = []
+        self._parts: list[torch.Tensor] = []  # of which those that it created are made
+        self._objects: list[torch.Tensor] = []
+        self._lying: list[int] = []
+        # When the door was where it is, nobody could come to any but through it, and these were as they have to be.
+        self._fitted: Any = None
+        self._unheld: Any = None
+        self._stood: Any = None
+        self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
+
+    @property
+    def involved(self) -> list[torch.Tensor]:
+        return [*(p for p, _ in self.left), *self.absent, *self.some, *self.readers]
+
+    def seal(self) -> None:
+        """From now on nobody but the parameters and this recording holds the gradients that the call created.
+
+        How many references that makes depends on whether the gradient stands in `p.grad` at the moment (it does after a
+        replay, and not after the user has dropped it), so both are counted.
+        """
+        self.owners = [p for p, g in self.left if g is not None]
+        self.created = [g for _, g in self.left if g is not None]
+        self._plain = all(map(is_ordinary, self.involved))
+        self._parts = parts_of_all(self.created)
+        self._objects = [*{identity(t): t for t in (*self.created, *self._parts)}.values()]
+        self.storages = [t.untyped_storage()._cdata for t in self._parts]
+        self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
+        self._lying = list(map(address, self._parts))
+        self._standing = self._count()
+        for p in self.owners:
+            p.grad = None
+        self._alone = self._count()
+        for p, g in zip(self.owners, self.created, strict=True):
+            p.grad = g
+
+    def close(self) -> None:
+        self.behind, self._fitted, self._unheld, self._stood = False, None, None, None
+
+    def _count(self) -> list[list[int]]:
+        """References to the created gradients: Python's to the objects, and to those of which they are made, tensors on their
+        memory, Python's to the storages."""
+        pythons = [sys.getrefcount(python()) for python in self._pythons]
+        return [[*map(sys.getrefcount, self._objects)], [*map(use_count, self.storages)], pythons]
+
+    def held(self) -> bool:
+        """Whether anybody else holds a gradient that the recording rewrites."""
+        if not self.created or (self._unheld == gradients.now() and not gradients.busy):
+            return False
+        epoch = gradients.now()
+        if self._are_held():
+            return True
+        if self.behind and not any(map(weakref.getweakrefcount, self._objects)):
+            self._unheld = epoch
+        return False
+
+    def _are_held(self) -> bool:
+        """About 0.2 us each."""
+        now = self._count()
+        if now == self._alone or (now == self._standing and all(map(is_, map(gradient, self.owners), self.created))):
+            return False
+        stand = [gradient(p) is g for p, g in zip(self.owners, self.created, strict=True)]
+        of_parts = [(g is part, there) for g, there in zip(self.created, stand, strict=True) for part in parts(g)]
+        objects = [*stand, *(there for itself, there in of_parts if not itself)]
+        stands = [objects, *[[there for _, there in of_parts]] * 2]
+        return any(
+            count > (standing if there else alone)
+            for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)
+            for count, standing, alone, there in zip(counts, standings, alones, of, strict=True)
+        )
+
+    def ready(self) -> bool:
+        """Whether they fit, and nobody holds one."""
+        if self._fitted is not None and self._fitted == self._unheld == gradients.now() and self._next_stands():
+            return True
+        return self._all_fit() and not self.held()
+
+    def fit(self) -> bool:
+        """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""
+        if self._fitted is not None and self._fitted == gradients.now() and self._next_stands():
+            return True
+        return self._all_fit()
+
+    def _next_stands(self) -> bool:
+        """While the door is shut: whether the next of them is what it was."""
+        if gradients.busy:
+            return False
+        p, was = next(self._turn)
+        return identity(gradient(p)) == was
+
+    def _all_fit(self) -> bool:
+        """(``p.grad.data = ...`` gives the very same gradient other memory. Who does that has it, if it is one that this
+        recording has created: then `held` says so, or did.)"""
+        epoch = gradients.now()
+        if not ({*map(gradient, self.absent)} <= _NOTHING and all(gradient(p) is not None for p in self.some)):
+            return False
+        if [*map(address, self._parts)] != self._lying:
+            return False
+        found = [*map(gradient, self.readers)]
+        if found and not self.are_such(found):
+            return False
+        if self.behind and (not found or nobody_has(found)) and not self.held():
+            self._fitted = epoch
+            if not self.created:
+                self._unheld = epoch
+            involved = self.involved
+            self._turn = cycle([*zip(involved, map(identity, map(gradient, involved)), strict=True)])
+        return True
+
+    def leave(self) -> None:
+        """Make the attributes what the call would have left."""
+        if self.left and not (self._stood == gradients.now() and not gradients.busy):
+            epoch = gradients.now()
+            if not all(gradient(p) is g for p, g in self.left):
+                for p, g in self.left:
+                    p.grad = g
+            elif self.behind:
+                self._stood = epoch
+        if self.added_to:
+            grads = [g for g in map(gradient, self.added_to) if g is not None]
+            bump(grads if self._plain else [*grads, *parts_of_all(g for g in grads if not is_ordinary(g))])
+
+
 class Grads:
     """The `.grad` attributes of the parameters in reach: what the call found there, and what it left.
 
@@ -243,7 +379,8 @@ class Grads:
     Gradients that the recording did not create are referred to weakly: a strong reference would look like somebody who
     holds on to one.
 
-    All of them are looked at only if somebody may have come to one since the last look (`doors`).
+    Those of parameters are looked at only if somebody may have come to one since the last look (`doors`), those of other leaves
+    each time.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
@@ -253,30 +390,13 @@ class Grads:
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
-        self._left: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters whose gradient the call changed
-        self._absent: list[torch.Tensor] = []  # those that must have no gradient
-        self._some: list[torch.Tensor] = []  # those that must have one
-        self._readers: list[torch.Tensor] = []  # those that must have one just like the one that was there, in its place
-        self._are_such: Callable[[list[Any]], bool] = bool
-        self._added_to: list[torch.Tensor] = []
-        self._plain = all(map(is_ordinary, self.parameters))
-        self._created: list[torch.Tensor] = []
-        self._parts: list[torch.Tensor] = []  # those, or what they consist of
-        self._owners: list[torch.Tensor] = []
+        self._all: list[_Some] = []
         self._sealed = False
-        self._lying: list[int] = []
-        # When the door was where it is, nobody could come to any but through it, and these were as they have to be.
-        self._behind = False
-        self._involved: list[torch.Tensor] = []
-        self._fitted: Any = None
-        self._unheld: Any = None
-        self._stood: Any = None
-        self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
 
     @property
     def written(self) -> bool:
         """Whether the call changes gradients."""
-        return bool(self._left or self._added_to)
+        return any(some.left or some.added_to for some in self._all)
 
     def read(self) -> list[torch.Tensor | None]:
         """Those that stand there. (Who has them may do something with them.)"""
@@ -303,51 +423,41 @@ class Grads:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
         operator of the call read, `written` those that it wrote. Its code may decide by whether a gradient is there (`looks`),
         and look at one that is (`reads`)."""
-        found: list[torch.Tensor] = []
+        told, others = _Some(), _Some()
+        found: dict[_Some, list[torch.Tensor]] = {told: [], others: []}
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
+            some = told if may_have_door(p) else others
             before = None if kept is None else kept()
             if before is not after or (kept is not None and before is None):
-                self._left.append((p, after))
+                some.left.append((p, after))
             if kept is None:
                 if after is not None or looks:
-                    self._absent.append(p)
+                    some.absent.append(p)
             elif not touched.isdisjoint(kept.storages):
-                self._readers.append(p)
-                found.append(kept.again())
+                some.readers.append(p)
+                found[some].append(kept.again())
                 if not written.isdisjoint(kept.storages) and after is before:
-                    self._added_to.append(p)
+                    some.added_to.append(p)
             elif reads:
-                self._some.append(p)
-        self._are_such = like(found) if all(map(is_ordinary, found)) else _with_parts_like(found)
+                some.some.append(p)
+        for some, those in found.items():
+            some.are_such = like(those) if all(map(is_ordinary, those)) else _with_parts_like(those)
+        self._all = [some for some in (told, others) if some.involved]
 
     def seal(self) -> None:
-        """From now on nobody but the parameters and this recording holds the gradients that the call created.
-
-        How many references that makes depends on whether the gradient stands in `p.grad` at the moment (it does after a
-        replay, and not after the user has dropped it), so both are counted.
-        """
+        """From now on nobody but the parameters and this recording holds the gradients that the call created."""
         self._before = []
         if self._sealed:
             return
         self._sealed = True
-        self._owners = [p for p, g in self._left if g is not None]
-        self._created = [g for _, g in self._left if g is not None]
-        self._parts = parts_of_all(self._created)
-        self._objects = [*{identity(t): t for t in (*self._created, *self._parts)}.values()]
-        self._storages = [t.untyped_storage()._cdata for t in self._parts]
-        self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
-        self._lying = list(map(address, self._parts))
-        self._involved = [*(p for p, _ in self._left), *self._absent, *self._some, *self._readers]
-        if self._involved and self._given.isdisjoint(self._storages):
-            gradients.lead_to(self._involved)
-            gradients.stay_for(self)
-            self._behind = all(map(has_gradient_door, self._involved))
-        self._standing = self._count()
-        for p in self._owners:
-            p.grad = None
-        self._alone = self._count()
-        for p, g in zip(self._owners, self._created, strict=True):
-            p.grad = g
+        for some in self._all:
+            some.seal()
+        if self._given.isdisjoint([storage for some in self._all for storage in some.storages]):
+            for some in self._all:
+                if all(map(may_have_door, some.involved)):
+                    gradients.lead_to(some.involved)
+                    gradients.stay_for(self)
+                    some.behind = all(map(has_gradient_door, some.involved))
 
     def show(self) -> None:
         """Before the first replay in whose middle somebody may see gradients: until then those stand there that the call will
@@ -358,69 +468,29 @@ class Grads:
             self._before = before
             self.restore()
 
-    def _count(self) -> list[list[int]]:
-        """References to the created gradients: Python's to the objects, and to those of which they are made, tensors on their
-        memory, Python's to the storages."""
-        pythons = [sys.getrefcount(python()) for python in self._pythons]
-        return [[*map(sys.getrefcount, self._objects)], [*map(use_count, self._storages)], pythons]
-
     def gives(self, storages: Set[int]) -> None:
         """Replays hand out results on these storages."""
         self._given = frozenset(storages)
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites."""
-        if not self._created or (self._unheld == gradients.now() and not gradients.busy):
-            return False
-        epoch = gradients.now()
-        if self._are_held():
-            return True
-        if self._behind and not any(map(weakref.getweakrefcount, self._objects)):
-            self._unheld = epoch
-        return False
-
-    def _are_held(self) -> bool:
-        """About 0.2 us each."""
-        now = self._count()
-        if now == self._alone or (now == self._standing and all(map(is_, map(gradient, self._owners), self._created))):
-            return False
-        stand = [gradient(p) is g for p, g in zip(self._owners, self._created, strict=True)]
-        of_parts = [(g is part, there) for g, there in zip(self._created, stand, strict=True) for part in parts(g)]
-        objects = [*stand, *(there for itself, there in of_parts if not itself)]
-        stands = [objects, *[[there for _, there in of_parts]] * 2]
-        return any(
-            count > (standing if there else alone)
-            for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)
-            for count, standing, alone, there in zip(counts, standings, alones, of, strict=True)
-        )
+        return any(some.held() for some in self._all)
 
     def fit(self) -> bool:
-        """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did.
-        (``p.grad.data = ...`` gives the very same gradient other memory. Who does that has it, if it is one that this recording
-        has created: then `held` says so, or did.)"""
-        if self._sealed and not self._involved:
-            return True
-        if self._fitted == gradients.now() and not gradients.busy:
-            p, was = next(self._turn)
-            if identity(gradient(p)) == was:
-                return True
-        epoch = gradients.now()
-        if not ({*map(gradient, self._absent)} <= _NOTHING and all(gradient(p) is not None for p in self._some)):
-            return False
-        if [*map(address, self._parts)] != self._lying:
-            return False
-        found = [*map(gradient, self._readers)]
-        if found and not self._are_such(found):
-            return False
-        if self._behind and (not found or nobody_has(found)) and not self.held():
-            self._fitted = epoch
-            there = map(identity, map(gradient, self._involved))
-            self._turn = cycle([*zip(self._involved, there, strict=True)])
+        """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""
+        return all(some.fit() for some in self._all)
+
+    def ready(self) -> bool:
+        """Both: whether they are such, and nobody else holds one."""
+        for some in self._all:  # noqa: SIM110 - a replay asks, and `all(... for ...)` costs half as much again
+            if not some.ready():
+                return False
         return True
 
     def close(self) -> None:
         """Nobody plays this recording any more."""
-        self._behind, self._fitted, self._unheld, self._stood = False, None, None, None
+        for some in self._all:
+            some.close()
         gradients.leave(self)
 
     def gone(self) -> bool:
@@ -429,22 +499,15 @@ class Grads:
 
     def lose(self) -> None:
         """A replay was given up after which no other call follows: it may have written over gradients of an earlier one."""
-        for p, g in zip(self._owners, self._created, strict=True):
-            if p.grad is g:
-                p.grad = None
+        for some in self._all:
+            for p, g in zip(some.owners, some.created, strict=True):
+                if p.grad is g:
+                    p.grad = None
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
-        if self._left and not (self._stood == gradients.now() and not gradients.busy):
-            epoch = gradients.now()
-            if not all(gradient(p) is g for p, g in self._left):
-                for p, g in self._left:
-                    p.grad = g
-            elif self._behind:
-                self._stood = epoch
-        if self._added_to:
-            grads = [g for g in map(gradient, self._added_to) if g is not None]
-            bump(grads if self._plain else [*grads, *parts_of_all(g for g in grads if not is_ordinary(g))])
+        for some in self._all:
+            some.leave()
 
 
 def _hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:

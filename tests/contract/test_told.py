@@ -520,6 +520,63 @@ def test_c08_how_much_a_replay_looks_at_does_not_grow_with_parameters(device, mo
     assert len({*found.values()}) == 1, found
 
 
+def with_a_plain_leaf(device, layers):
+    """A step of a model, and of a temperature beside it that is a tensor and no parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, device=device) for _ in range(layers)])
+    temperature = torch.zeros(1, device=device, requires_grad=True)
+    optimizers = SGD(model.parameters()), SGD([temperature])
+
+    def step(x):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = (model(x) * temperature.exp()).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    return model, temperature, step
+
+
+def test_c08_a_leaf_that_is_no_parameter_does_not_have_all_gradients_looked_at(device, monkeypatch):
+    found = {}
+    for layers in (60, 120):
+        with monkeypatch.context() as patched:
+            looks = Looks(patched)
+            _, _, step = with_a_plain_leaf(device, layers)
+            recorded, x = pg.record(step, keep="always"), ramp(device, 2, 4)
+            for _ in range(10):
+                recorded(x)
+            looks.over(recorded)
+            found[layers] = max(looks.of(recorded, x) for _ in range(8))
+    assert len({*found.values()}) == 1, found
+
+
+@may_run_live
+@pytest.mark.parametrize("of", ["leaf", "parameter"])
+@pytest.mark.parametrize("done", ["none", "another", "other memory", "kept"])
+def test_c08_gradients_of_a_plain_leaf_and_of_a_parameter_beside_it_change(device, of, done):
+    outcomes = []
+    for on in (True, False):
+        model, temperature, step = with_a_plain_leaf(device, 3)
+        recorded, t, kept, losses = pg.record(step) if on else step, temperature if of == "leaf" else model[1].weight, [], []
+        for n in range(16):
+            losses.append(recorded(ramp(device, 2, 4, start=n) / 8))
+            if n in (8, 12):
+                if done == "none":
+                    t.grad = None
+                elif done == "another":
+                    t.grad = torch.ones_like(t)
+                elif done == "other memory":
+                    t.grad.data = torch.full_like(t.grad, 2.0)
+                else:
+                    kept.append(t.grad)
+        outcomes.append([losses, t.grad.clone(), [p.detach() for p in model.parameters()], temperature.detach(), kept])
+        assert not on or pg.stats(recorded).replayed > 4, pg.explain(recorded)
+    assert_same(*outcomes)
+
+
 class Settings:
     scale = 2.0
 
