@@ -352,6 +352,21 @@ def functional_while_it_works(x):
     return y + z.sum()
 
 
+def functional_operators(x):
+    """As compiled code calls them: into given tensors, in place, several at once."""
+    operators, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    total = x * 2
+    operators.wait_tensor(operators.all_reduce_(total, "sum", group))
+    out = x.new_empty(8)
+    operators.wait_tensor(operators.all_gather_into_tensor_out(x * 2, 2, group, out=out))
+    a, b = operators.all_gather_into_tensor_coalesced([x * 2, x + 1], 2, group)
+    z = x.cos()
+    a, b = operators.wait_tensor(a), operators.wait_tensor(b)
+    c, d = map(operators.wait_tensor, operators.reduce_scatter_tensor_coalesced([x * 2, x + 1], "sum", 2, group))
+    turned = operators.wait_tensor(operators.all_reduce(x.view(2, 2).t(), "sum", group))
+    return total + z, out + a + b, c * d, turned
+
+
 def functional_is_returned(x):
     return _functional().all_reduce(x * 2, "sum", dist.group.WORLD)
 
@@ -531,6 +546,25 @@ def _row_parallel(inner: bool = False):
         return loss.detach()
 
     return _training(row_parallel, net)
+
+
+def _recomputes():
+    """A part with a collective is run again in the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    net, optimizer = _network()
+
+    def part(x):
+        return _Reduced.apply(net(x)).sin()
+
+    def recomputes(x):
+        optimizer.zero_grad()
+        loss = checkpoint(part, x, use_reentrant=False).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return _training(recomputes, net)
 
 
 class _ReducedBackward(torch.autograd.Function):
@@ -813,7 +847,7 @@ CASES = {
         functional_broadcast, functional_coalesced, functional_is_returned, differentiable, redistributes, sends, sends_a_batch,
         coalesces, barrier, gathers_objects, all_reduce_while_it_works, two_under_way, never_waits, asks_how_far_it_is,
         catches_what_fails, gathers_in_place, broadcast_of_indices, all_reduce_of_integers, all_reduce_coalesced,
-        sends_both_ways, functional_while_it_works, is_refused_within_a_group,
+        sends_both_ways, functional_while_it_works, functional_operators, is_refused_within_a_group,
     )},
     "recorded_on_one_rank": _of_x(all_reduce, only=1),
     "gives_up_late": _of_x(gives_up_late, only=1),
@@ -825,6 +859,7 @@ CASES = {
     "averages_gradients": Case(_averages_gradients),
     "averages_in_hooks": Case(_averages_in_hooks),
     "row_parallel": Case(_row_parallel),
+    "recomputes": Case(_recomputes),
     "row_parallel_module": Case(lambda: _row_parallel(inner=True), inner=True),
     "column_parallel_module": Case(_column_parallel_module, inner=True),
     "pipeline_of_recorded_stages": Case(lambda: _pipeline(inner=True), inner=True),

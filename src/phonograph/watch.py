@@ -476,8 +476,11 @@ class OperatorWatch(TorchDispatchMode):
     def caught(self, *, any_kind: bool) -> bool:
         """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of
         any: a replay knows of no code that would do it."""
-        forked = any(state() is not None for state in self._forked)
-        return forked or self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
+        return any(state() is not None for state in self._forked) or self.comes_to_users(any_kind=any_kind)
+
+    def comes_to_users(self, *, any_kind: bool) -> bool:
+        """Whether such an exception would come to code of the user's."""
+        return self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
 
     def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
         """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if

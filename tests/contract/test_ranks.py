@@ -26,10 +26,11 @@ RECORDED = (
 )  # fmt: skip
 FUNCTIONS = (*RECORDED, "barrier")
 OTHERS = (
-    "broadcast_of_an_argument", "reduce_scatter", "all_to_all", "for_the_first_time", "functional_view", "functional_coalesced",
-    "row_parallel_module", "column_parallel_module", "splits_at_a_collective", "all_reduce_while_it_works", "two_under_way",
-    "gathers_in_place", "broadcast_of_indices", "all_reduce_of_integers", "functional_while_it_works", "gather", "scatter",
-    "sends_both_ways", "all_reduce_coalesced", "sends_for_the_first_time", "functional_is_returned",
+    "broadcast_of_an_argument", "reduce_scatter", "all_to_all", "for_the_first_time", "functional_view",
+    "functional_coalesced", "recomputes", "functional_operators", "row_parallel_module", "column_parallel_module",
+    "splits_at_a_collective", "all_reduce_while_it_works", "two_under_way", "gathers_in_place", "broadcast_of_indices",
+    "all_reduce_of_integers", "functional_while_it_works", "gather", "scatter", "sends_both_ways", "all_reduce_coalesced",
+    "sends_for_the_first_time", "functional_is_returned",
 )  # fmt: skip
 REFUSED = {
     "gathers_objects": r"communicates with other ranks \(all_gather_object\)",

@@ -245,7 +245,7 @@ class Tape(OperatorWatch):
 
     def _may_fail(self, name: str) -> None:
         """Where another rank is gone, a replay raises what eager does."""
-        if self.caught(any_kind=False):
+        if self.comes_to_users(any_kind=False):
             raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
 
