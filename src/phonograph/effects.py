@@ -99,7 +99,6 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
 
-BEGINS_GROUP = "_start_coalescing"  # of collectives, which begin together where it ends
 _FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
 _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"uses a store that it shares with other ranks ({n})") for n in (
@@ -109,7 +108,7 @@ _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"asks how far a collective is ({n})") for n in (
         "is_completed", "is_success", "exception", "result", "get_future", "get_future_result",
     )},
-    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in (BEGINS_GROUP, "_group_start")},
+    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in ("_start_coalescing", "_group_start")},
 }  # fmt: skip
 """Methods of C++ objects there, which do not tell whose they are."""
 _C10D = "torch._C._distributed_c10d"

@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
@@ -62,8 +62,7 @@ LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
 
 class FollowsRandomStates(Protocol):
-    """Is told of the states of torch's default generators that the call reads and sets, and of groups of collectives.
-    `refusal`: it has refused something."""
+    """Is told of the states of torch's default generators that the call reads and sets. `refusal`: it has refused something."""
 
     refusal: Refusal | None
 
@@ -72,9 +71,6 @@ class FollowsRandomStates(Protocol):
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         """Before it happens. May raise a `Refusal`."""
-
-    def begins_group(self, frame: FrameType) -> bool:
-        """Whether code may begin a group of collectives. May raise a `Refusal`."""
 
 
 @contextmanager
@@ -122,10 +118,6 @@ class Listener:
         self._collecting = collecting
 
     def called(self, function: Any, owner: Any, frame: FrameType) -> None:
-        if function.__name__ == BEGINS_GROUP and self.concerned():
-            with self._refusing(frame):
-                if self._follower.begins_group(frame):
-                    return
         effect = of_call(function, owner, frame, self.outer)
         if effect is not None and type(owner) in _LISTS and function.__name__ == "append" and self.concerned():
             refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))

@@ -614,12 +614,10 @@ def coalescing() -> list[Any]:
     return [*getattr(world, "pg_coalesce_state", ())]
 
 
-def stop_coalescing(group: Any, device: torch.device | None) -> None:
-    """Nobody collects collectives of this group any more. With a device: it has begun to, there."""
+def stop_coalescing(group: Any) -> None:
+    """Nobody collects collectives of this group any more, and those that were are forgotten."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     world.pg_coalesce_state.pop(group, None)
-    if device is not None:
-        group._end_coalescing(device)
 
 
 def has_begun(backend: Any) -> bool:

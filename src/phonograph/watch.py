@@ -18,7 +18,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -153,7 +153,6 @@ class OperatorWatch(TorchDispatchMode):
         self.states = States()
         self.communicated = False  # with other ranks
         self.warm = True  # whether such a call has run live before
-        self._groups: dict[int, torch.device] = {}  # process groups in which a group of collectives has begun, by identity
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
         self.runs_python = False  # whether some operator is of others, and may be Python code
@@ -613,15 +612,10 @@ class OperatorWatch(TorchDispatchMode):
         """
         raise refusal(m.name)
 
-    def begins_group(self, frame: FrameType) -> bool:
-        """Whether this code may begin a group of collectives, which begin together where it ends."""
-        return False
-
     def end_groups(self) -> None:
-        """The call has ended early: what it has begun so is ended, and what it has collected is forgotten."""
+        """The call has ended early: what it has collected, to communicate together, is forgotten."""
         for group in coalescing():
-            with suppress(RuntimeError):
-                stop_coalescing(group, self._groups.get(identity(group)))
+            stop_coalescing(group)
 
     def frames(self) -> Starts:
         """The Python functions whose start it has to hear of, or refuse."""

@@ -16,21 +16,22 @@ from tests import ranks
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 
-# The functions of the table in docs/several-gpus.md that are recorded on both devices; a barrier is on the CPU only.
+# The functions of the table in docs/several-gpus.md that are recorded on both devices; and what is on the CPU only.
 RECORDED = (
     "all_reduce", "all_reduce_of_an_argument", "all_reduce_outside", "all_reduce_max", "all_reduce_async", "in_a_subgroup",
     "all_gather_into_tensor", "gathers_outside", "all_gather", "broadcast", "reduce", "reduce_scatter_tensor",
     "all_to_all_single", "functional_all_reduce", "functional_all_gather", "functional_reduce_scatter", "functional_all_to_all",
     "functional_broadcast", "differentiable", "redistributes", "averages_gradients", "averages_in_hooks", "row_parallel",
-    "mixture_of_experts", "sends", "sends_a_batch", "coalesces",
+    "mixture_of_experts", "sends",
 )  # fmt: skip
-FUNCTIONS = (*RECORDED, "barrier")
+NOT_IN_GRAPHS = {"barrier": "barrier", "sends_a_batch": "batch_isend_irecv", "coalesces": "_coalescing_manager"}
+FUNCTIONS = (*RECORDED, *NOT_IN_GRAPHS)
 OTHERS = (
     "broadcast_of_an_argument", "reduce_scatter", "all_to_all", "for_the_first_time", "functional_view",
     "functional_coalesced", "recomputes", "functional_operators", "row_parallel_module", "column_parallel_module",
     "splits_at_a_collective", "all_reduce_while_it_works", "two_under_way", "gathers_in_place", "broadcast_of_indices",
     "all_reduce_of_integers", "functional_while_it_works", "gather", "scatter", "sends_both_ways", "all_reduce_coalesced",
-    "sends_for_the_first_time", "functional_is_returned",
+    "functional_is_returned",
 )  # fmt: skip
 REFUSED = {
     "gathers_objects": r"communicates with other ranks \(all_gather_object\)",
@@ -124,10 +125,19 @@ def test_c23_what_would_communicate_twice_runs_live(case, reason, backend):
         assert told[case]["live"] == ranks.CALLS
 
 
+@pytest.mark.parametrize("case", [*NOT_IN_GRAPHS, "sends_for_the_first_time"])
+def test_c23_what_no_graph_can_have_is_recorded_on_the_cpu(case):
+    for told in found("gloo"):
+        assert told[case]["recorded"] == 1, told[case]["reasons"]
+        assert told[case]["replayed"] >= ranks.CALLS - 1
+
+
 @pytest.mark.cuda
-def test_c23_a_graph_cannot_have_what_the_host_waits_for():
+@pytest.mark.parametrize("case", NOT_IN_GRAPHS)
+def test_c23_what_a_graph_cannot_have_is_refused_before_anything_is_begun(case):
     for told in found("nccl"):
-        assert re.search(r"communicates with other ranks \(barrier\), .* at .*tests/ranks.py:", told["barrier"]["reasons"])
+        reasons = told[case]["reasons"]
+        assert re.search(rf"communicates with other ranks \({NOT_IN_GRAPHS[case]}\).* at .*tests/ranks.py:", reasons)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

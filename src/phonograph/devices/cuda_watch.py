@@ -30,7 +30,7 @@ import torch
 from .. import nccl, places, torch_private
 from ..breaks import Break
 from ..checks import Check, validates
-from ..collectives import COLLECTIVES, called, refusal
+from ..collectives import COLLECTIVES, REMEDY, called, refusal
 from ..effects import ANYONE, Effect, Starts
 from ..errors import Again, Refusal, Unseen
 from ..identity import identity
@@ -68,6 +68,14 @@ _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs
 
 
 _PAIRWISE = frozenset({"send", "recv"})
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+# Who has begun a group in NCCL cannot take it back: a capture that is given up there leaves something of it to later calls.
+_IN_A_GROUP = Effect(refusal("_coalescing_manager").reason, REMEDY, ANYONE)
+
+
+def _has_device(frame: FrameType) -> bool:
+    """Whether a group begins there and then; without, collectives are collected first."""
+    return frame.f_locals.get("device") is not None
 
 
 class CudaWatch(OperatorWatch):
@@ -220,15 +228,6 @@ class CudaWatch(OperatorWatch):
         self.communicated = True
         self.more = self.more or f"communicates with other ranks ({known.name})"
 
-    def begins_group(self, frame: FrameType) -> bool:
-        """NCCL has groups also in a graph."""
-        group, device = frame.f_locals.get("group"), frame.f_locals.get("device")
-        if not isinstance(device, torch.device) or device.type != "cuda":
-            return False
-        self._see_group("_coalescing_manager", [group])
-        self._groups[identity(group)] = device
-        return True
-
     def _see_group(self, name: str, given: list[Any]) -> None:
         """Refuse a process group whose work is none for a graph."""
         group = torch_private.group_among(given)
@@ -268,6 +267,8 @@ class CudaWatch(OperatorWatch):
             "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
             "wait": [(streams, self._waits_for_others, _BESIDE)],
             "query": [(streams, _always, _ASKS)],
+            "batch_isend_irecv": [(_C10D, _always, _IN_A_GROUP._replace(reason=refusal("batch_isend_irecv").reason))],
+            "_coalescing_manager": [(_C10D, _has_device, _IN_A_GROUP)],
             "synchronize": [(streams, _always, _WAITS), (os.path.join("torch", "cuda", "__init__.py"), _always, _WAITS)],
         }
 
