@@ -2735,7 +2735,7 @@ class _Counting:
         self.n, self.seen, self.table, self.weight = 0, None, {"n": 0}, nn.Parameter(torch.ones(3, device=device))
 
     def counts(self, x):
-        self.n = self.n + 1
+        self.n = object()
         return x * 2
 
     def keeps(self, x):
@@ -2748,13 +2748,13 @@ class _Counting:
         return x * self.weight
 
     def enters(self, x):
-        self.table["n"] = self.table["n"] + 1
+        self.table["n"] = object()
         self.weight.data = self.weight.data
         return x * 2
 
     def twice(self, x):
-        self.n += 1
-        self.n *= 2
+        self.n = object()
+        self.n = object()
         return x * 2
 
 
