@@ -101,7 +101,7 @@ def stepping(
             last = n == accumulate - 1
             with syncing(last) if syncing is not None else contextlib.nullcontext():
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                    loss = F.mse_loss(model(part), wanted) / accumulate
+                    loss = F.mse_loss(model(part).float(), wanted) / accumulate
                 loss.backward()
             total += loss.detach()
         if clip:

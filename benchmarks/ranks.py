@@ -241,7 +241,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def together(names: list[str], arguments: argparse.Namespace, folder: Path) -> list[str]:
-    """Run these cases in processes of their own, and give those that are left: one took too long, or failed."""
+    """Run these cases in processes of their own, and give those that are left after one that took too long, or failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -257,28 +257,27 @@ def together(names: list[str], arguments: argparse.Namespace, folder: Path) -> l
         processes.append(process)
     left, since = [*names], time.monotonic() + STARTING
     try:
-        while left and time.monotonic() < arguments.until and any(process.poll() is None for process in processes):
-            if all((folder / f"{left[0]}-{rank}.json").exists() for rank in range(arguments.nproc)):
-                say(left.pop(0), folder, arguments.nproc)
+        while left and time.monotonic() < arguments.until:
+            states = [process.poll() for process in processes]
+            ended = time.monotonic() - since > arguments.limit or any(states) or None not in states
+            if ended or all((folder / f"{left[0]}-{rank}.json").exists() for rank in range(arguments.nproc)):
+                rows = rows_of(name := left.pop(0), folder, arguments.nproc)
+                print(line_of(name, rows), flush=True)
+                if any("error" in row for row in rows):
+                    print("".join((folder / f"{rank}.log").read_text()[-600:] for rank in range(arguments.nproc)), flush=True)
+                    return left
                 since = time.monotonic()
-            elif time.monotonic() - since > arguments.limit or any(process.poll() for process in processes):
-                break
             time.sleep(0.02)
         if not left:
             for process in processes:
                 process.wait(timeout=arguments.limit)
     except subprocess.TimeoutExpired:
         print("the processes did not end", flush=True)
-        left = ["", *left]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     return left
-
-
-def say(name: str, folder: Path, nproc: int) -> None:
-    print(line_of(name, rows_of(name, folder, nproc)), flush=True)
 
 
 def rows_of(name: str, folder: Path, nproc: int) -> list[dict[str, Any]]:
@@ -360,11 +359,6 @@ def main() -> int:
         arguments.until = time.monotonic() + arguments.budget
         while left and time.monotonic() < arguments.until:
             left = together(left, arguments, folder)
-            if left and time.monotonic() < arguments.until:
-                stuck = left.pop(0)
-                if stuck:
-                    say(stuck, folder, arguments.nproc)
-                    print("".join((folder / f"{rank}.log").read_text()[-600:] for rank in range(arguments.nproc)), flush=True)
         cases = {name: judged(rows_of(name, folder, arguments.nproc)) for name in arguments.only if name not in left}
     good = {name: met(case) for name, case in cases.items()}
     report.figures = {
