@@ -121,9 +121,10 @@ def main() -> int:
         with harness.trying(report, way):
             ways[way] = begun(device, way)
             print(f"{way}: {STEPS} steps, after {time.perf_counter() - begin:.0f} s", flush=True)
-    for way in [way for way in WAYS if way in ways and "live" in ways]:
-        report.figures[f"{way}: equal"] = all(map(torch.equal, ways["live"].found, ways[way].found))
-        report.figures[f"{way}: replayed"] = ways[way].replayed
+        if way in WAYS and way in ways and "live" in ways:
+            report.figures[f"{way}: equal"] = all(map(torch.equal, ways["live"].found, ways[way].found))
+            report.figures[f"{way}: replayed"] = ways[way].replayed
+            print(f"  equal: {report.figures[f'{way}: equal']}, replayed: {ways[way].replayed}", flush=True)
     equal = all(report.figures.get(f"{way}: equal") for way in WAYS)
     methods: dict[str, Callable[[], harness.Step]] = {
         ("live" if way == "live" else f"phonograph: {way}"): lambda begun=begun: begun.step for way, begun in ways.items()

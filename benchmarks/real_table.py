@@ -4,6 +4,7 @@
     python benchmarks/real_table.py --print    # only prints it
 
 A cell is a speed over the plain program's: with one line of phonograph, and with the usual rival. In brackets: mostly live.
+Late: not compiled within the time that a rival has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         ours = "differs"
     elif row.get("played", 0.0) <= MOSTLY:
         ours = f"({ours})"
-    theirs = f"{speeds[rival]:.2f}" if rival in speeds else "fails"
+    late = "not ready" in row.get("errors", {}).get(rival, "")
+    theirs = f"{speeds[rival]:.2f}" if rival in speeds else "late" if late else "fails"
     return [PROGRAMS[row["program"]], ours, f"{theirs} {RIVALS.get(rival, rival)}"]
 
 

@@ -15,8 +15,8 @@ import phonograph
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
 """Examples that need another package."""
-ON_RANKS = {"several_gpus"}
-"""Those that torchrun starts."""
+ON_RANKS = {"several_gpus": "tensor_parallel"}
+"""Those that torchrun starts, and what of them is recorded on the CPU as well."""
 
 
 def environment() -> dict[str, str]:
@@ -28,8 +28,9 @@ def environment() -> dict[str, str]:
 
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:
-    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if script.stem in ON_RANKS else []
-    command = [sys.executable, *launched, str(script)]
+    way = ON_RANKS.get(script.stem)
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if way else []
+    command = [sys.executable, *launched, str(script), *([way] if way else [])]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
 
 
