@@ -56,7 +56,9 @@ class Door:
         """This object needs it no more."""
         self._gone(weakref.ref(user))
 
-    def _gone(self, user: weakref.ref[Any]) -> None:
+    def _gone(self, user: weakref.ref[Any], ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():  # torch may have gone before
+            return
         with self._lock:
             self._users.discard(user)
             self._settle()

@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -242,3 +243,14 @@ assert all(a is b for a, b in zip(before[1:], after[1:]))
 def test_c21_where_nothing_was_ever_recorded_nothing_has_been_touched(device):
     ended = subprocess.run([sys.executable, "-c", _NEVER], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_c17_as_the_interpreter_ends_doors_stay_as_they_are():
+    """Modules have been emptied when the last recordings go."""
+    hung = []
+    door, user = doors.Door(lambda: hung.append(True), hung.clear), torch.nn.Identity()
+    door.stay_for(user)
+    door._gone(weakref.ref(user), ending=lambda: True)
+    assert hung
+    door._gone(weakref.ref(user))
+    assert not hung
