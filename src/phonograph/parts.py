@@ -96,7 +96,7 @@ def _key(value: Any) -> Any:
     if kind is dict:
         return (kind, *((_key(k), _key(v)) for k, v in value.items()))
     if isinstance(value, torch.Tensor):
-        raise NoSignature("it has a tensor in its description")
+        raise NoSignature("it has a tensor in its description", "pass the tensors of which it is made")
     try:
         return plain_key(value)
     except NoSignature:
