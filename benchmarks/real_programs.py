@@ -236,7 +236,7 @@ def noting(row: dict[str, Any], name: str) -> Iterator[None]:
         if name == PLAIN:
             raise
         traceback.print_exc()
-        row["errors"][name] = f"{type(error).__name__}: {str(error)[:300]}"
+        row["errors"][name] = f"{type(error).__name__}: {str(error)[:300]}".replace(f"{Path(__file__).parents[1]}/", "")
 
 
 class Clock:
