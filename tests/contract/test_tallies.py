@@ -456,3 +456,48 @@ class Named(Summed):
     def update(self, x):
         self.last = "a"
         return x * 2
+
+
+class OfIntegers(Summed):
+    """A float that is worked with integers makes floats of them, a whole number or a truth does not."""
+
+    def update(self, x):
+        return (x * 10).long() * self.last
+
+
+@pytest.mark.parametrize("other", [2, True])
+def test_c09_a_float_that_becomes_a_number_of_another_kind(device, other):
+    def change(thing, n):
+        thing.last = other if n in (8, 11) else 0.5 + n / 10
+
+    alongside(device, OfIntegers, 16, change)
+
+
+class Alternating(Summed):
+    def update(self, x):
+        self.n += 1
+        return x * 2 if self.n % 2 else x * (0.5 ** min(self.n, 3))
+
+
+@pytest.mark.parametrize("large", [2**53, 10**400], ids=["2**53", "10**400"])
+def test_c09_a_counter_that_no_float_can_be(device, large):
+    """Also where each call finds the same one."""
+
+    def change(thing, n):
+        thing.n = {7: large, 8: large + 1, 9: large * 2}.get(n, large * 3 if n > 10 else thing.n)
+
+    alongside(device, Alternating, 18, change)
+
+
+class Leaving(Summed):
+    """Other things are at its place in between."""
+
+    def update(self, x):
+        self.n += 1
+        return x * 2 if self.n % 2 else x * 3
+
+
+@may_run_live
+@pytest.mark.parametrize("other", [3.0, True, 2.5])
+def test_c09_a_counter_that_is_set_to_a_number_of_another_kind(device, other):
+    alongside(device, Leaving, 16, lambda thing, n: setattr(thing, "n", other if n in (7, 12) else thing.n))
