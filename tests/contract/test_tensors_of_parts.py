@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import phonograph as pg
+from phonograph.parts import parts
 from phonograph.testing import assert_same
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, ramp, reasons, side_by_side
 
@@ -481,6 +482,34 @@ def test_c08_a_gradient_of_a_distributed_parameter_is_replaced_and_noticed(devic
             for net in nets:
                 net[0].weight.grad = net[1].weight.grad.clone()
     assert counts(both)[2] >= 4, reasons(both)
+
+
+def test_c08_a_part_of_a_gradient_that_somebody_has_is_given_other_memory(device, mesh):
+    """Nothing is heard of that: whoever has the part does not come by the gradient."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def run(record):
+        _, (net, optimizer) = spread(device, mesh)
+
+        def step(x):
+            net(DTensor.from_local(x, mesh, [Replicate()])).to_local().square().mean().backward()
+            optimizer.step()
+            return x + 1
+
+        called = record(step)
+        for n in range(3):
+            called(fixed(device, 4, 6, seed=n))
+        had = parts(net[0].weight.grad)
+        for n in range(3, 14):
+            if n in (7, 11):
+                for part in had:
+                    part.data = part.detach() * 0.5
+            called(fixed(device, 4, 6, seed=n))
+        return called, [p.to_local() for p in net.parameters()]
+
+    recorded, found = run(functools.partial(pg.record, keep="always"))
+    assert_same(found, run(lambda step: step)[1])
+    assert counts(recorded)[2] >= 3, reasons(recorded)
 
 
 def test_c08_a_distributed_parameter_is_exchanged_and_noticed(device, mesh):

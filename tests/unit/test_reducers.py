@@ -1,6 +1,7 @@
 """A new reducer for `DistributedDataParallel`, in the place of one that may be in the middle of a step. The group is of two
 ranks that have the same gradients."""
 
+import contextlib
 import gc
 
 import pytest
@@ -243,3 +244,26 @@ def test_a_recording_is_not_played_once_its_reducer_is_another(on_the_cpu):
     recorded(torch.ones(4, 16))
     assert pg.stats(recorded).recorded == 2
     assert all(map(torch.equal, gradients(module), expected))
+
+
+def test_a_capture_that_is_given_up_in_a_backward_leaves_a_reducer_that_averages(on_the_cpu):
+    class Device:
+        apart = staticmethod(lambda: contextlib.nullcontext("a stream"))
+
+    group, other = twins(), twins()
+    module, plain = wrapped(group), wrapped(other)
+    taking_part = reducers.Reducers([module], torch.device("cpu"), whole=True).taking_part
+
+    def capture():
+        with taking_part(Device()):
+            break_off(module, 2)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        capture()
+    group.reduced, other.reduced = [], []
+    for n in range(3, 6):
+        backward(module, n)
+        backward(plain, n)
+        assert all(map(torch.equal, gradients(module), gradients(plain)))
+    assert group.reduced == other.reduced
