@@ -254,3 +254,28 @@ def test_c17_as_the_interpreter_ends_doors_stay_as_they_are():
     assert hung
     door._gone(weakref.ref(user))
     assert not hung
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_c08_a_backward_outside_that_gives_other_gradients_is_heard(device):
+    """With `create_graph`, autograd does not add to the gradient that is there: it puts another in its place, past Python."""
+
+    def run(record):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Linear(3, 3, device=device) for _ in range(6)])
+
+        def step(x):
+            net(x).square().sum().backward()
+
+        called = record(step)
+        for n in range(9):
+            called(ramp(device, 2, 3, start=n) / 10)
+            if n in (4, 6):
+                net[n - 1](ramp(device, 2, 3) / 10).square().sum().backward(create_graph=True)  # two gradients of twelve
+        found = [p.grad.detach().clone() for p in net.parameters()]
+        net.zero_grad()  # their graphs refer to the parameters
+        return called, found
+
+    recorded, found = run(lambda step: pg.record(step, warmup=1, keep="always"))
+    assert_same(found, run(lambda step: step)[1])
+    assert pg.stats(recorded).replayed >= 3, pg.explain(recorded)
