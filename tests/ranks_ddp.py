@@ -4,6 +4,7 @@ FOLDER CASE...`."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,31 @@ def _another_batch() -> tuple[Any, Any, Any]:
     return step, lambda n: [x[:4] if n in (4, 5) else x for x in arguments(n)], left
 
 
+def _evaluates(inside: bool) -> tuple[Any, Any, Any]:
+    """What does not average gradients, beside live steps of a wrapper that no graph can have."""
+    wrapped = DistributedDataParallel(_network(lambda: torch.nn.BatchNorm1d(16)), find_unused_parameters=True)
+    average, optimizer = copy.deepcopy(wrapped.module), torch.optim.SGD(wrapped.parameters(), lr=0.01)
+
+    @torch.no_grad()
+    def follows(x):
+        for mine, theirs in zip(average.parameters(), wrapped.parameters(), strict=True):
+            mine.lerp_(theirs, 0.25)
+        wrapped.eval()
+        y = (wrapped.module if inside else wrapped)(x)
+        wrapped.train()
+        return y
+
+    def arguments(n: int) -> list[Any]:
+        x = ranks._numbers(n, 6, 4) / 100
+        if n != 3:  # that of a wrapper is called twice in a row, and need not broadcast the second time
+            optimizer.zero_grad(set_to_none=False)
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+        return [x]
+
+    return follows, arguments, lambda: [*average.parameters(), *wrapped.parameters(), *wrapped.buffers()]
+
+
 CASES = {
     "step": Case(lambda: _step(_network())),
     "step_clipped": Case(lambda: _step(_network(), fused=False, clipped=True)),
@@ -157,6 +183,8 @@ CASES = {
     "step_of_loaded_weights": Case(lambda: _step(_network(), before=_loads)),
     "step_of_another_batch": Case(_another_batch),
     "step_that_asks_for_unused": Case(lambda: _step(_network(), find_unused_parameters=True)),
+    "evaluates_what_is_inside": Case(lambda: _evaluates(True)),
+    "evaluates": Case(lambda: _evaluates(False)),
     "step_of_a_static_graph": Case(lambda: _step(_network(), static_graph=True)),
 }
 

@@ -28,12 +28,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from .collectives import REMEDY
+from .errors import Refusal
 from .identity import identity
 from .loggers import decides_itself
 from .naming import is_of, named
@@ -41,18 +43,20 @@ from .randomness import sets_for_torch
 from .where import STDLIB, USER, is_ours, origin, works_for
 from .wording import MARKED
 
-__all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "told_names"]
+__all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "together",
+           "told_names"]  # fmt: skip
 
 ANYONE, USERS, DIRECTLY = "anyone", "users", "directly"
 
 
 class Effect(NamedTuple):
     """An effect, the remedy, and whose it must be: `ANYONE`'s; the `USERS` code's, or the standard library's when it works
-    for the user; or the user's own frame's `DIRECTLY`."""
+    for the user; or the user's own frame's `DIRECTLY`. It is refused by a refusal of this `kind`."""
 
     reason: str
     remedy: str = f"do it outside the recorded function, {MARKED}"
     by: str = USERS
+    kind: type[Refusal] = Refusal
 
     def counts(self, frame: FrameType | None) -> bool:
         """Whether it is an effect when the code of `frame` causes it."""
@@ -223,6 +227,13 @@ def _of_method(name: str, owner: Any, outer: set[int]) -> Effect | None:
 
 Starts = Mapping[str, list[tuple[str, Callable[[FrameType], bool], Effect]]]
 """By the name of a function: the end of its file's name (a whole path where possible), a condition, and the effect."""
+
+
+def together(*starts: Starts) -> Starts:
+    """All of these."""
+    names = chain.from_iterable(starts)
+    return {name: [*chain.from_iterable(each.get(name, ()) for each in starts)] for name in names}
+
 
 _LIB, _TORCH = os.path.dirname(threading.__file__), os.path.dirname(torch.__file__)
 

@@ -178,7 +178,7 @@ class Listener:
             # Where something is refused on its way already, what comes of that (torch logs what is raised in a collective) is
             # stopped as well, and no reason of its own.
             first = self._follower.refusal or next(iter(self.found), None)
-            self.found.append(first or Refusal(effect.reason, effect.remedy, where=users_line(frame), final=final))
+            self.found.append(first or effect.kind(effect.reason, effect.remedy, where=users_line(frame), final=final))
             raise self.found[-1]
 
     def concerned(self) -> bool:

@@ -36,6 +36,7 @@ from .backward import Backward
 from .bytecode import set_at
 from .carried import Carried, Carries
 from .dials import Dials, probing
+from .effects import Starts, together
 from .errors import Again, Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
 from .following import Fixed, Following, Unfollowed, guarding, is_compiled, judged, marked, of_arguments
 from .forms import Notes
@@ -55,7 +56,7 @@ from .ran import Ran
 from .ranks import follow_program
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
-from .reducers import Reducers
+from .reducers import Averages, Reducers
 from .release import Release
 from .reliance import Grads, Reliances, Setting, Snapshot, not_heard
 from .returned import Returned
@@ -124,7 +125,7 @@ class Terms:
     operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
     So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each replay reads. `sibling` is
     another recording of this signature. Some arguments are what is `carried`. `following` says which numbers are to be
-    followed, and is told which cannot be; without those in `baked`.
+    followed, and is told which cannot be; without those in `baked`. Modules that average gradients take part (`averages`).
     """
 
     blocked: int = 0
@@ -141,6 +142,7 @@ class Terms:
     carried: Carried = field(default_factory=Carried)
     following: Following | None = None
     baked: frozenset[Any] = frozenset()
+    averages: bool = False
 
 
 def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Any, terms: Terms) -> Recording:
@@ -167,6 +169,8 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
             terms = replace(terms, baked=terms.baked | e.spots.keys())
         except _ReadAgain:
             terms = replace(terms, retain=True)
+        except Averages:
+            terms = replace(terms, averages=True)
         except (Again, _Advances):
             continue
         except Refusal as e:
@@ -200,7 +204,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         raise Fixed
     spots = [*arguments_spots, *spots]
     in_place = tracing is None and not isinstance(function, Backward)
-    reducers = Reducers(reach.modules, device.torch_device, whole=in_place)
+    reducers = Reducers(reach.modules, device.torch_device, whole=in_place, part=terms.averages or not in_place)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     with ExitStack() as stack:
@@ -216,7 +220,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         with probing(reach, terms.follow, spots) as dials, fit_to_step(reach.optimizers):
             dials.given = given_numbers
             captured = _capture(function, call, reach, snapshot, device, grads, arguments, fixed, shared, protected, dials,
-                                most, terms, release, buckets)  # fmt: skip
+                                most, terms, release, reducers.begins(), buckets)  # fmt: skip
         if captured.watch.communicated:
             follow_program(captured.program)
         if release is not None and (release.again or captured.watch.parts):
@@ -636,7 +640,7 @@ def _clearance(device: Any, terms: Terms, function: Any) -> tuple[Spans, bool, R
 def _capture(
     function: Callable[..., Any], call: Call, reach: Reach, snapshot: Snapshot, device: Any, grads: Grads,
     arguments: list[torch.Tensor], fixed: list[bool], shared: list[torch.Tensor | None], protected: Spans, dials: Dials,
-    most: float, terms: Terms, release: Release | None, buckets: list[torch.Tensor],
+    most: float, terms: Terms, release: Release | None, begins: Starts, buckets: list[torch.Tensor],
 ) -> Any:  # fmt: skip
     tracing = terms.tracing
     outer = {identity(x) for x in reach.met}
@@ -688,7 +692,7 @@ def _capture(
         given.update(map(identity, sets.values()))
         metadata, modes_before = [_metadata(s) for s in seen], modes()
         saving = nullcontext() if tracing is None else tracing.saving()
-        heard = {**watch.frames(), **watch.backwards(), **(tracing.refused() if tracing is not None else {})}
+        heard = together(watch.frames(), watch.backwards(), begins, tracing.refused() if tracing is not None else {})
         releasing = function.releasing(release, watch) if isinstance(function, Backward) else nullcontext()
         by_name = dict(kwargs)
         standing.append(terms.carried.stand(by_name))

@@ -12,24 +12,36 @@ nothing of it: it has the buckets that all have agreed on.
 
 The memory of its buckets is nobody's else, and each replay works there. So recordings have it for as long as they are there,
 whatever becomes of the reducer.
+
+A function that can reach such a wrapper need not have to do with its averaging: it clips, steps an optimizer, follows the
+weights by a moving average, or evaluates. It has, if the wrapper's forward runs while gradients are enabled, or any backward
+does; the capture that meets one of these comes to nothing and is made again, before the reducer has heard of it.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from .errors import Refusal, Unseen
+from .effects import ANYONE, Effect, Starts
+from .errors import Again, Refusal, Unseen
 from .torch_private import averages, has_reducer, others_around, reducer_anew, reduces_by
+from .where import BACKWARD
 
-__all__ = ["Reducers"]
+__all__ = ["Averages", "Reducers"]
 
 _WHAT = "contains DistributedDataParallel"
 _INSIDE = "call pg.record on the module that it wraps"
+
+
+class Averages(Again):
+    """A wrapper takes part in the call that is captured."""
 
 
 class _Known(NamedTuple):
@@ -44,16 +56,31 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDict
 
 
 class Reducers:
-    """Those of the modules that a call can reach.
+    """Those of the modules that a call can reach, and whether they take `part` in it.
 
     Raises:
-        Refusal: one of them cannot take part in a capture.
+        Refusal: one of them does, and cannot in a capture.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, *, whole: bool) -> None:
-        self._wrappers: list[Any] = [m for m in modules if averages(m)]
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, *, whole: bool, part: bool) -> None:
+        found: list[Any] = [m for m in modules if averages(m)]
+        self._wrappers, self._others = (found, []) if part else ([], found)
         for wrapper in self._wrappers:
             _check(wrapper, device, whole)
+
+    def begins(self) -> Starts:
+        """The functions of torch's by which one that does not takes part after all. Their start raises `Averages`."""
+        if not self._others:
+            return {}
+        return {
+            "forward": [(os.path.join("torch", "nn", "parallel", "distributed.py"), self._concerns, _BEGINS)],
+            BACKWARD: [(os.path.join("torch", "autograd", "graph.py"), self._concerns, _BEGINS)],
+        }
+
+    def _concerns(self, frame: FrameType) -> bool:
+        """Whether a backward begins, or the forward of a wrapper of which its reducer hears."""
+        called = frame.f_locals.get("self")
+        return frame.f_code.co_name == BACKWARD or any(called is wrapper for wrapper in self._others) and _prepares(called)
 
     @contextmanager
     def taking_part(self, device: Any) -> Iterator[list[torch.Tensor]]:
@@ -70,6 +97,14 @@ class Reducers:
                 reducer_anew(wrapper)
                 _known.pop(wrapper, None)
             raise
+
+
+_BEGINS = Effect(_WHAT, _INSIDE, ANYONE, Averages)
+
+
+def _prepares(wrapper: Any) -> bool:
+    """Whether its forward does more now than to broadcast its buffers."""
+    return torch.is_grad_enabled() or bool(wrapper.mixed_precision) or wrapper._join_config.enable
 
 
 def _check(wrapper: Any, device: torch.device, whole: bool) -> None:

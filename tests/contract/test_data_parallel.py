@@ -17,7 +17,8 @@ REFUSED = {
     "step_refused_in_its_backward": "reads a tensor's value on the host",
     "step_refused_on_one_rank": None,
 }
-ONCE = [case for case in ranks_ddp.CASES if case not in REFUSED and "beside" not in case and "another" not in case]
+APART = ("beside", "another", "evaluates")
+ONCE = [case for case in ranks_ddp.CASES if case not in REFUSED and not any(name in case for name in APART)]
 
 
 @functools.cache
@@ -48,6 +49,14 @@ def test_c23_a_step_is_recorded_as_soon_as_its_buckets_are_known(case):
     for told in found("nccl"):
         assert (told[case]["live"], told[case]["recorded"]) == (2, 1), told[case]["reasons"]
         assert told[case]["replayed"] == ranks_ddp.CALLS - 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["evaluates", "evaluates_what_is_inside"])
+def test_c23_what_averages_no_gradients_is_recorded_beside_any_wrapper(case, backend):
+    for told in found(backend):
+        assert told[case]["recorded"] == 1, told[case]["reasons"]
+        assert told[case]["live"] == (2 if case == "evaluates" else 1), told[case]["reasons"]
 
 
 @pytest.mark.cuda
