@@ -1,19 +1,28 @@
 """How processes end that have recordings which communicate. Run as one of two processes: `python -m tests.ends RANK BACKEND
 FOLDER WAY...`. It imports what takes long, and forks a process for each way to end (`destroys:1 destroys:2` are the same way
-twice). Writes `FOLDER/RANK.json`: how each has ended (a signal is a negative number), what it printed, and how long it took.
+twice). Writes `FOLDER/RANK.json`: how each has ended (a signal is a negative number), what it printed, how long it took, and
+how long that was after its last step.
+
+`start` starts pairs of such processes, several at once, and waits for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import ranks
 from tests.ranks import CALLS, _device, _numbers
 
-BEGINNING, TIMEOUT, PATIENCE = 60, 4, 40  # seconds: of the process group at first, then, and until a process is killed
+BEGINNING, TIMEOUT = 60, 4  # seconds: of the process group at first, and then
+PATIENCE = float(os.environ.get("ENDS_PATIENCE", "60"))  # seconds until a process is killed
+
+Told = dict[str, Any]
 
 
 class _Never:
@@ -57,7 +70,12 @@ def _trained() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it has another name from torch 2.14 on
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
+    _last_step()
     return recorded
+
+
+def _last_step() -> None:
+    print("last step at", time.monotonic(), flush=True)
 
 
 def destroys(rank: int) -> None:
@@ -68,6 +86,34 @@ def destroys(rank: int) -> None:
 
 def leaves(rank: int) -> None:
     globals()["kept"] = _trained()
+
+
+def in_a_cycle(rank: int) -> None:
+    """Garbage that is not collected, when its group is destroyed."""
+    gc.disable()
+    circle: list[Any] = [_trained()]
+    circle.append(circle)
+    del circle
+    dist.destroy_process_group()
+
+
+def begins_anew(rank: int) -> None:
+    """With another group, in the same process; then it ends with the recordings of that."""
+    import phonograph as pg
+
+    backend, recorded = dist.get_backend(), _trained()
+    before = pg.stats(recorded)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{_folder[0]}.anew", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=BEGINNING))  # fmt: skip
+    for n in range(CALLS):
+        x = _numbers(n, 4)
+        assert recorded(x).equal(step(x))
+    after = pg.stats(recorded)
+    counts = (after.live - before.live, after.recorded - before.recorded, after.replayed - before.replayed)
+    assert counts == (1, 1, CALLS - 1), pg.explain(recorded)
+    _last_step()
+    dist.destroy_process_group()
 
 
 def exits_in_a_step(rank: int) -> None:
@@ -120,6 +166,7 @@ def is_interrupted(rank: int) -> None:
 
     def interrupt() -> None:
         time.sleep(0.2 + 0.2 * rank)
+        _last_step()
         while True:  # Python loses one that comes while a finalizer runs
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(3)
@@ -134,21 +181,55 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-WAYS = {way.__name__: way for way in (destroys, leaves, exits_in_a_step, raises_in_a_step, raises_on_one_rank, dies_on_one_rank,
-                                      is_interrupted)}  # fmt: skip
+_ABORTED = -signal.SIGABRT
+# Where the other rank was interrupted before, gloo raises; and who waits for it in NCCL, in C++, cannot be interrupted.
+_INTERRUPTED = (-signal.SIGINT, 1, _ABORTED)
+
+WAYS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
+    way.__name__: (way, mine, other)
+    for way, mine, other in (
+        (destroys, (0,), (0,)),
+        (leaves, (0,), (0,)),
+        (in_a_cycle, (0,), (0,)),
+        (begins_anew, (0,), (0,)),
+        (exits_in_a_step, (3,), (3,)),
+        (raises_in_a_step, (1,), (1,)),
+        (raises_on_one_rank, (1, _ABORTED), (1,)),
+        (dies_on_one_rank, (_ABORTED,), (-signal.SIGKILL,)),
+        (is_interrupted, _INTERRUPTED, _INTERRUPTED),
+    )
+}
+"""What a process does, and with which status rank 0, and rank 1, may end."""
+
+_NOISE = re.compile(r"CUDA error|NCCL (?:error|WARN)|NCCLUtils|terminate called|phonograph: |Fatal Python error")
+
+
+def is_as_it_should_be(way: str, told: Sequence[Told]) -> bool:
+    """Whether both ranks have ended with the statuses that eager has. Who has ended by itself has left no message of CUDA's,
+    NCCL's or the watchdog's."""
+    expected = WAYS[way.partition(":")[0]][1:]
+    return all(
+        one.get("status") in statuses and (one["status"] == _ABORTED or not _NOISE.search(one["log"]))
+        for one, statuses in zip(told, expected, strict=True)
+    )
+
+
+_folder: list[str] = []
 
 
 def _end(way: str, rank: int, backend: str, folder: Path) -> None:
+    _folder[:] = [f"{folder}/{way}"]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it goes with the process that has forked it
     with (folder / f"{way}.{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/{way}.store", rank=rank, world_size=2,
                             timeout=timedelta(seconds=BEGINNING))  # fmt: skip
-    WAYS[way.partition(":")[0]](rank)
+    WAYS[way.partition(":")[0]][0](rank)
 
 
 def _meet(folder: Path, way: str, rank: int) -> None:
@@ -166,6 +247,8 @@ def _awaited(child: int) -> tuple[Any, float]:
         if ended:
             return os.waitstatus_to_exitcode(status), time.monotonic() - began
         time.sleep(0.05)
+    os.kill(child, signal.SIGUSR1)  # it tells where it is
+    time.sleep(0.5)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "did not end", PATIENCE
@@ -184,8 +267,29 @@ def main(rank: int, backend: str, folder: Path, ways: list[str]) -> None:
             _end(way, rank, backend, folder)
             return
         status, seconds = _awaited(child)
-        found[way] = {"status": status, "seconds": seconds, "log": (folder / f"{way}.{rank}.log").read_text()[-6000:]}
+        ended, log = time.monotonic(), (folder / f"{way}.{rank}.log").read_text()
+        last = re.findall(r"last step at ([\d.]+)", log)
+        after = ended - float(last[-1]) if last else None
+        found[way] = {"status": status, "seconds": seconds, "after": after, "log": log[-6000:]}
         (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def start(
+    backend: str, ways: Sequence[str], at_once: int = 1, **environment: str
+) -> Iterator[tuple[str, tuple[Told, Told]]]:  # fmt: skip
+    """What both ranks have told of each way, as soon as a pair of processes has been through its part of them."""
+
+    def together(part: Sequence[str]) -> dict[str, tuple[Told, Told]]:
+        with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as folder:
+            lasts = (PATIENCE + 5) * len(part)
+            mine, other = ranks.start(backend, Path(folder), part, "tests.ends", lasts, **environment)
+        missing = {"status": "did not begin", "log": f"{mine['log']}\n{other['log']}"}
+        return {way: (mine.get(way, missing), other.get(way, missing)) for way in part}
+
+    parts = [part for n in range(at_once) if (part := ways[n::at_once])]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for done in as_completed([pool.submit(together, part) for part in parts]):
+            yield from done.result().items()
 
 
 if __name__ == "__main__":

@@ -839,6 +839,16 @@ def _skewed():
     return skewed, arguments, list
 
 
+# The functions of the table in docs/several-gpus.md, each with one use of collectives; and those that no graph has.
+FUNCTIONS = (
+    "all_reduce", "all_reduce_of_an_argument", "all_reduce_outside", "all_reduce_max", "all_reduce_async", "in_a_subgroup",
+    "all_gather_into_tensor", "gathers_outside", "all_gather", "broadcast", "reduce", "reduce_scatter_tensor",
+    "all_to_all_single", "functional_all_reduce", "functional_all_gather", "functional_reduce_scatter", "functional_all_to_all",
+    "functional_broadcast", "differentiable", "redistributes", "averages_gradients", "averages_in_hooks", "row_parallel",
+    "mixture_of_experts", "sends", "barrier", "sends_a_batch", "coalesces",
+)  # fmt: skip
+NOT_IN_GRAPHS = {"barrier": "barrier", "sends_a_batch": "batch_isend_irecv", "coalesces": "_coalescing_manager"}
+
 CASES = {
     **{f.__name__: _of_x(f) for f in (
         all_reduce, all_reduce_of_an_argument, all_reduce_max, all_reduce_async, all_gather_into_tensor, all_gather, broadcast,
@@ -946,7 +956,7 @@ def _leaves(result: Any) -> list[Any]:
 def _values(x: Any) -> Any:
     if hasattr(x, "to_local"):
         return type(x).__name__, str(x.placements), x.requires_grad, _values(x.to_local())
-    return x.detach().clone() + 0 if isinstance(x, torch.Tensor) else x
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
 def _versions(args: list[Any], state: Callable[[], list[Any]]) -> list[int]:
@@ -959,7 +969,12 @@ def _versions(args: list[Any], state: Callable[[], list[Any]]) -> list[int]:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return _bits(a) == _bits(b) if isinstance(a, torch.Tensor) else a == b
+
+
+def _bits(t: torch.Tensor) -> Any:
+    """Of a tensor all that can be told apart."""
+    return t.dtype, t.shape, t.device, t.contiguous().flatten().view(torch.uint8).tolist()
 
 
 def _told(case: Case) -> dict[str, Any]:
@@ -971,10 +986,10 @@ def _told(case: Case) -> dict[str, Any]:
              for name, x, y in zip(_COMPARED, a, b, strict=True) if not _same(x, y)]  # fmt: skip
     _kept.append(recorded)
     if case.options.get("only", dist.get_rank()) != dist.get_rank():
-        return {"wrong": wrong, "live": CALLS, "recorded": 0, "replayed": 0, "reasons": ""}
+        return {"wrong": wrong, "live": CALLS, "recorded": 0, "replayed": 0, "reasons": "", "refusals": {}}
     stats = pg.stats(recorded)
     return {"wrong": wrong, "live": stats.live, "recorded": stats.recorded, "replayed": stats.replayed,
-            "reasons": pg.explain(recorded)}  # fmt: skip
+            "reasons": pg.explain(recorded), "refusals": dict(stats.refusals)}  # fmt: skip
 
 
 # -- how processes end

@@ -16,16 +16,8 @@ from tests import ranks
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 
-# The functions of the table in docs/several-gpus.md that are recorded on both devices; and what is on the CPU only.
-RECORDED = (
-    "all_reduce", "all_reduce_of_an_argument", "all_reduce_outside", "all_reduce_max", "all_reduce_async", "in_a_subgroup",
-    "all_gather_into_tensor", "gathers_outside", "all_gather", "broadcast", "reduce", "reduce_scatter_tensor",
-    "all_to_all_single", "functional_all_reduce", "functional_all_gather", "functional_reduce_scatter", "functional_all_to_all",
-    "functional_broadcast", "differentiable", "redistributes", "averages_gradients", "averages_in_hooks", "row_parallel",
-    "mixture_of_experts", "sends",
-)  # fmt: skip
-NOT_IN_GRAPHS = {"barrier": "barrier", "sends_a_batch": "batch_isend_irecv", "coalesces": "_coalescing_manager"}
-FUNCTIONS = (*RECORDED, *NOT_IN_GRAPHS)
+NOT_IN_GRAPHS, FUNCTIONS = ranks.NOT_IN_GRAPHS, ranks.FUNCTIONS
+RECORDED = tuple(case for case in FUNCTIONS if case not in NOT_IN_GRAPHS)  # on both devices
 OTHERS = (
     "broadcast_of_an_argument", "reduce_scatter", "all_to_all", "for_the_first_time", "functional_view",
     "functional_coalesced", "recomputes", "functional_operators", "row_parallel_module", "column_parallel_module",
