@@ -47,6 +47,7 @@ def counted(way: str, told: list[Pair]) -> dict[str, Any]:
         "as in eager": sum(ends.is_as_it_should_be(way, pair) for pair in told),
         "hangs": sum(isinstance(one.get("status"), str) for pair in told for one in pair),
         "slowest_s": round(max(after), 1),
+        "starting_s": round(max(one.get("seconds", 0.0) - (one.get("after") or 0.0) for pair in told for one in pair), 1),
         "named": sum("Missing, as they are in no replay: 1." in one.get("log", "") for one, _ in told),
         "waited_s": max(waited, default=None),
     }
@@ -62,7 +63,7 @@ def met(figures: dict[str, dict[str, Any]], times: int, backend: str) -> bool:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--times", type=int, default=TIMES, help="how often each (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=18, help="pairs of processes (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=6, help="pairs of processes (default: %(default)s)")
     arguments = parser.parse_args()
     report = harness.Report(CLAIM, TARGET, arguments)
     times = 1 if arguments.quick else arguments.times

@@ -15,6 +15,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -761,6 +762,64 @@ def _notes_after_reducing():
     return notes_after_reducing, lambda n: [_numbers(n, 4)], list
 
 
+def _logs_after_reducing():
+    """A number that is only kept."""
+    seen = []
+
+    def logs_after_reducing(x):
+        y = x * 2
+        dist.all_reduce(y)
+        seen.append(y.sum().item())
+        return y + 1
+
+    return logs_after_reducing, lambda n: [_numbers(n, 4)], lambda: [torch.tensor(seen)]
+
+
+def _decides(after: bool) -> Case:
+    """The call goes on by what each rank finds by itself, and which is otherwise in a few calls, others on each rank."""
+
+    def make() -> tuple[Any, Any, Any]:
+        def decides(x):
+            y = x * 2
+            if after:
+                dist.all_reduce(y)
+            if (x.max() > 1e6).item():
+                y = y - 1
+            dist.all_reduce(y)
+            return y
+
+        return decides, lambda n: [_numbers(n, 4) + 1e7 * (n == 8 or n == 12 - 2 * dist.get_rank())], list
+
+    return Case(make, fallback="split")
+
+
+def _pins_memory_beside():
+    """It is captured again and again, while a thread pins memory, and much that is live is under way."""
+    ended = threading.Event()
+    other = torch.ones(1 << 16, device=_device())
+
+    def pin():
+        while not ended.wait(0.001):
+            t = torch.empty(1 << 20)
+            if _device().type == "cuda":
+                t.pin_memory()
+
+    threading.Thread(target=pin, daemon=True).start()
+
+    def arguments(n):
+        if n % 2 == 0 and _now[-1] is not None:
+            import phonograph as pg
+
+            pg.reset(_now[-1])
+        for _ in range(30):
+            dist.all_reduce(other, op=dist.ReduceOp.MAX)
+        if n == CALLS - 1:
+            ended.set()
+        return [_numbers(n, 4)]
+
+    return all_reduce, arguments, list
+
+
 def _differs_by_rank():
     """One rank gets another shape in a call, and its recordings are dropped in another."""
 
@@ -781,15 +840,21 @@ def _differs_by_rank():
 
 
 def _fails_on_one_rank(how: str) -> Case:
-    """Rank 1 is refused while it is captured: by an operator that no graph can have, or as memory runs out."""
+    """Rank 1 is refused while it is captured: by an operator that no graph can have, or as memory runs out. Or it raises."""
 
     def make() -> tuple[Any, Any, Any]:
         from phonograph.devices.driver import is_capturing
+
+        calls: list[int] = []
 
         def fails_on_one_rank(x):
             y = x * 2
             dist.all_reduce(y)
             if dist.get_rank() == 1:
+                if how == "raises":
+                    calls.append(1)
+                    if len(calls) in (2, 3):
+                        raise ArithmeticError("of the function's own")
                 if how == "memory" and x.is_cuda and is_capturing(torch.cuda.current_stream().cuda_stream):
                     raise torch.OutOfMemoryError("CUDA out of memory, says this test")
                 if how == "value":
@@ -889,6 +954,11 @@ CASES = {
     "notes_after_reducing": Case(_notes_after_reducing),
     "verified": _of_x(all_reduce, verify=2),
     "differs_by_rank": Case(_differs_by_rank),
+    "logs_after_reducing": Case(_logs_after_reducing, fallback="split"),
+    "decides_after_reducing": _decides(after=True),
+    "decides_before_reducing": _decides(after=False),
+    "pins_memory_beside": Case(_pins_memory_beside),
+    "raises_on_one_rank": _fails_on_one_rank("raises"),
     "is_refused_on_one_rank": _fails_on_one_rank("value"),
     "runs_out_of_memory_on_one_rank": _fails_on_one_rank("memory"),
     "skewed": Case(_skewed),
@@ -940,7 +1010,10 @@ def _run(case: Case, record: bool) -> tuple[list[Any], Any]:
     for n in range(CALLS):
         args = arguments(n)
         versions = _versions(args, state)
-        result = recorded(*args)
+        try:
+            result = recorded(*args)
+        except ArithmeticError as e:  # the program's own
+            result = str(e)
         # What an optimizer remembers comes with its first step.
         moved = [now != was for now, was in zip(_versions(args, state), versions, strict=False)]
         kinds = [type(x).__name__ for x in _leaves(result)]
@@ -1023,6 +1096,57 @@ def _anew(folder: Path, rank: int, backend: str) -> dict[str, Any]:
             "replayed": after.replayed - before.replayed, "reasons": pg.explain(recorded)}  # fmt: skip
 
 
+def _is_of_another_release() -> dict[str, Any]:
+    """One rank is, and where a recording is made, all see that."""
+    import phonograph as pg
+    from phonograph import agreement
+
+    if dist.get_rank():
+        pg.__version__ = "0.0.0"
+    if dist.get_backend() == "gloo":  # which has no graphs: there it does not matter
+        return {"wrong": [], "reasons": agreement.unlike(agreement.own((0, 0)))}
+    recorded = pg.record(all_reduce)
+    for n in range(CALLS):
+        recorded(_numbers(n, 4))
+    stats = pg.stats(recorded)
+    return {"wrong": [], "live": stats.live, "reasons": pg.explain(recorded)}
+
+
+def _steady() -> dict[str, Any]:
+    """What is asked of torch and of the store in a step that is replayed, and in one that is not."""
+    from torch.profiler import ProfilerActivity, profile
+
+    import phonograph as pg
+    from phonograph import torch_private
+
+    own, asked = torch_private.default_store, []
+    torch_private.default_store = lambda: asked.append(1) or own()  # type: ignore[func-returns-value]
+    found: dict[str, Any] = {"wrong": [], "reasons": ""}
+    for kind in ("eager", "recorded"):
+        _now.append(None)
+        function, arguments, _ = _averages_gradients()
+        _now.pop()
+        step = pg.record(function) if kind == "recorded" else function
+        for n in range(6):
+            step(*arguments(n))
+        asked.clear()
+        cuda = [ProfilerActivity.CUDA] * (dist.get_backend() == "nccl")
+        with profile(activities=[ProfilerActivity.CPU, *cuda]) as told:
+            for n in range(4):
+                step(*arguments(n))
+            if cuda:
+                torch.cuda.synchronize()
+        events = [event for event in told.key_averages() if event.count]
+        found[kind] = {
+            "operators": sum(event.count for event in events if event.key.startswith("c10d::")),
+            "kernels": sum(event.count for event in events if event.key.startswith("ncclDevKernel")),
+            "store": len(asked),
+        }
+    found["replayed"] = pg.stats(step).replayed
+    torch_private.default_store = own
+    return found
+
+
 def _peer_is_missing() -> dict[str, Any]:
     """A rank does not come to a collective: its peer's replay raises what eager does."""
     import phonograph as pg
@@ -1056,6 +1180,10 @@ def _in_a_cycle() -> dict[str, Any]:
     return {"wrong": [], "reasons": ""}
 
 
+ALONE = {"in_a_cycle": _in_a_cycle, "peer_is_missing": _peer_is_missing, "steady": _steady,
+         "is_of_another_release": _is_of_another_release}  # fmt: skip
+
+
 def main(rank: int, backend: str, folder: Path, cases: list[str], programs: Mapping[str, Case] = CASES) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -1071,10 +1199,8 @@ def main(rank: int, backend: str, folder: Path, cases: list[str], programs: Mapp
         try:
             if name == "anew":
                 found[name] = _anew(folder, rank, backend)
-            elif name == "in_a_cycle":
-                found[name] = _in_a_cycle()
-            elif name == "peer_is_missing":
-                found[name] = _peer_is_missing()
+            elif name in ALONE:
+                found[name] = ALONE[name]()
             elif name != "exits":
                 found[name] = _told(programs[name])
         except BaseException:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed
 
+from . import agreement
 from .devices import lock
 from .recording import Recording
 from .torch_private import before_groups_end
@@ -69,6 +70,7 @@ def _end_all() -> None:
         program.close()
     _recordings.clear()
     _programs.clear()
+    agreement.forget()
     while _undo:
         _undo.pop()()
     atexit.unregister(let_go)

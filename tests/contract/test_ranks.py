@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import phonograph as pg
 from tests import ranks
 
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
@@ -34,13 +35,16 @@ REFUSED = {
 }
 
 
+ALONE = ["peer_is_missing", "is_of_another_release", "anew"]  # cases that are not `Case`s, on the CPU
+
+
 @functools.cache
 def found(backend: str, *cases: str, **environment: str) -> list[dict]:
     """What both ranks have found in all programs, or in these."""
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
-        last = ["peer_is_missing", "anew"] if backend == "gloo" else []
+        last = ["steady", *(ALONE if backend == "gloo" else [])]
         cases = cases or (*[c for c in ranks.CASES if has(backend, c)], *last)
         return ranks.start(backend, Path(folder), cases, **environment)
 
@@ -148,6 +152,52 @@ def test_c23_one_rank_runs_live_where_the_other_replays(case, backend):
     assert (mine["wrong"], other["wrong"]) == ([], [])
     assert (mine["recorded"], mine["replayed"]) == (1, ranks.CALLS - 1)
     assert other["replayed"] < mine["replayed"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c13_a_rank_that_raises_does_so_after_it_has_communicated_for_the_other(backend):
+    mine, other = [told["raises_on_one_rank"] for told in found(backend)]
+    assert (mine["wrong"], other["wrong"]) == ([], [])
+    assert mine["replayed"] == ranks.CALLS - 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_number_that_is_only_kept_may_come_after_communication(backend):
+    for told in found(backend):
+        assert told["logs_after_reducing"]["recorded"] == 1, told["logs_after_reducing"]["reasons"]
+        assert told["logs_after_reducing"]["replayed"] >= ranks.CALLS - 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_number_by_which_each_rank_goes_on_by_itself_comes_before_communication_or_it_runs_live(backend):
+    for told in found(backend):
+        assert told["decides_after_reducing"]["live"] == ranks.CALLS
+        assert "a number that it reads after it has communicated" in told["decides_after_reducing"]["reasons"]
+        assert told["decides_before_reducing"]["replayed"] >= ranks.CALLS - 8, told["decides_before_reducing"]["reasons"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c14_what_is_done_beside_a_capture_does_not_disturb_it(backend):
+    """Memory is pinned, and work is under way that torch watches."""
+    for told in found(backend):
+        case = told["pins_memory_beside"]
+        assert (case["recorded"], case["replayed"]) == (ranks.CALLS // 2, ranks.CALLS // 2), case["reasons"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_replay_communicates_as_often_as_eager_and_asks_nobody_else(backend):
+    for told in found(backend):
+        eager, recorded = told["steady"]["eager"], told["steady"]["recorded"]
+        assert eager["operators"] == 4 * 4  # steps, parameters
+        assert (recorded["kernels"], recorded["store"]) == (eager["kernels"], 0)
+        assert recorded["operators"] == (0 if backend == "nccl" else eager["operators"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_ranks_of_which_one_is_of_another_release_both_say_so(backend):
+    mine, other = found(backend) if backend == "gloo" else found("nccl", "is_of_another_release")
+    assert f"rank 1 has phonograph 0.0.0, this one {pg.__version__}" in mine["is_of_another_release"]["reasons"]
+    assert f"rank 0 has phonograph {pg.__version__}, this one 0.0.0" in other["is_of_another_release"]["reasons"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

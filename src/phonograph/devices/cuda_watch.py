@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .. import nccl, places, torch_private
+from .. import agreement, nccl, places, torch_private
 from ..breaks import Break
 from ..checks import Check, validates
 from ..collectives import COLLECTIVES, REMEDY, called, refusal
@@ -244,8 +244,11 @@ class CudaWatch(OperatorWatch):
             version = torch.cuda.nccl.version()
             far = version < nccl.ACROSS_HOSTS and nccl.several_hosts()
             expand = os.environ.get(nccl.REGISTERS) != "0" and torch_private.segments_expand()  # which takes long to look at
+            others = agreement.unlike(agreement.own(version))
             for one in nccl.obstacles(os.environ, version, expand, far):
                 raise refusal(name, f" with {one.name}={one.value}, {one.why}", one.remedy)
+            if others:
+                raise refusal(name, f" that are not alike: {others}", "install and set the same on all ranks")
         self.groups[group.group_name] = None
 
     def _look_at_stream(self) -> None:
