@@ -2,8 +2,8 @@
 
 When a process captures a collective for the first time, it says what it has in the process group's store, and gives the others
 a second to do the same. Those who were not there by then are looked for again at later captures, without waiting, until all
-have spoken. So there is nothing to ask in a replay. A rank that never records (`PHONOGRAPH=off`, a refusal) says nothing, and need
-not: its live collectives are what they are in eager, see "Ranks that differ" in `docs/several-gpus.md`.
+have spoken. So there is nothing to ask in a replay. A rank that never records (`PHONOGRAPH=off`, a refusal) says nothing, and
+need not: its live collectives are what they are in eager, see "Ranks that differ" in `docs/several-gpus.md`.
 
 Each counts itself under what it has. So as long as all are alike a rank makes a few calls, however many ranks there are.
 """

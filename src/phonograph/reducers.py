@@ -80,7 +80,7 @@ class Reducers:
     def _concerns(self, frame: FrameType) -> bool:
         """Whether a backward begins, or the forward of a wrapper of which its reducer hears."""
         called = frame.f_locals.get("self")
-        return frame.f_code.co_name == BACKWARD or any(called is wrapper for wrapper in self._others) and _prepares(called)
+        return frame.f_code.co_name == BACKWARD or (any(called is wrapper for wrapper in self._others) and _prepares(called))
 
     @contextmanager
     def taking_part(self, device: Any) -> Iterator[list[torch.Tensor]]:
