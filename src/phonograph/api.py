@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import cache
 from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -16,11 +14,11 @@ from .anew import made_anew
 from .checks import look
 from .observe import Observed, Stats
 from .options import Options
-from .overheard import leave
 from .padding import Padded
 from .recorded import Recorded, counted, live
 from .torch_private import ended_by
 from .where import has_called
+from .wrapping import wrap
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -126,24 +124,6 @@ def _once(fn: Any, made: Any) -> Any:
     return made
 
 
-def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
-    """What `record` returns for a function or module; `kind` makes the recorded function."""
-    if not callable(fn):
-        raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
-    if isinstance(fn, Recorded):
-        fn = fn.__wrapped__
-    make = Padded if options.shapes else kind
-    if isinstance(fn, torch.nn.Module):
-        leave(fn)
-        before = torch_private.goes_through(fn)  # `module.compile()`, or an earlier pg.record
-        call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_private.own_call(fn)
-        name = options.name or type(fn).__qualname__
-        _hear_of_compilers()
-        torch_private.call_through(fn, make(call, replace(options, name=name)).of(fn))
-        return fn
-    return make(fn, options)
-
-
 @ended_by
 def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
     """Record all sizes of `shapes` before they are needed, the largest first. A bar on stderr shows how far it is, on a
@@ -220,23 +200,3 @@ def _observed(f: Any) -> Observed | None:
         f = torch_private.goes_through(f)
     f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
     return f if isinstance(f, Observed) else None
-
-
-@cache
-def _hear_of_compilers() -> None:
-    """What `torch.compile` does with recorded modules, it does past them."""
-    torch_private.hear_of_traced(_traced)
-    torch_private.hear_of_compiled(_compiled)
-
-
-def _traced(call: Any) -> None:
-    if isinstance(call, Recorded):
-        call.taken_as_plain()
-
-
-def _compiled(module: torch.nn.Module, before: Any) -> None:
-    """`module.compile()` was called: it puts the compiled code in the place of what was recorded. That is recorded then, as if
-    the module had been compiled first."""
-    if isinstance(before, Recorded):
-        before.reset()
-        torch_private.call_through(module, before.again(torch_private.goes_through(module)).of(module))

@@ -19,12 +19,12 @@ from weakref import ref
 import torch
 
 from . import torch_private
-from .api import wrap
 from .hooked import CaptureHooks, Hooked, WarmUps
 from .identity import identity
 from .options import Options, at_least
 from .recorded import Recorded
 from .schedule import Schedule
+from .wrapping import wrap
 
 __all__ = ["make_graphed_callables"]
 

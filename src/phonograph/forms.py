@@ -28,9 +28,8 @@ from .parts import storages
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied, state_of
-from .torch_private import are_fake, carried_out, has_memory, is_higher_order, kind_of, say_themselves, transformed
+from .torch_private import are_fake, carried_out, has_memory, is_higher_order, kind_of, say_themselves, storage_id, transformed
 from .trees import Node, flatten
-from .watch import storage_id
 
 __all__ = ["SHARES", "Form", "Meta", "Notes", "form_of", "noted_here", "noting", "sizes_of"]
 

@@ -30,10 +30,9 @@ from .returned import Given, Returned
 from .signature import Call, attributes
 from .spans import Spans
 from .tallies import Followed
-from .torch_private import has_memory, is_shape, kind_of, share_version
+from .torch_private import has_memory, is_shape, kind_of, share_version, storage_id
 from .trees import inside, labels, tensors_apart
 from .views import View, root
-from .watch import storage_id
 
 __all__ = ["lease", "moulds", "overlap", "plan"]
 

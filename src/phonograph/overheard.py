@@ -10,7 +10,7 @@ import sys
 import weakref
 from itertools import islice
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,9 +20,6 @@ from .recorder import recording_here
 from .where import users_line
 from .within import inside
 
-if TYPE_CHECKING:
-    from .recorded import Recorded
-
 __all__ = ["Overhearing", "leave"]
 
 _CALLS = 16  # of one part, in other methods
@@ -31,10 +28,16 @@ _PARTS = 64
 _OUTWARDS = 32  # frames
 
 
+class Says(Protocol):
+    """What tells people why something runs live."""
+
+    def say(self, refusal: Refusal) -> None: ...
+
+
 class Overhearing:
     """Hears what is called of a module instead of it."""
 
-    def __init__(self, recorded: Recorded[Any, Any], module: torch.nn.Module) -> None:
+    def __init__(self, recorded: Says, module: torch.nn.Module) -> None:
         self._recorded, self._module = weakref.ref(recorded), weakref.ref(module)
         self._counted: _Part | None = None  # the part whose calls are counted
         self._calls = self._elsewhere = 0
@@ -42,7 +45,7 @@ class Overhearing:
         self._parts = [_Part(part, self) for part in inner if torch_private.goes_through(part) is None]
 
     @staticmethod
-    def of(recorded: Recorded[Any, Any], module: torch.nn.Module) -> Overhearing | None:
+    def of(recorded: Says, module: torch.nn.Module) -> Overhearing | None:
         """None where there is no other method that somebody would call."""
         return Overhearing(recorded, module) if any(map(_has_others, type(module).__mro__)) else None
 

@@ -31,9 +31,8 @@ from .recording import MEMORY, Output, Recording, memory_of
 from .segments import Diverged, Segments
 from .signature import Call
 from .spans import Spans
-from .torch_private import address, alias, bump, ended_by, has_memory, use_count
+from .torch_private import address, alias, bump, ended_by, has_memory, storage_id, use_count
 from .trees import rebuilding
-from .watch import storage_id
 
 __all__ = ["GRAD", "Player", "uses"]
 

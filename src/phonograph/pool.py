@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -35,9 +35,6 @@ from .borrowed import Loan
 from .identity import identity
 from .spans import Spans
 from .torch_private import storage_at, use_count
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 __all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "once", "place_of", "row_of_bytes", "unowned"]
 
@@ -184,6 +181,27 @@ def _let_go(anchor: Any) -> None:
     """Nothing to do: dropping the reference to the anchor is the point."""
 
 
+class Shares(Protocol):
+    """A recording, as the memory's pool sees it."""
+
+    @property
+    def leases(self) -> tuple[Lease, ...]: ...
+    @property
+    def releases(self) -> frozenset[Lease]: ...
+    @property
+    def footprint(self) -> Spans: ...
+    @property
+    def lent(self) -> Spans: ...
+    @property
+    def rivals(self) -> list[tuple[int, int, Any, int]]: ...
+    @property
+    def spoiled(self) -> list[str]: ...
+    @property
+    def backward(self) -> Any: ...
+    @property
+    def program(self) -> Any: ...
+
+
 class Pool:
     """Which recordings share the memory, and which leases are in whose way.
 
@@ -196,19 +214,19 @@ class Pool:
         self.leases: list[Lease] = []
         self.untidy = False  # recordings have gone since the device last returned memory
         self.loans: set[Loan] = set()
-        self._recordings: list[weakref.ref[Recording]] = []
+        self._recordings: list[weakref.ref[Shares]] = []
 
     @property
-    def recordings(self) -> list[Recording]:
+    def recordings(self) -> list[Shares]:
         return [r for ref in self._recordings if (r := ref()) is not None]
 
-    def add(self, recording: Recording) -> None:
+    def add(self, recording: Shares) -> None:
         """Let a new recording take part."""
         self._recordings.append(weakref.ref(recording, self._gone))
         self.leases.extend(recording.leases)
         self.sweep()
 
-    def remove(self, recording: Recording) -> None:
+    def remove(self, recording: Shares) -> None:
         """Take a recording out. What it handed out stays protected until it is dropped."""
         self._recordings = [ref for ref in self._recordings if ref() is not recording]
         self.untidy = True

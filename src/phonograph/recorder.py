@@ -74,12 +74,13 @@ from .torch_private import (
     parametrizations_are_cached,
     ran_compiled,
     share_version,
+    storage_id,
     transforms_undone,
     wait_for_all,
 )
 from .tracing import Tracing
 from .trees import Edit, Opening, Opens, containers, entries, flatten, goes_by_pytree, opened_in, tensors_apart, unflatten
-from .watch import OperatorWatch, storage_id
+from .watch import OperatorWatch
 from .where import BACKWARD, is_users
 from .wording import MARKED, Failure, defined_at, failure, innermost, naming, returned_at
 from .wording import operator as written

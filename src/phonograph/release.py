@@ -20,8 +20,8 @@ from functools import partial
 import torch
 
 from .pool import Lease, unowned
-from .torch_private import without_modes
-from .watch import OperatorWatch, storage_id
+from .torch_private import storage_id, without_modes
+from .watch import OperatorWatch
 
 __all__ = ["Release"]
 

@@ -34,10 +34,10 @@ from .recording import Tensors
 from .reliance import Grads, changed, state_of
 from .signature import HOOKS, attributes, has_gradient_or_hooks, modes
 from .spans import Spans
-from .torch_private import bump, has_memory
+from .torch_private import bump, has_memory, storage_id
 from .tracing import Tracing
 from .trees import flatten, unflatten
-from .watch import OperatorWatch, storage_id
+from .watch import OperatorWatch
 from .where import users_line
 from .wording import COMPILED, at_work
 

@@ -50,11 +50,11 @@ from .torch_private import (
     original_views,
     recomputed_part,
     share_version,
+    storage_id,
     unseen_by_checkpoint,
     use_count,
     waits_for_all,
 )
-from .watch import storage_id
 
 __all__ = ["Tracing"]
 

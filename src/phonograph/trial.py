@@ -25,10 +25,9 @@ from .reach import Reach
 from .recording import Recording
 from .reliance import same
 from .signature import Call, describe
-from .torch_private import has_memory
+from .torch_private import has_memory, storage_id
 from .trees import flatten, unflatten
 from .verify import equal, generators_in
-from .watch import storage_id
 
 __all__ = ["Moulds", "Pad", "Pads", "cut", "gradients", "judged", "objection", "replaced", "with_zeros"]
 

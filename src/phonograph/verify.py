@@ -20,9 +20,8 @@ from .randomness import put
 from .reach import Reach
 from .reliance import same
 from .signature import Call
-from .torch_private import has_memory
+from .torch_private import has_memory, storage_id
 from .trees import Opening, flatten
-from .watch import storage_id
 
 __all__ = ["equal", "generators_in", "verified"]
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .breaks import Break
     from .forms import Meta
 
-__all__ = ["CHECKS", "OperatorWatch", "storage_id"]
+__all__ = ["CHECKS", "OperatorWatch"]
 
 
 _GIVEN = operators.meaning(torch.ops.aten.alias.default)

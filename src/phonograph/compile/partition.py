@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import operators
 from ..errors import Refusal
-from ..torch_private import depends_on_data, fake_mode_of, unbacked
-from ..watch import storage_id
+from ..torch_private import depends_on_data, fake_mode_of, storage_id, unbacked
 from ..wording import operator as written
 
 __all__ = ["Part", "Rule", "checked", "parts"]

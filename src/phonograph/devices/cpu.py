@@ -48,9 +48,10 @@ from ..torch_private import (
     maker,
     stands_for_work,
     storage_at,
+    storage_id,
     without_modes,
 )
-from ..watch import CHECKS, OperatorWatch, storage_id
+from ..watch import CHECKS, OperatorWatch
 from ..where import users_line
 from ..wording import Failure, at_work
 from .base import Captured, Made

@@ -37,9 +37,9 @@ from ..recording import MEMORY, Program, Recording, memory_of
 from ..segments import Segments
 from ..signature import ALIGNMENT
 from ..spans import Spans
-from ..torch_private import OnStream, backward_id, current_device, raw_stream
+from ..torch_private import OnStream, backward_id, current_device, raw_stream, storage_id
 from ..trees import flatten, unflatten
-from ..watch import OperatorWatch, storage_id
+from ..watch import OperatorWatch
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made

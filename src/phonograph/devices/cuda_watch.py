@@ -43,8 +43,8 @@ from ..randomness import Known, Rewind
 from ..reach import Reach
 from ..recording import memory_of
 from ..spans import Spans
-from ..torch_private import has_memory, raw_stream
-from ..watch import OperatorWatch, storage_id
+from ..torch_private import has_memory, raw_stream, storage_id
+from ..watch import OperatorWatch
 from ..where import is_compiled, is_torchs, users_line
 from ..wording import at_work, operator
 from . import cuda_dropout, driver
