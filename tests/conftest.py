@@ -4,6 +4,7 @@ import functools
 import gc
 import random
 import sys
+import types
 
 import pytest
 import torch
@@ -17,12 +18,43 @@ pytest_plugins = ["pytester"]
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)  # the tensors are tiny, and machines are shared
+    _seed_without_stacks()
+
+
+def _seed_without_stacks() -> None:
+    """`torch.manual_seed` formats the whole stack for each kind of device that is not there, in case that it should come: that
+    took a fifth of the time of the tests."""
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.traceback = types.SimpleNamespace(format_stack=list)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     torch.use_deterministic_algorithms(False)  # imports a large part of torch, which it would else do in some test
-    gc.collect()
-    gc.freeze()  # so that the collection after each test does not walk through all of torch
+    out_of_sight.put()
+
+
+class OutOfSight:
+    """What the collection after each test need not walk through: it is there for good."""
+
+    modules = tests = 0
+
+    def put(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self.modules, self.tests = len(sys.modules), 0
+
+    def keep(self) -> None:
+        """To be called between tests: of what these have left, packages that they have imported are the most."""
+        self.tests += 1
+        if self.tests > 16 or len(sys.modules) > self.modules + 50:
+            self.put()
+
+
+out_of_sight = OutOfSight()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    out_of_sight.keep()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -139,6 +139,8 @@ def _assert_same_mapping(actual: Mapping[Any, Any], expected: Mapping[Any, Any],
 
 def _assert_same_sequence(actual: Sequence[Any], expected: Sequence[Any], where: _Place) -> None:
     _equal(len(actual), len(expected), f"len({where})")
+    if {*map(type, actual), *map(type, expected)} == {int} and actual == expected:
+        return  # states of generators are hundreds of them
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
         _assert_same(one, other, where.at(f"[{i}]"))
 
