@@ -42,7 +42,7 @@ def _step(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     wrapped = DistributedDataParallel(net, bucket_cap_mb=BUCKET, **options)
     if hook is not None:
-        wrapped.register_comm_hook(None, hook)
+        wrapped.register_comm_hook(*hook)
     if zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -164,6 +164,44 @@ def _evaluates(inside: bool) -> tuple[Any, Any, Any]:
     return follows, arguments, lambda: [*average.parameters(), *wrapped.parameters(), *wrapped.buffers()]
 
 
+class _Counts:
+    """What a communication hook of the user's keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def _halves_at_first(state, bucket):  # (a hook's annotations are checked as they are, and here they are texts)
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    state.calls += 1
+    if state.calls <= 12:
+        bucket.buffer().mul_(0.5)
+    return allreduce_hook(None, bucket)
+
+
+def _averages_at_first() -> tuple[Any, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+    return PostLocalSGDState(None, None, 4, post_local_gradient_allreduce=False), post_localSGD_hook
+
+
+def _averages_seldom() -> tuple[Any, Any, Any]:
+    """The wrapper orders its buckets late: after the first step that it averages, which is the fourth."""
+    wrapped = DistributedDataParallel(_network(), bucket_cap_mb=BUCKET)
+
+    def step(x):
+        loss = wrapped(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def arguments(n: int) -> list[Any]:
+        wrapped.require_backward_grad_sync = n == 3
+        return [ranks._numbers(n, 6, 4) / 100]
+
+    return step, arguments, lambda: [p.grad for p in wrapped.parameters()]
+
+
 CASES = {
     "step": Case(lambda: _step(_network())),
     "step_clipped": Case(lambda: _step(_network(), fused=False, clipped=True)),
@@ -171,7 +209,7 @@ CASES = {
     "step_into_views_that_stay": Case(lambda: _step(_network(), gradient_as_bucket_view=True, none=False)),
     "step_into_gradients_that_stay": Case(lambda: _step(_network(), none=False)),
     "step_with_buffers": Case(lambda: _step(_network(lambda: torch.nn.BatchNorm1d(16)))),
-    "step_compressed": Case(lambda: _step(_network(), hook=_compresses())),
+    "step_compressed": Case(lambda: _step(_network(), hook=(None, _compresses()))),
     "step_in_bf16": Case(lambda: _step(_network(), bf16=True)),
     "step_recomputed": Case(lambda: _step(_network(_Recomputed))),
     "step_accumulating": Case(lambda: _step(_network(), micro=3)),
@@ -183,6 +221,9 @@ CASES = {
     "step_of_loaded_weights": Case(lambda: _step(_network(), before=_loads)),
     "step_of_another_batch": Case(_another_batch),
     "step_that_asks_for_unused": Case(lambda: _step(_network(), find_unused_parameters=True)),
+    "step_that_averages_at_first": Case(lambda: _step(_network(), hook=_averages_at_first())),
+    "step_with_a_hook_that_counts": Case(lambda: _step(_network(), hook=(_Counts(), _halves_at_first))),
+    "averages_seldom": Case(_averages_seldom),
     "evaluates_what_is_inside": Case(lambda: _evaluates(True)),
     "evaluates": Case(lambda: _evaluates(False)),
     "step_of_a_static_graph": Case(lambda: _step(_network(), static_graph=True)),

@@ -39,7 +39,7 @@ class History:
         self.split = split  # operators that run live between segments
         self.decisive: frozenset[Any] = frozenset()  # sites where numbers are read by which the call goes on
         self.notes = Notes(split, None, marked)  # what these, and marked functions, gave in the last live call
-        self.spared: Refusal | None = None  # why it was not tried for some live calls: others like it could not be recorded
+        self.spared: Refusal | None = None  # why it is not tried for some calls: of what others have, or has not run yet
         self.diverged = 0  # calls in turn in which a replay could not go on...
         self.since_diverged = -1  # ...and how many replays the function had then
         self.torn = False  # a marked function has done what a replay could not go on after
@@ -93,6 +93,11 @@ class History:
         """Others like it could not be recorded: it is tried if it comes again and again."""
         self.refuse(refusal)
         self.waits, self.spared = _SPARED, refusal
+
+    def unseen(self, refusal: Refusal) -> None:
+        """Something has not run yet, and may do so in any call: it is tried after twice as many calls each time."""
+        self.refuse(refusal)
+        self.waits, self.spared = max(2, 1 << self.attempts >> 2), refusal
 
     def begin_again(self, refusal: Refusal) -> None:
         """It is to be captured in another way, and this refusal does not count."""

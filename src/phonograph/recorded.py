@@ -590,7 +590,9 @@ class Recorded(Observed, Generic[P, R]):
                 history.warm_again = True
                 raise
             history.attempts += 1
-            if last:
+            if last and isinstance(refusal, Unseen):
+                history.unseen(refusal)
+            elif last:
                 self._refuse(history, refusal, grounds)
                 self._alike.failed(call, refusal, grounds)
             raise

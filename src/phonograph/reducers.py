@@ -24,13 +24,18 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from enum import Enum
+from functools import partial
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 
 from .effects import ANYONE, Effect, Starts
 from .errors import Again, Refusal, Unseen
+from .identity import identity
+from .introspection import contents, is_users_class
 from .torch_private import averages, has_reducer, others_around, reducer_anew, reduces_by
 from .where import BACKWARD
 
@@ -119,6 +124,10 @@ def _check(wrapper: Any, device: torch.device, whole: bool) -> None:
             raise Refusal(f"{_WHAT} with {name}, {why}", _INSIDE)
     if hook := reduces_by(wrapper):
         raise Refusal(f"{_WHAT} with a communication hook of torch's own ({hook})", "use one that is written in Python")
+    for hook, state in wrapper._comm_hooks:
+        if kept := _keeps(hook, state):
+            raise Refusal(f"{_WHAT} with a communication hook that goes by what it keeps (a {kept})",
+                          "use one that keeps nothing, as fp16_compress_hook")  # fmt: skip
     if any(hasattr(p, "_in_backward_optimizers") for p in wrapper._module_parameters):
         raise Refusal(f"{_WHAT} with optimizers that step in the backward", _INSIDE)
     if wrapper._join_config.enable:
@@ -135,6 +144,39 @@ _UNLIKE = {
     "_delay_all_reduce_params": "which averages them by themselves",
     "_use_python_reducer": "which averages in compiled code",
 }
+
+
+def _keeps(*given: Any) -> str:
+    """The name of the class of an object of others that a hook has, or ""; the user's are looked into, as they are elsewhere.
+    (Autograd's threads call a hook, so that nobody may see what it reads and sets.)"""
+    seen: set[int] = set()
+    todo = [*given]
+    while todo:
+        x = todo.pop()
+        if identity(x) in seen:
+            continue
+        seen.add(identity(x))
+        if isinstance(x, MethodType):
+            todo += [x.__func__, x.__self__]
+        elif isinstance(x, FunctionType):
+            todo += [contents(cell) for cell in x.__closure__ or ()] + [*(x.__defaults__ or ())]
+        elif isinstance(x, partial):
+            todo += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, (list, tuple)):
+            todo += x
+        elif isinstance(x, dict):
+            todo += x.values()
+        elif not isinstance(x, _LOOKED_AT) and _has_methods(type(x)) and not is_users_class(type(x)):
+            return type(x).__qualname__
+    return ""
+
+
+_LOOKED_AT = (type, Enum, torch.Tensor, torch.nn.Module, *filter(None, [getattr(torch.distributed, "ProcessGroup", None)]))
+
+
+def _has_methods(kind: type) -> bool:
+    """Whether a class has methods that are written in Python."""
+    return any(isinstance(member, FunctionType) for base in kind.__mro__ for member in vars(base).values())
 
 
 def _made_for(wrapper: Any, stream: Any) -> list[torch.Tensor]:

@@ -14,10 +14,12 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 REFUSED = {
     "step_that_asks_for_unused": "contains DistributedDataParallel with find_unused_parameters",
     "step_of_a_static_graph": "contains DistributedDataParallel with static_graph",
+    "step_that_averages_at_first": "a communication hook that goes by what it keeps (a PostLocalSGDState)",
+    "step_with_a_hook_that_counts": None,
     "step_refused_in_its_backward": "reads a tensor's value on the host",
     "step_refused_on_one_rank": None,
 }
-APART = ("beside", "another", "evaluates")
+APART = ("beside", "another", "evaluates", "seldom")
 ONCE = [case for case in ranks_ddp.CASES if case not in REFUSED and not any(name in case for name in APART)]
 
 
@@ -57,6 +59,12 @@ def test_c23_what_averages_no_gradients_is_recorded_beside_any_wrapper(case, bac
     for told in found(backend):
         assert told[case]["recorded"] == 1, told[case]["reasons"]
         assert told[case]["live"] == (2 if case == "evaluates" else 1), told[case]["reasons"]
+
+
+@pytest.mark.cuda
+def test_c23_a_wrapper_that_averages_late_is_recorded_then():
+    for told in found("nccl"):
+        assert told["averages_seldom"]["recorded"] >= 1, told["averages_seldom"]["reasons"]
 
 
 @pytest.mark.cuda

@@ -13,10 +13,11 @@ import pytest
 import phonograph
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate"}
+LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate",
+         "lightning_ranks": "lightning", "accelerate_ranks": "accelerate"}  # fmt: skip
 """Examples that need another package."""
-ON_RANKS = {"several_gpus": "tensor_parallel"}
-"""Those that torchrun starts, and what of them is recorded on the CPU as well."""
+ON_RANKS = {"several_gpus": ["tensor_parallel"], "lightning_ranks": ["trainer"], "accelerate_ranks": []}
+"""Those that torchrun starts, and with which arguments they record on the CPU as well."""
 
 
 def environment() -> dict[str, str]:
@@ -28,9 +29,9 @@ def environment() -> dict[str, str]:
 
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:
-    way = ON_RANKS.get(script.stem)
-    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if way else []
-    command = [sys.executable, *launched, str(script), *([way] if way else [])]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = ranks if script.stem in ON_RANKS else []
+    command = [sys.executable, *launched, str(script), *ON_RANKS.get(script.stem, [])]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
 
 
