@@ -227,6 +227,27 @@ def _in_a_subgroup():
     return in_a_subgroup, lambda n: [_numbers(n, 4)], list
 
 
+@functools.cache
+def _groups_and_meshes():
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    return [dist.new_group([0, 1]), alone[dist.get_rank()]], [_mesh(), _mesh()]
+
+
+def _given_its_group():
+    """A process group and a mesh of devices are arguments, as in code that is written for any of them: now all ranks, now each
+    its own group."""
+    groups, meshes = _groups_and_meshes()
+
+    def given_its_group(x, group, mesh):
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y + DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()]).to_local().sum()
+
+    return given_its_group, lambda n: [_numbers(n, 4), groups[n % 2], meshes[n % 2]], list
+
+
 def _sends_in_a_subgroup():
     """Who has not talked to each other in a group alone before."""
     group = dist.new_group([0, 1])
@@ -928,6 +949,7 @@ CASES = {
     "gives_up_late": _of_x(gives_up_late, only=1),
     "all_reduce_outside": Case(_reduces_outside),
     "in_a_subgroup": Case(_in_a_subgroup),
+    "given_its_group": Case(_given_its_group),
     "gathers_outside": Case(_gathers_outside),
     "uses_a_store": Case(_uses_a_store),
     "waits_for_what_began_outside": Case(_waits_for_what_began_outside),

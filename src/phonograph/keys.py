@@ -24,6 +24,7 @@ import torch
 
 from .identity import identity
 from .opened import layout_of, parts_of
+from .torch_private import groups_of_ranks
 
 __all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "argument_key", "class_of", "nested_key", "plain_key",
            "structure"]  # fmt: skip
@@ -65,7 +66,7 @@ _ARRAY = 4096  # bytes of an array that count as a value
 SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
             torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
 BY_IDENTITY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, FunctionType, BuiltinFunctionType, type,
-               MethodDescriptorType, WrapperDescriptorType)  # fmt: skip
+               MethodDescriptorType, WrapperDescriptorType, *groups_of_ranks())  # fmt: skip
 _BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date, pathlib.PosixPath, pathlib.WindowsPath,
             pathlib.PurePosixPath, pathlib.PureWindowsPath)  # fmt: skip
 

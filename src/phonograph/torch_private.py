@@ -472,6 +472,15 @@ def _c10d(name: str) -> Any:
     return getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
 
 
+def groups_of_ranks() -> tuple[type, ...]:
+    """The classes of what says which ranks communicate. Nobody changes such an object: another takes its place."""
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return torch.distributed.ProcessGroup, DeviceMesh
+
+
 def waits_by_itself(kinds: Iterable[type]) -> bool:
     """Whether one of these kinds of tensors is what functional collectives give: it waits where it is used."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")

@@ -87,6 +87,13 @@ def test_c23_what_communicates_is_recorded_once_and_replayed(case, backend):
         assert told[case]["replayed"] >= ranks.CALLS - 2, told[case]["reasons"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c01_a_group_or_a_mesh_that_is_an_argument_is_one_or_another(backend):
+    for told in found(backend):
+        assert told["given_its_group"]["recorded"] == 2, told["given_its_group"]["reasons"]
+        assert told["given_its_group"]["replayed"] >= ranks.CALLS - 4
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_c23_what_nobody_could_repeat_is_refused_by_name_before_it_runs(case):
     for told in found("gloo"):
