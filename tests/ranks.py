@@ -814,6 +814,74 @@ def _decides(after: bool) -> Case:
     return Case(make, fallback="split")
 
 
+def _goes_on_after_reducing():
+    """Before a number by which it goes on, tensors of all kinds arrive, and are written again; where it is another one than
+    before, nothing of that is done twice."""
+    outside, group = torch.zeros(4, device=_device()), dist.group.WORLD.group_name
+
+    def goes_on_after_reducing(x):
+        dist.all_reduce(x)
+        y, gathered = x * 2, torch.empty(8, device=x.device)
+        work = dist.all_gather_into_tensor(gathered, y, async_op=True)
+        outside.add_(x)
+        work.wait()
+        dist.all_reduce(outside)
+        outside.div_(2)
+        z = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(y, "sum", group))
+        y.add_(1)
+        if (outside.max() > 1e6 + 1e6 * dist.get_rank()).item():
+            z = z - 1
+            outside.zero_()
+        dist.all_reduce(z)
+        return y, z, gathered
+
+    def arguments(n):
+        return [_numbers(n, 4) + (n == 8) * 1e6 + (n == 12) * 6e5]
+
+    return goes_on_after_reducing, arguments, lambda: [outside]
+
+
+def _decides_in_training():
+    """Gradients are averaged, and a step is left out where they are too large."""
+    net, optimizer = _network()
+
+    def decides_in_training(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if (norm < 100).item():
+            optimizer.step()
+        return loss.detach(), norm
+
+    step, arguments, state = _training(decides_in_training, net)
+    return step, lambda n: [arguments(n)[0] * (1000 if n in (8, 12) else 1)], state
+
+
+def _gives_another_shape():
+    """A marked function, after something has arrived, which it does on one rank only."""
+    import phonograph as pg
+
+    seen = []
+
+    @pg.live
+    def chosen(y):
+        seen.append(y.sum().item())
+        return y[: 3 if len(seen) % CALLS == 9 and dist.get_rank() else 2].clone()
+
+    def gives_another_shape(x):
+        y = x * 2
+        dist.all_reduce(y)
+        total = chosen(y).sum()
+        dist.all_reduce(total)
+        return total
+
+    return gives_another_shape, lambda n: [_numbers(n, 4)], lambda: [torch.tensor(seen)]
+
+
 def _pins_memory_beside():
     """It is captured again and again, while a thread pins memory, and much that is live is under way."""
     ended = threading.Event()
@@ -979,6 +1047,9 @@ CASES = {
     "logs_after_reducing": Case(_logs_after_reducing, fallback="split"),
     "decides_after_reducing": _decides(after=True),
     "decides_before_reducing": _decides(after=False),
+    "goes_on_after_reducing": Case(_goes_on_after_reducing, fallback="split"),
+    "decides_in_training": Case(_decides_in_training, fallback="split"),
+    "gives_another_shape": Case(_gives_another_shape, keep="always"),
     "pins_memory_beside": Case(_pins_memory_beside),
     "raises_on_one_rank": _fails_on_one_rank("raises"),
     "is_refused_on_one_rank": _fails_on_one_rank("value"),

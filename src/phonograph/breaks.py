@@ -10,10 +10,12 @@ again, it does not run a second time: what it gave and wrote is `Done` again.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from .arrivals import Arrived
 from .casting import Casts
 from .errors import Refusal
 from .forms import SHARES, Form, Meta, form_of, sizes_of
@@ -49,14 +51,20 @@ class Break:
         self._read: list[torch.Tensor] = []  # those
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
+        self.brought: list[tuple[str, int]] = []  # by collectives of the call before it: by which, and how many tensors
+        self.arrived: list[Arrived] = []  # those
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ", where autograd calls it"  # on a thread of its own
         return f"{self.form.operator.name()}{place}"
 
     def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Where the device has put what it reads and what it gives: tensors that do not own their memory."""
-        self._inputs, self._outputs = inputs, outputs
+        """Where the device has put what it reads, and what has arrived before, and what it gives: tensors that do not own their
+        memory."""
+        own = len(inputs) - sum(count for _, count in self.brought)
+        self._inputs, self._outputs = inputs[:own], outputs
+        rest = iter(inputs[own:])
+        self.arrived = [(name, [*islice(rest, count)]) for name, count in self.brought]
 
     def settle(self, undone: Sequence[torch.UntypedStorage]) -> None:
         """The capture has ended. This memory outside is put back where a call begins again.
@@ -142,9 +150,9 @@ class MarkedBreak(Break):
         self._undone: Set[int] = frozenset()  # the arguments that are put back where the call begins again
 
     def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        super().lies(inputs, outputs)
         count = len(self._places)
-        super().lies(inputs[:count], outputs)
-        self._read = inputs[count:]
+        self._inputs, self._read = self._inputs[:count], self._inputs[count:]
 
     def settle(self, undone: Sequence[torch.UntypedStorage]) -> None:
         keys = {storage._cdata for storage in undone}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .errors import Refusal
 
-__all__ = ["COLLECTIVES", "REMEDY", "Collective", "called", "communicates", "refusal"]
+__all__ = ["COLLECTIVES", "LEAVE_VERSIONS", "REMEDY", "Collective", "called", "communicates", "refusal"]
 
 REMEDY = "mark the function that does so @pg.live, or record what lies between"
 
@@ -71,6 +71,12 @@ COLLECTIVES = {
 }
 """By the names of their schemas. (From whom something was received, is told on the host.) What torch has besides, or will have,
 is not captured."""
+
+LEAVE_VERSIONS = frozenset(
+    {*(f"c10d::{name}_" for name in ("allreduce", "reduce", "broadcast", "alltoall_base", "scatter", "recv")),
+     *(f"_c10d_functional::{name}_" for name in ("all_reduce", "all_reduce_coalesced", "broadcast"))}
+)  # fmt: skip
+"""Those that move no version on in eager. (Others do by accident: gloo copies to where they are to write.)"""
 
 _SPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 

@@ -18,17 +18,32 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .arrivals import Arrived
 from .casting import Casts
+from .collectives import LEAVE_VERSIONS, called, communicates
 from .given import Given, plain
 from .identity import identity
 from .marked import Marked
 from .numerals import NUMBER_READERS, Site, site_of
-from .operators import meaning, operands, written_by
+from .operators import Meaning, meaning, operands, written_by
 from .parts import storages
 from .places import Holder
 from .reach import Reach
 from .reliance import changed, relied, state_of
-from .torch_private import are_fake, carried_out, has_memory, is_higher_order, kind_of, say_themselves, storage_id, transformed
+from .torch_private import (
+    are_fake,
+    below_autograd,
+    bump,
+    carried_out,
+    has_memory,
+    is_higher_order,
+    kind_of,
+    say_themselves,
+    stands_for_work,
+    storage_id,
+    transformed,
+    without_modes,
+)
 from .trees import Node, flatten
 
 __all__ = ["SHARES", "Form", "Meta", "Notes", "form_of", "noted_here", "noting", "sizes_of"]
@@ -96,6 +111,10 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
     return [t.size() for t in operands(args, kwargs)]
 
 
+def _nothing(*_: Any) -> None:
+    """There is nothing to wait for."""
+
+
 def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if has_memory(t) else 0
 
@@ -134,11 +153,11 @@ class _Seen(NamedTuple):
 class Notes:
     """The forms of these operators in a live call, and of `marked` functions, and the values of their results on the CPU.
     `reach` is what the function can reach: what changes something of that, besides giving its result, cannot run between
-    segments. `done` is what marked functions have done in this call already. Hyper-parameters may be set, which the next
-    segment follows; but where that has gone wrong, `strict`."""
+    segments. `done` is what marked functions have done in this call already, and `arrived` what collectives have brought.
+    Hyper-parameters may be set, which the next segment follows; but where that has gone wrong, `strict`."""
 
     def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = (),
-                 strict: bool = False, decisive: Set[Site] = frozenset()) -> None:  # fmt: skip
+                 strict: bool = False, decisive: Set[Site] = frozenset(), arrived: Iterable[Arrived] = ()) -> None:  # fmt: skip
         self._strict = strict
         self.decisive = decisive
         self.numbers: dict[Site, list[Any]] = {}
@@ -152,6 +171,8 @@ class Notes:
         self.within = False  # a marked function runs, whose operators are its own
         self.turned: set[tuple[int, str]] = set()  # hyper-parameters that they have set, as `Holder.dial` has it
         self._done = deque(done)
+        self.arrived = deque(arrived)
+        self._works: list[Any] = []  # which torch knows of, and does not keep
 
     @property
     def cuts(self) -> bool:
@@ -238,6 +259,27 @@ class Notes:
         self._note(form, result)
         return result
 
+    def arrive(self, func: OpOverload, m: Meaning, args: Any, kwargs: Any) -> Any:
+        """What a collective has brought in this call already: it is not begun again."""
+        name, values = self.arrived.popleft()
+        if name != m.name:
+            raise RuntimeError(f"phonograph: a call that begins again communicates otherwise than its replay did ({m.name}, "
+                               f"not {name}). It goes on by something that phonograph does not see.")  # fmt: skip
+        written = written_by(m, args, kwargs)
+        given = operands(args, kwargs)
+        with without_modes(), below_autograd():
+            for t, value in zip(written, values, strict=False):
+                t.data.copy_(value)
+            made = [] if written else [value.to(given[0].device) for value in values]
+        bump([t for t in written if m.name not in LEAVE_VERSIONS and not t.is_inference()])
+        returns = [str(r.type) for r in func._schema.returns]
+        if any("Work" in kind for kind in returns):
+            self._works.append(work := stands_for_work(_nothing, _nothing))
+            result = [work.boxed() if "Work" in kind else args[0] for kind in returns]
+            return result[0] if len(result) == 1 else tuple(result)
+        found = written or made
+        return None if not returns else found if "List" in returns[0] else found[0]
+
     def number(self, site: Site, t: torch.Tensor) -> None:
         """The number in this tensor is read at this site."""
         if site in self.decisive:
@@ -285,6 +327,10 @@ class _Noting(TorchDispatchMode):
         if is_higher_order(func):
             with self:
                 return carried_out(func, args, kwargs or {})
+        if self._notes.arrived and not self._notes.within and communicates(func._schema.name):
+            m = meaning(func)
+            if called(m.name) != "wait_tensor":
+                return self._notes.arrive(func, m, args, kwargs or {})
         kwargs, casts = kwargs or {}, self._casts.within(meaning(func))
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:
@@ -314,10 +360,11 @@ def noting(notes: Notes | None) -> Iterator[None]:
     """These operators are noted in the block, and marked functions."""
     outer, _thread.notes = getattr(_thread, "notes", None), notes
     cuts = notes is not None and notes.cuts
+    looks = notes is not None and (notes.operators or notes.decisive or notes.arrived)
     try:
         with (
             one_thread() if cuts else nullcontext(),
-            _Noting.within(notes) if notes is not None and (notes.operators or notes.decisive) else nullcontext(),
+            _Noting.within(notes) if notes is not None and looks else nullcontext(),
         ):
             yield
     finally:

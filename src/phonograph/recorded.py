@@ -666,7 +666,9 @@ class Recorded(Observed, Generic[P, R]):
         with suppress(Refusal), Ours("looked at what the function can reach"):
             reach = self._reach(call)
         history.torn = history.torn or bool(diverged.torn)
-        history.notes = Notes(history.split, reach, self._marked, diverged.done, decisive=history.decisive)
+        history.notes = Notes(
+            history.split, reach, self._marked, diverged.done, decisive=history.decisive, arrived=diverged.arrived
+        )
         if diverged.decided and history.diverged > _UNLUCKY:
             history.wait(Refusal(f"{diverged.said} reads another number nearly each time", diverged.remedy, diverged.where))
         elif not diverged.decided and history.changed(self._counters.replayed) > CHANGES:

@@ -3,8 +3,9 @@
 Such an operator reads and writes the memory of the recording itself; what is new of its result is copied to where the next
 segment reads it. That segment was captured as the program goes on after *such* a result. Where the operator gives one of
 another shape, the call cannot go on: it has `Diverged`. Then everything that was written outside is put back as it was, random
-states too, and the call is run live from its beginning. Arguments for which slots stand were not touched; those that are read
-in place (parameters, results of other recordings) are put back with the rest.
+states too, and the call is run live from its beginning. What it has communicated with other ranks until then, it is given
+(`arrivals.py`). Arguments for which slots stand were not touched; those that are read in place (parameters, results of other
+recordings) are put back with the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from . import operators
+from .arrivals import Arrivals
 from .breaks import HERE, Break, Decision, Done, MarkedBreak, Torn
 from .dials import Dials, reals
 from .errors import Refusal, Unseen
@@ -63,6 +65,7 @@ class Diverged(Refusal):
         super().__init__(f"{live.said} {did}", remedy, live.where, this_call=True)
         self.said = live.said
         self.done = done
+        self.arrived = [(name, [t.detach().to("cpu", copy=True) for t in tensors]) for name, tensors in live.arrived]
         self.torn = torn and _TORN.format(live.said, torn, live.where)
         self.decided = isinstance(live, Decision)  # nothing is wrong with the recording: a number was another this time
 
@@ -143,13 +146,14 @@ class Segments:
                 self.stopped = True
                 raise
             if other or torn or disturbed():
+                diverged = Diverged(live, other or "changes what the function relies on", done, torn)
                 self._undo(before, states)
                 if counts:
                     counts.take_back()
                 _give(kept)
                 if torn and grads is not None:
                     grads.lose()
-                raise Diverged(live, other or "changes what the function relies on", done, torn)
+                raise diverged
             targets = program.run(())
         _give(kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
@@ -214,6 +218,7 @@ class Cuts:
         self._thread = threading.get_ident()
         self._backwards: Any = nullcontext()
         self._numbers: dict[Site, Iterator[Any]] = {}
+        self._left = 0  # how many are to come
 
     def __enter__(self) -> None:
         self._modes = _modes()
@@ -223,12 +228,15 @@ class Cuts:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
             self._watch.decisive, self._watch.deciding = self._notes.decisive, self.decide
             self._numbers = {site: iter(numbers) for site, numbers in self._notes.numbers.items()}
+            self._left = len(self._notes.forms) + sum(map(len, self._notes.numbers.values()))
+            self._watch.arrivals = Arrivals(self._watch.copied) if self._left else None
         Cuts.now.append(self)
 
     def __exit__(self, *_: object) -> None:
         Cuts.now.remove(self)
         self._backwards.__exit__(None, None, None)
         self._watch.split, self._watch.decisive = frozenset(), frozenset()
+        self._watch.arrivals = None
         self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
 
     def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
@@ -270,8 +278,11 @@ class Cuts:
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
         part.said = said
+        arrived = self._arrived(part, runs)
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
-        made = iter(watch.interrupt(part, str(part), [*mine, *numbers.values()], [m for m, _ in new], [v for _, v in new]))
+        made = iter(
+            watch.interrupt(part, str(part), [*mine, *numbers.values(), *arrived], [m for m, _ in new], [v for _, v in new])
+        )
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
 
@@ -281,7 +292,7 @@ class Cuts:
         for number in self._numbers.get(site, iter(())):
             self._may_cut(runs)
             part = Decision(number, at_work(READS_NUMBER.name()), users_line())
-            self._watch.interrupt(part, str(part), [t.detach()], [], [])
+            self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise Unseen(f"{runs}, and did not read it before", "read it in every call", final=False)
 
@@ -329,10 +340,35 @@ class Cuts:
         """Whether the call may be cut here."""
         if threading.get_ident() != self._thread:
             raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
-        if self._watch.communicated:  # where a call begins again, other ranks do not
-            raise Refusal(f"{runs} after it has communicated with other ranks", "call it before that, or outside")
         if sum(s.nbytes() for s in self._watch.changed()) > _UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
+
+    def _arrived(self, part: Break, runs: str) -> list[torch.Tensor]:
+        """Copies of what other ranks have sent so far, which a call that begins again after this is given."""
+        watch, arrivals = self._watch, self._watch.arrivals
+        self._left -= 1
+        if not watch.communicated:
+            self._needs_no_more()
+            return []
+        after = f"{runs} after it has communicated with other ranks"
+        if arrivals is None or watch.workplaces or watch.gathered:
+            raise Refusal(f"{after} in a wrapper of torch's", "call it before that, or outside")
+        if name := watch.under_way():
+            raise Refusal(f"{runs} while a collective is under way ({name})", "wait for it before")
+        arrived = arrivals.kept()
+        self._needs_no_more()
+        if arrived is None:
+            raise Refusal(f"{after}, and written to strided parts of what that has brought", "call it before that, or outside")
+        part.brought = [(name, len(tensors)) for name, tensors in arrived]
+        found = [t for _, tensors in arrived for t in tensors]
+        if sum(t.nbytes for t in found) > _UNDONE:
+            raise Refusal(f"{after} by large tensors, which would have to be kept", "call it before that, or outside")
+        return found
+
+    def _needs_no_more(self) -> None:
+        """After the last of them nobody needs copies of what arrives."""
+        if not self._left:
+            self._watch.arrivals = None
 
     @staticmethod
     def marked(function: Marked, args: Any, kwargs: Any) -> Any:

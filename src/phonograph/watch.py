@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import operators, shards
+from .arrivals import Arrivals
 from .casting import Casts
 from .checks import Check
 from .collectives import refusal
@@ -43,6 +44,7 @@ from .randomness import FORKS, States
 from .reach import Reach
 from .torch_private import (
     are_fake,
+    below_autograd,
     carried_out,
     coalescing,
     has_memory,
@@ -152,6 +154,7 @@ class OperatorWatch(TorchDispatchMode):
         self.undone: list[torch.UntypedStorage] = []  # what has `changed` up to the last of these, and that
         self.states = States()
         self.communicated = False  # with other ranks
+        self.arrivals: Arrivals | None = None  # what has come from them, while something follows that may end a replay
         self.warm = True  # whether such a call has run live before
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
@@ -206,6 +209,8 @@ class OperatorWatch(TorchDispatchMode):
                 assert self.cutting is not None
                 with self:  # what the cut makes is the call's own
                     return self.cutting(func, args, kwargs)
+            if self.arrivals is not None and (m.writes or m.writes_named):
+                self.arrivals.before_writing(operators.written_by(m, args, kwargs))
             if m.communicates:
                 self.communicates(m, args, kwargs)
             blamed = func
@@ -226,6 +231,8 @@ class OperatorWatch(TorchDispatchMode):
             else:
                 out = self.perform(func, m, args, kwargs)
             blamed = None
+            if m.communicates and self.arrivals is not None:
+                self.arrivals.note(m, args, kwargs, out)
             if self._historic and torch.is_grad_enabled():
                 self._no_history(m, operators.operands(args, kwargs), out)
             if m.converts and operators.made_integers(args, out):
@@ -611,6 +618,16 @@ class OperatorWatch(TorchDispatchMode):
             Refusal: the device cannot capture it.
         """
         raise refusal(m.name)
+
+    def copied(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, which is part of the capture."""
+        with torch.no_grad(), without_modes(), below_autograd():
+            made: torch.Tensor = self.__torch_dispatch__(torch.ops.aten.clone.default, (), (t.detach(),))
+        return made
+
+    def under_way(self) -> str:
+        """The name of a collective for which the call has not waited so far, as far as the device knows."""
+        return self.arrivals.under_way() if self.arrivals is not None else ""
 
     def end_groups(self) -> None:
         """The call has ended early: what it has collected, to communicate together, is forgotten."""

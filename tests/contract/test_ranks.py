@@ -115,17 +115,10 @@ def test_c23_where_a_rank_does_not_come_a_replay_raises_what_eager_does():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        ("notes_after_reducing", "note live after it has communicated with other ranks"),
-        ("verified", "communicates with other ranks, which verify would do twice"),
-    ],
-)
-def test_c23_what_would_communicate_twice_runs_live(case, reason, backend):
+def test_c23_what_would_communicate_twice_runs_live(backend):
     for told in found(backend):
-        assert reason in told[case]["reasons"]
-        assert told[case]["live"] == ranks.CALLS
+        assert "communicates with other ranks, which verify would do twice" in told["verified"]["reasons"]
+        assert told["verified"]["live"] == ranks.CALLS
 
 
 @pytest.mark.parametrize("case", [*NOT_IN_GRAPHS, "sends_for_the_first_time"])
@@ -176,11 +169,17 @@ def test_c23_a_number_that_is_only_kept_may_come_after_communication(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_c23_a_number_by_which_each_rank_goes_on_by_itself_comes_before_communication_or_it_runs_live(backend):
+@pytest.mark.parametrize(
+    "case",
+    ["decides_before_reducing", "decides_after_reducing", "goes_on_after_reducing", "decides_in_training",
+     "gives_another_shape", "notes_after_reducing"],
+)  # fmt: skip
+def test_c23_where_a_rank_begins_a_call_again_it_does_not_communicate_again(case, backend):
+    """Each rank by itself goes on otherwise in some calls, after others have had what it has sent."""
     for told in found(backend):
-        assert told["decides_after_reducing"]["live"] == ranks.CALLS
-        assert "a number that it reads after it has communicated" in told["decides_after_reducing"]["reasons"]
-        assert told["decides_before_reducing"]["replayed"] >= ranks.CALLS - 8, told["decides_before_reducing"]["reasons"]
+        assert told[case]["wrong"] == []
+        assert told[case]["recorded"] >= 1, told[case]["reasons"]
+        assert told[case]["replayed"] >= ranks.CALLS - 6, told[case]["reasons"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -301,6 +301,9 @@ class Tape(OperatorWatch):
     def _asks(self, one: UnderWay) -> None:
         raise self.located(Refusal(f"waits for a collective otherwise than by wait() ({called(one.name)})", "call wait()"))
 
+    def under_way(self) -> str:
+        return called(self._under_way[0].name) if self._under_way else super().under_way()
+
     def let_go(self) -> None:
         """The capture is over. What stands for collectives refers to this."""
         while self._under_way:

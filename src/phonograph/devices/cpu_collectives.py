@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import operators
+from ..collectives import LEAVE_VERSIONS
 from ..identity import identity
 from ..pool import copy_of, once
 from ..torch_private import below_autograd, bump, rank_in, unboxed_work, without_modes
@@ -26,11 +27,6 @@ from ..within import Within
 __all__ = ["Exchange", "UnderWay", "made_by", "stand_in"]
 
 _GIVES_NEW = "_c10d_functional"
-# Those that move no version on in eager. (Others do by accident: gloo copies to where they are to write.)
-_LEAVE_VERSIONS = frozenset(
-    {*(f"c10d::{name}_" for name in ("allreduce", "reduce", "broadcast", "alltoall_base", "scatter", "recv")),
-     *(f"_c10d_functional::{name}_" for name in ("all_reduce", "all_reduce_coalesced", "broadcast"))}
-)  # fmt: skip
 
 
 class Exchange:
@@ -109,7 +105,7 @@ def stand_in(m: operators.Meaning, args: Any, written: Sequence[torch.Tensor], g
                 once(t.data).copy_(row.repeat(-(-t.numel() // row.numel()))[: t.numel()].reshape(t.shape))
             elif nothing:
                 once(t.data).zero_()
-        if m.name not in _LEAVE_VERSIONS:
+        if m.name not in LEAVE_VERSIONS:
             bump([t for t in written if not t.is_inference()])
 
 
