@@ -62,6 +62,11 @@ class Arrivals:
                 self._keep(one)
             one.lost = one.lost or (one.kept is None and bool(written))
 
+    def lose(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These are written now, and what lies there cannot be copied any more."""
+        for one in self._all:
+            one.lost = one.lost or (one.kept is None and any(_meet(t, own) for t in tensors for own in one.brought))
+
     def kept(self) -> list[Arrived] | None:
         """All of them, as they have arrived; None where that is not known."""
         for one in self._all:

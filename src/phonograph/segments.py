@@ -358,7 +358,10 @@ class Cuts:
         arrived = arrivals.kept()
         self._needs_no_more()
         if arrived is None:
-            raise Refusal(f"{after}, and written to strided parts of what that has brought", "call it before that, or outside")
+            raise Refusal(
+                f"{after}, and written to strided parts of what that has brought, or by Triton",
+                "call it before that, or outside",
+            )
         part.brought = [(name, len(tensors)) for name, tensors in arrived]
         found = [t for _, tensors in arrived for t in tensors]
         if sum(t.nbytes for t in found) > _UNDONE:

@@ -45,6 +45,16 @@ def test_between_it_others_cannot(arrivals):
     assert brought(arrivals) is None
 
 
+def test_what_triton_writes_cannot_be_copied_any_more(arrivals):
+    t, other = torch.ones(4), torch.ones(4)
+    reduced(arrivals, t)
+    arrivals.lose([other])
+    assert brought(arrivals) == [[1.0] * 4]
+    reduced(arrivals, other)
+    arrivals.lose([other])
+    assert brought(arrivals) is None
+
+
 def test_a_functional_one_is_under_way_until_it_is_waited_for(arrivals):
     m = operators.meaning(torch.ops._c10d_functional.all_reduce.default)
     wait = operators.meaning(torch.ops._c10d_functional.wait_tensor.default)

@@ -308,6 +308,8 @@ class CudaWatch(OperatorWatch):
         written = torch_private.written_by_graph(frame)
         for t in written or ():
             self.writes(t, version=-1)  # it has been counted on already
+        if self.arrivals is not None:
+            self.arrivals.lose(written or ())
         return written is None
 
     def _launched(self, frame: FrameType) -> bool:
@@ -315,9 +317,11 @@ class CudaWatch(OperatorWatch):
         if not self._performing:
             self._look_at_stream()
             given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
-            for t in given:
-                if isinstance(t, torch.Tensor) and has_memory(t):
-                    self.writes(t)
+            tensors = [t for t in given if isinstance(t, torch.Tensor) and has_memory(t)]
+            for t in tensors:
+                self.writes(t)
+            if self.arrivals is not None:
+                self.arrivals.lose(tensors)
         return False
 
     def takes(self, check: Check) -> bool:
