@@ -63,7 +63,7 @@ def met(figures: dict[str, dict[str, Any]], times: int, backend: str) -> bool:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--times", type=int, default=TIMES, help="how often each (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=6, help="pairs of processes (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=10, help="pairs of processes (default: %(default)s)")
     arguments = parser.parse_args()
     report = harness.Report(CLAIM, TARGET, arguments)
     times = 1 if arguments.quick else arguments.times
