@@ -861,6 +861,23 @@ def _decides_in_training():
     return step, lambda n: [arguments(n)[0] * (1000 if n in (8, 12) else 1)], state
 
 
+def _decides_in_a_wrapper(make: Callable[[], tuple[Any, Any, Any]]) -> Case:
+    """The same after what communicates within torch's own wrappers."""
+
+    def made() -> tuple[Any, Any, Any]:
+        step, arguments, state = make()
+
+        def decides_in_a_wrapper(x):
+            loss = step(x)
+            total = loss * 2
+            dist.all_reduce(total)
+            return loss if (total < 1e6).item() else -loss
+
+        return decides_in_a_wrapper, lambda n: [arguments(n)[0] * (1e6 if n in (8, 12) else 1)], state
+
+    return Case(made, fallback="split")
+
+
 def _gives_another_shape():
     """A marked function, after something has arrived, which it does on one rank only."""
     import phonograph as pg
@@ -1049,6 +1066,8 @@ CASES = {
     "decides_before_reducing": _decides(after=False),
     "goes_on_after_reducing": Case(_goes_on_after_reducing, fallback="split"),
     "decides_in_training": Case(_decides_in_training, fallback="split"),
+    "decides_after_data_parallel": _decides_in_a_wrapper(lambda: _data_parallel()),
+    "decides_after_sharded": _decides_in_a_wrapper(lambda: _sharded()),
     "gives_another_shape": Case(_gives_another_shape, keep="always"),
     "pins_memory_beside": Case(_pins_memory_beside),
     "raises_on_one_rank": _fails_on_one_rank("raises"),

@@ -114,6 +114,14 @@ def test_c23_where_a_rank_does_not_come_a_replay_raises_what_eager_does():
     assert "timed out" in waiting["raised"][0].lower()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ["decides_after_data_parallel", "decides_after_sharded"])
+def test_c23_what_torchs_wrappers_have_communicated_cannot_be_given_again(case):
+    for told in found("nccl"):
+        assert "after it has communicated with other ranks in a wrapper of torch's" in told[case]["reasons"]
+        assert told[case]["replayed"] == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c23_what_would_communicate_twice_runs_live(backend):
     for told in found(backend):
