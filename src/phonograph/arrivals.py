@@ -32,6 +32,7 @@ class _Arrival:
     name: str
     brought: list[torch.Tensor]
     waited: bool
+    at: list[tuple[int, int]]  # where that lay, and in how much memory
     kept: list[torch.Tensor] | None = None
     lost: bool = False  # it may have been written before it had arrived
 
@@ -52,7 +53,7 @@ class Arrivals:
         written = operators.written_by(m, args, kwargs)
         functional = not m.name.startswith("c10d::")
         brought = written or (operators.tensors_in([result], []) if functional else [])
-        self._all.append(_Arrival(m.name, brought, waited=not functional))
+        self._all.append(_Arrival(m.name, brought, not functional, [*map(_place, brought)]))
 
     def before_writing(self, tensors: Sequence[torch.Tensor]) -> None:
         """These are going to be written."""
@@ -80,8 +81,13 @@ class Arrivals:
         return next((called(one.name) for one in self._all if not one.waited), "")
 
     def _keep(self, one: _Arrival) -> None:
-        if one.kept is None:
+        one.lost = one.lost or (one.kept is None and one.at != [*map(_place, one.brought)])  # given other memory
+        if one.kept is None and not one.lost:
             one.kept = [self._copied(t) for t in one.brought]
+
+
+def _place(t: torch.Tensor) -> tuple[int, int]:
+    return (t.data_ptr(), t.untyped_storage().nbytes()) if has_memory(t) else (0, 0)
 
 
 def _meet(t: torch.Tensor, other: torch.Tensor) -> bool:

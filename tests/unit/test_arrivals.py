@@ -55,6 +55,13 @@ def test_what_triton_writes_cannot_be_copied_any_more(arrivals):
     assert brought(arrivals) is None
 
 
+def test_what_has_been_given_other_memory_is_gone(arrivals):
+    t = torch.ones(4)
+    reduced(arrivals, t)
+    t.untyped_storage().resize_(0)
+    assert brought(arrivals) is None
+
+
 def test_a_functional_one_is_under_way_until_it_is_waited_for(arrivals):
     m = operators.meaning(torch.ops._c10d_functional.all_reduce.default)
     wait = operators.meaning(torch.ops._c10d_functional.wait_tensor.default)
