@@ -39,6 +39,9 @@ endif
 # Another release of torch asks for other releases of what goes with it: it says so itself, exactly.
 PINS = $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
+# Else each process that a test starts compiles all of src, and each worker all tests, in each run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint wheel clean check-python
 .NOTPARALLEL:
 

@@ -53,7 +53,10 @@ class OutOfSight:
 out_of_sight = OutOfSight()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        device_or_skip("cuda")  # before anything is set up for it: these are half of the tests
     out_of_sight.keep()
 
 
