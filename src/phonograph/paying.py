@@ -17,6 +17,9 @@ by more than noise. Where both are as fast, it stays.
 While calls run live, the recordings of their signature are off the shelf: such a call costs what it would cost later. It takes
 memory besides that of the recordings, so where that is much (`Device.spare`) there is none.
 
+A module in a `DistributedDataParallel` is always tried live as well. Its recorded backward gives all gradients at once, so that
+averaging them overlaps with nothing: whether that costs more than calling the operators does, only both times can tell.
+
 Not on trial: what gives its owner more than speed, or what others rely on (`fallback="error"`, `verify`, collectives, of which
 all ranks must think alike), and what is recorded with `keep="always"`.
 """
@@ -167,13 +170,13 @@ class Samples:
         return f"a replay takes {played} us and the function itself {live} us (medians of {self.count(True)})"
 
 
-def on_trial(recording: Recording, options: Options) -> bool:
-    """Whether a recording has to show that it pays."""
+def on_trial(recording: Recording, options: Options, *, averaged: bool = False) -> bool:
+    """Whether a recording has to show that it pays. Its gradients may be `averaged` over ranks as they come."""
     if options.keep != "pays" or options.fallback == "error" or options.verify or recording.communicates:
         return False
     if recording.backward is None:
         return not options.is_part
-    return not several()  # it may communicate; that is not known before it runs
+    return averaged or not several()  # it may communicate; that is not known before it runs
 
 
 class Turn(enum.Enum):
@@ -197,7 +200,7 @@ def gradients_move() -> bool:
 class Trial:
     """Of the recordings of one signature."""
 
-    def __init__(self, player: Player, history: History, *, may_run_live: bool) -> None:
+    def __init__(self, player: Player, history: History, *, may_run_live: bool, averaged: bool = False) -> None:
         recording = player.recording
         self.key = recording.key
         self.history = history
@@ -211,6 +214,7 @@ class Trial:
         self._operators = recording.program.operators
         self._copies = player.copies * _COPY
         self._may_run_live = may_run_live
+        self._averaged = averaged
         self._live = False
         self._unlike = 1  # calls that do not count
         self._rounds = 1
@@ -278,7 +282,9 @@ class Trial:
 
     def _in_doubt(self) -> bool:
         """Whether the operators might be faster when they are called one by one. They keep the host for some time then; on the
-        device they take as long either way, but for the copies."""
+        device they take as long either way, but for the copies, and what would go on beside them."""
+        if self._averaged:
+            return True
         host, device = self._samples.played()
         slight, least = _SLIGHT * device, self._operators * _OPERATOR
         return host + self._copies > slight and (host > least or (device > least and self._copies > slight))

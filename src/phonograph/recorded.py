@@ -92,8 +92,10 @@ _COMPILE_FIRST = (
 )
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
-_AT_ONCE = ("lies in DistributedDataParallel, which can average nothing before the recorded backward has ended: that gives all "
-            "gradients at once. Record the whole step instead, pg.record(step): then it averages meanwhile")  # fmt: skip
+_AT_ONCE = (
+    "lies in DistributedDataParallel, which averages gradients as they come, and a recorded backward gives all at once: record "
+    "the whole step, or each block by itself"
+)
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
@@ -970,7 +972,8 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.takes_turns = in_flight
                 recording.backward.apart = apart
                 recording.backward.once = device.once
-                self._advise_against(recording)
+                if _is_averaged(recording):
+                    self._advise(_AT_ONCE)
                 recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
                 ran = history.ran_backward
                 if ran and not recording.backward.gradients_stay(call.tensors):
@@ -987,17 +990,19 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed += 1
         self._known_calls.forget(call.key)
         self._drop(self._shelf.add(call.key, player))
-        if self._measures and not history.pays and call.key not in self._trials and on_trial(recording, self.options):
-            self._trials[call.key] = Trial(player, history, may_run_live=recording.footprint.nbytes <= device.spare)
+        averaged = _is_averaged(recording)
+        untried = self._measures and not history.pays and call.key not in self._trials
+        if untried and on_trial(recording, self.options, averaged=averaged):
+            spare = recording.footprint.nbytes <= device.spare
+            self._trials[call.key] = Trial(player, history, may_run_live=spare, averaged=averaged)
             self._timing = True
         logger.debug("%s", recording)
         return player
 
-    def _advise_against(self, recording: Recording) -> None:
-        """One with a backward gives all gradients at its end."""
-        if recording.device.type == "cuda" and torch_private.is_averaged() and _AT_ONCE not in self.remarks:
-            self.remarks += (_AT_ONCE,)
-            logger.info("%s: %s", self.name, _AT_ONCE)
+    def _advise(self, remark: str) -> None:
+        if remark not in self.remarks:
+            self.remarks += (remark,)
+            logger.info("%s: %s", self.name, remark)
 
     def _crowded(self, history: History) -> Refusal:
         """No recording is made of a signature, as all that are there have been played since it was last refused for that."""
@@ -1213,6 +1218,13 @@ class Recorded(Observed, Generic[P, R]):
             refusal = reasons.get(reason, reason)
             lines.append(f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}")
         return "\n".join([*lines, *self.remarks])
+
+
+def _is_averaged(recording: Recording) -> bool:
+    """Whether gradients come out of this one's backward to where they are averaged as they come, on a device that could go on
+    meanwhile. (A compiled graph gives them at its end also where it is not recorded.)"""
+    there = recording.device.type == "cuda" and torch_private.averaging() is not None
+    return there and recording.backward is not None and recording.backward.lasting
 
 
 def counted(recorded: Recorded[Any, Any]) -> Counters:

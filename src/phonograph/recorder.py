@@ -56,7 +56,7 @@ from .ran import Ran
 from .ranks import follow_program
 from .reach import Reach
 from .recording import Entangled, Output, Recording, Slot, memory_of
-from .reducers import Averages, Reducers
+from .reducers import Averages, Reducers, around
 from .release import Release
 from .reliance import Grads, Reliances, Setting, Snapshot, not_heard
 from .returned import Returned
@@ -206,6 +206,8 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     spots = [*arguments_spots, *spots]
     in_place = tracing is None and not isinstance(function, Backward)
     reducers = Reducers(reach.modules, device.torch_device, whole=in_place, part=terms.averages or not in_place)
+    if tracing is not None and not _is_graph(function):
+        around(device)
     protected, copies_out, release = _clearance(device, terms, function)
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     with ExitStack() as stack:
@@ -829,8 +831,11 @@ def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
 
 def _state_of(function: Any) -> Sequence[Any]:
     """The parameters and buffers of a function of our own that calls a graph, which gets them as arguments."""
-    ours = type(function).__module__.startswith("phonograph.") and hasattr(function, "with_state")
-    return function.state if ours else ()
+    return function.state if _is_graph(function) else ()
+
+
+def _is_graph(function: Any) -> bool:
+    return type(function).__module__.startswith("phonograph.") and hasattr(function, "with_state")
 
 
 def _with(result: Any, seen: list[torch.Tensor], slots: list[torch.Tensor]) -> Any:

@@ -16,6 +16,10 @@ whatever becomes of the reducer.
 A function that can reach such a wrapper need not have to do with its averaging: it clips, steps an optimizer, follows the
 weights by a moving average, or evaluates. It has, if the wrapper's forward runs while gradients are enabled, or any backward
 does; the capture that meets one of these comes to nothing and is made again, before the reducer has heard of it.
+
+A module that a wrapper calls has its backward recorded by itself, and its gradients arrive outside of that, where the reducer
+hears of them. Nothing of the reducer's is captured then, but autograd waits for the stream of those nodes, also where a capture
+goes no further than to them. So it is made anew as well.
 """
 
 from __future__ import annotations
@@ -36,13 +40,21 @@ from .effects import ANYONE, Effect, Starts
 from .errors import Again, Refusal, Unseen
 from .identity import identity
 from .introspection import contents, is_users_class
-from .torch_private import averages, has_reducer, others_around, reducer_anew, reduces_by
+from .torch_private import averages, averaging, has_reducer, others_around, reducer_anew, reduces_by
 from .where import BACKWARD
 
-__all__ = ["Averages", "Reducers"]
+__all__ = ["Averages", "Reducers", "around"]
 
-_WHAT = "contains DistributedDataParallel"
-_INSIDE = "call pg.record on the module that it wraps"
+
+class _Said(NamedTuple):
+    """How a refusal begins, and what can be done."""
+
+    what: str
+    remedy: str
+
+
+_CONTAINS = _Said("contains DistributedDataParallel", "call pg.record on the module that it wraps")
+_LIES_IN = _Said("lies in DistributedDataParallel", "record the whole step, or use a plain wrapper")
 
 
 class Averages(Again):
@@ -104,7 +116,7 @@ class Reducers:
             raise
 
 
-_BEGINS = Effect(_WHAT, _INSIDE, ANYONE, Averages)
+_BEGINS = Effect(*_CONTAINS, ANYONE, Averages)
 
 
 def _prepares(wrapper: Any) -> bool:
@@ -112,28 +124,50 @@ def _prepares(wrapper: Any) -> bool:
     return torch.is_grad_enabled() or bool(wrapper.mixed_precision) or wrapper._join_config.enable
 
 
+def around(device: Any) -> None:
+    """A module is about to be recorded with its backward. If a wrapper is calling it, that adds up gradients where a backward
+    can be captured, from now on.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    wrapper = averaging()
+    if wrapper is None or device.torch_device.type != "cuda":
+        return
+    _check_reducer(wrapper, _LIES_IN)
+    with device.apart() as stream:
+        _made_for(wrapper, stream, _LIES_IN)
+
+
 def _check(wrapper: Any, device: torch.device, whole: bool) -> None:
+    what, inside = _CONTAINS
     if device.type != "cuda":
-        raise Refusal(f"{_WHAT}, which communicates with other ranks", _INSIDE)
+        raise Refusal(f"{what}, which communicates with other ranks", inside)
     if not whole:
-        raise Refusal(f"{_WHAT}, whose averaging belongs to the backward", f"record the whole step, or {_INSIDE}")
+        raise Refusal(f"{what}, whose averaging belongs to the backward", f"record the whole step, or {inside}")
+    for hook, state in getattr(wrapper, "_comm_hooks", ()):
+        if kept := _keeps(hook, state):
+            raise Refusal(f"{what} with a communication hook that goes by what it keeps (a {kept})",
+                          "use one that keeps nothing, as fp16_compress_hook")  # fmt: skip
+    _check_reducer(wrapper, _CONTAINS)
+
+
+def _check_reducer(wrapper: Any, said: _Said) -> None:
+    """Whether it can be made anew, which the wrapper then need not know."""
+    what, remedy = said
     if not has_reducer(wrapper):
-        raise Refusal(f"{_WHAT} that averages in a way that is not known (its reducer)", _INSIDE)
+        raise Refusal(f"{what} that averages in a way that is not known (its reducer)", remedy)
     for name, why in _UNLIKE.items():
         if getattr(wrapper, name, None):
-            raise Refusal(f"{_WHAT} with {name}, {why}", _INSIDE)
+            raise Refusal(f"{what} with {name}, {why}", remedy)
     if hook := reduces_by(wrapper):
-        raise Refusal(f"{_WHAT} with a communication hook of torch's own ({hook})", "use one that is written in Python")
-    for hook, state in wrapper._comm_hooks:
-        if kept := _keeps(hook, state):
-            raise Refusal(f"{_WHAT} with a communication hook that goes by what it keeps (a {kept})",
-                          "use one that keeps nothing, as fp16_compress_hook")  # fmt: skip
+        raise Refusal(f"{what} with a communication hook of torch's own ({hook})", "use one that is written in Python")
     if any(hasattr(p, "_in_backward_optimizers") for p in wrapper._module_parameters):
-        raise Refusal(f"{_WHAT} with optimizers that step in the backward", _INSIDE)
+        raise Refusal(f"{what} with optimizers that step in the backward", remedy)
     if wrapper._join_config.enable:
-        raise Refusal(f"{_WHAT} within join(), where ranks do not do the same", "call it outside", this_call=True)
+        raise Refusal(f"{what} within join(), where ranks do not do the same", "call it outside", this_call=True)
     if not wrapper._has_rebuilt_buckets:
-        raise Unseen(f"{_WHAT} that has not made its first two steps", "call it before", final=False)
+        raise Unseen(f"{what} that has not made its first two steps", "call it before", final=False)
 
 
 _UNLIKE = {
@@ -179,15 +213,15 @@ def _has_methods(kind: type) -> bool:
     return any(isinstance(member, FunctionType) for base in kind.__mro__ for member in vars(base).values())
 
 
-def _made_for(wrapper: Any, stream: Any) -> list[torch.Tensor]:
+def _made_for(wrapper: Any, stream: Any, said: _Said = _CONTAINS) -> list[torch.Tensor]:
     """The memory of the buckets of this one's reducer, made anew if it has to be."""
     known = _known.get(wrapper)
     if known is None or known.reducer() is not wrapper.reducer or known.stream != stream:
         if others_around(wrapper):
-            raise Refusal(f"{_WHAT}, and others have its parameters (another wrapper) or the nodes that add up their gradients",
-                          _INSIDE)  # fmt: skip
+            raise Refusal(f"{said.what}, and others have its parameters (another wrapper) or the nodes that add up their "
+                          "gradients", said.remedy)  # fmt: skip
         buckets = reducer_anew(wrapper)
         if buckets is None:
-            raise Unseen(f"{_WHAT} with buckets that two steps have to make", "call it before", final=False)
+            raise Unseen(f"{said.what} with buckets that two steps have to make", "call it before", final=False)
         known = _known[wrapper] = _Known(weakref.ref(wrapper.reducer), stream, buckets)
     return known.buckets

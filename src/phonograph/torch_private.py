@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import BackwardHook
 
 __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "GATHERED", "Forgotten", "OnStream", "abort", "address",
-           "alias", "allocations_since", "are_fake", "autocast_is_on", "averages", "backend_of", "backward_id",
+           "alias", "allocations_since", "are_fake", "autocast_is_on", "averages", "averaging", "backend_of", "backward_id",
            "before_groups_end", "behind", "below_autograd", "bindings", "bump", "call_through", "carried_out",
            "clear_cublas_workspaces", "coalesces", "coalescing", "code_of", "compiled_by", "compiled_call", "compiling",
            "compiling_apart", "compiling_backend", "current_device", "default_device", "default_store", "depends_on_data",
@@ -679,10 +679,10 @@ def averages(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def is_averaged() -> bool:
-    """Whether a `DistributedDataParallel` is calling the module that it wraps."""
+def averaging() -> Any:
+    """The `DistributedDataParallel` that is calling the module that it wraps, if one is."""
     kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
-    return getattr(kind, "_active_ddp_module", None) is not None
+    return getattr(kind, "_active_ddp_module", None)
 
 
 _OF_REDUCERS = ("_autograd_hook", "_get_zeros_like_grad_buckets", "_rebuild_buckets", "_reset_state", "_update_process_group",
@@ -770,6 +770,31 @@ class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
+    """What adds up gradients of these tells whatever reducer the wrapper has by then, which may work on another stream."""
+    known = weakref.ref(wrapper)
+    made = torch.cuda.current_stream(parameters[0].device) if parameters[0].is_cuda else None
+
+    def tells(i: int) -> Callable[..., None]:
+        def tell(*_: Any) -> None:
+            there = known()
+            if there is None:
+                return
+            here = torch.cuda.current_stream(made.device) if made is not None else None
+            if here is not None:
+                here.wait_stream(made)
+            there.reducer._autograd_hook(i)
+            if here is not None:
+                made.wait_stream(here)
+
+        return tell
+
+    with torch.inference_mode(False), torch.enable_grad():
+        nodes = [get_gradient_edge(p).node for p in parameters]
+    for i, node in enumerate(nodes):
+        node.register_hook(tells(i))
+
+
 def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
     """Give a `DistributedDataParallel` a new reducer on the current stream, as it is after its first steps: with the buckets of
     the old one and its hooks, and taking no times. Returns the memory of its buckets; None if they would be others, which the
@@ -777,10 +802,11 @@ def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
 
     The old one may be in the middle of a step. No other rank hears of it: what a reducer learns in its first step, and agrees
     on with the others, this one is told, by a step that averages nothing. Parameters get new AccumulateGrad nodes: they run on
-    the stream where they were made.
+    the stream where they were made. Graphs that are there have the old nodes: what arrives there, the new one is told.
     """
     parameters, sparse = wrapper._build_params_for_reducer()
     number = {p: i for i, p in enumerate(parameters)}
+    _tell_the_next(wrapper, parameters)
 
     def buckets() -> list[list[int]]:
         return [[number[p] for p in b.parameters()] for b in wrapper.reducer._get_zeros_like_grad_buckets()]

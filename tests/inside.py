@@ -1,0 +1,210 @@
+"""Modules that are recorded with their backward, and graphs of the compile backend, inside and around what spreads a model over
+two ranks: each run as it is and so. See `ranks`, which starts both processes. Run as one of them:
+`python -m tests.inside RANK BACKEND FOLDER CASE...`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phonograph as pg
+from phonograph.compile import graphs
+from phonograph.observe import Counters, Observed, Stats
+from phonograph.recorded import together
+from tests import ranks
+from tests.ranks import Case
+
+WIDTH, BLOCKS = 16, 3
+BUCKET = 1200 / 2**20  # MiB: about one for each block
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Recomputed(Block):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class RecomputedAtOnce(Recomputed):
+    reentrant = True
+
+
+class All(Observed):
+    """Several recorded modules, or all graphs that there are, as one."""
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self.modules = modules
+
+    def _all(self) -> list[Any]:
+        from phonograph.api import _recorded
+
+        return [*map(_recorded, self.modules)] if self.modules else graphs()
+
+    def stats(self) -> Stats:
+        return together(self._all(), Counters())
+
+    def explain(self) -> str:
+        return "\n".join(one.explain() for one in self._all())
+
+
+Wrap = Callable[[nn.Sequential], Any]
+"""Makes of a network what a step calls, and records in it what is to be recorded."""
+
+_RECORDED = {"keep": "always"}  # what counts is right, and not how long it takes
+
+
+def recorded(*modules: nn.Module, **options: Any) -> None:
+    if ranks._now[-1] is not None:
+        for module in modules:
+            pg.record(module, **{**_RECORDED, **options})
+        ranks._inner[:] = [All(modules)]
+
+
+def compiled(module: nn.Module) -> Any:
+    """Its operators are called as they are: what is compiled rounds otherwise."""
+    if ranks._now[-1] is None:
+        return module
+    torch._dynamo.reset()
+    ranks._inner[:] = [All()]
+    return torch.compile(module, backend="phonograph", options={"inner": "aot_eager"})
+
+
+def averaged(module: nn.Module, bucket: float = BUCKET, hook: Any = None, **options: Any) -> Any:
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=bucket, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+def compresses() -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook
+
+
+def inside(
+    *, which: Callable[[nn.Sequential], Sequence[nn.Module]] = lambda net: [net], after: bool = False, **options: Any
+) -> Wrap:
+    """Modules that are recorded, in a wrapper that averages."""
+
+    def wrap(net: nn.Sequential) -> Any:
+        if not after:
+            recorded(*which(net))
+        wrapped = averaged(net, **options)
+        if after:
+            recorded(*which(net))
+        return wrapped
+
+    return wrap
+
+
+def around(net: nn.Sequential) -> Any:
+    wrapped = averaged(net)
+    recorded(wrapped)
+    return wrapped
+
+
+def sharded(net: nn.Sequential, inside: Callable[[nn.Module], Any] = lambda block: block) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in net:
+        inside(block)
+        fully_shard(block, mesh=ranks._mesh())
+    return fully_shard(net, mesh=ranks._mesh())
+
+
+def blocks_compiled(block: nn.Module) -> None:
+    if ranks._now[-1] is not None:
+        torch._dynamo.reset()
+        ranks._inner[:] = [All()]
+        block.compile(backend="phonograph", options={"inner": "aot_eager"})
+
+
+def sharded_around_recorded(net: nn.Sequential) -> Any:
+    recorded(*net)
+    return sharded(net)
+
+
+def recorded_around_sharded(net: nn.Sequential) -> Any:
+    made = sharded(net)
+    recorded(made)
+    return made
+
+
+def training(
+    wrap: Wrap, block: type[nn.Module] = Block, *, norm: bool = False, micro: int = 1, twice: bool = False, none: bool = True
+) -> Case:
+    def make() -> Any:
+        torch.manual_seed(0)
+        parts: list[nn.Module] = [block() for _ in range(BLOCKS)]
+        if norm:
+            parts.insert(1, nn.BatchNorm1d(WIDTH))
+        net = nn.Sequential(*parts).to(ranks._device())
+        called = wrap(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=none)
+            total = torch.zeros((), device=x.device)
+            for i, part in enumerate(x.chunk(micro)):
+                with called.no_sync() if i < micro - 1 else contextlib.nullcontext():
+                    loss = called(part).square().mean()
+                    if twice:
+                        loss = loss + called(part + 1).square().mean()
+                    loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            return total
+
+        def left() -> list[Any]:
+            states = [value for p in net.parameters() for value in optimizer.state.get(p, {}).values()]
+            return [*net.parameters(), *(p.grad for p in net.parameters()), *net.buffers(), *states]
+
+        return step, lambda n: [ranks._numbers(n, 6, WIDTH) / 100], left
+
+    return Case(make, inner=True)
+
+
+CASES = {
+    "module": training(inside()),
+    "module_after": training(inside(after=True)),
+    "blocks": training(inside(which=list)),
+    "last_block": training(inside(which=lambda net: [net[-1]])),
+    "module_into_views": training(inside(gradient_as_bucket_view=True), none=False),
+    "module_into_gradients_that_stay": training(inside(), none=False),
+    "module_compressed": training(inside(hook=compresses())),
+    "module_with_buffers": training(inside(), norm=True),
+    "module_accumulating": training(inside(), micro=3),
+    "module_called_twice": training(inside(), twice=True),
+    "module_recomputed": training(inside(), Recomputed),
+    "module_that_may_have_unused": training(inside(find_unused_parameters=True)),
+    "module_of_a_static_graph": training(inside(static_graph=True)),
+    "wrapper": training(around),
+    "compiled_wrapper": training(lambda net: compiled(averaged(net, bucket=25))),
+    "wrapper_of_compiled": training(lambda net: averaged(compiled(net))),
+    "sharded_of_recorded": training(sharded_around_recorded),
+    "recorded_of_sharded": training(recorded_around_sharded),
+    "sharded_of_compiled": training(lambda net: sharded(net, blocks_compiled)),
+}
+
+if __name__ == "__main__":
+    ranks.main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:] or [*CASES], CASES)
