@@ -140,6 +140,64 @@ def keeps_gradients(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
     return loss.detach()
 
 
+def module(
+    plan: Callable[[], dict[str, Any]], step: Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor], Any],
+    shape: tuple[int, ...] = (4, 8),
+) -> Case:  # fmt: skip
+    """A recorded module, whose backward runs outside."""
+
+    def made() -> Any:
+        net = network(plan).append(nn.Tanh())  # its result is no tensor that waits by itself
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+        ranks._recorded(net)
+        arguments = [shape, shape]
+        return (
+            lambda x, y: step(net, optimizer, x, y),
+            lambda n: [whole(n + 100 * i, *s) for i, s in enumerate(arguments)],
+            states(net, optimizer),
+        )
+
+    return Case(made, inner=True)
+
+
+def trains(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = (net(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def adds_up(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        (net(a) - b).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def waits_for_two(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    losses = [(net(a) - b).square().mean() for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def looks_between(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """At gradients, and writes weights."""
+    optimizer.zero_grad(set_to_none=False)
+    x.requires_grad_()
+    loss = (net(x) - y).square().mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.99)
+    return loss.detach(), norm.full_tensor(), x.grad
+
+
 def _of(function: Callable[..., Any], *arguments: Callable[[int], Any]) -> Case:
     return Case(lambda: (function, lambda n: [a(n) for a in arguments], list))
 
@@ -233,6 +291,11 @@ CASES: dict[str, Case] = {
     "tp_accumulates": training(lambda: network(columns_and_rows), adam(), step=accumulates),
     "tp_keeps_gradients": training(lambda: network(columns_and_rows), adam(), step=keeps_gradients),
     "sequence_parallel": training(lambda: network(along_the_sequence), adam(), (2, 6, 8)),
+    "tp_module": module(columns_and_rows, trains),
+    "tp_module_adds_up": module(columns_and_rows, adds_up),
+    "tp_module_waits_for_two": module(columns_and_rows, waits_for_two),
+    "tp_module_looks_between": module(columns_and_rows, looks_between),
+    "sequence_parallel_module": module(along_the_sequence, trains, (2, 6, 8)),
     "language": language(loss_is_spread=False),
     "language_loss_parallel": language(loss_is_spread=True),
     "changes_its_shards": _of(changes_its_shards, lambda n: ranks._numbers(n, 4, 2)),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import gt
+from operator import gt, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .errors import Refusal
 from .identity import identity
 from .keeping import Contents
+from .parts import Description, consists_of_parts, parts
 from .pool import Lease, copy_of
 from .randomness import Rewind
 from .release import Release
 from .saved import Asked, Places, Reads
 from .spans import Spans
-from .torch_private import backward_id, forget_recomputed, has_memory, selected_anew, use_count
+from .torch_private import backward_id, forget_recomputed, has_memory, is_ordinary, selected_anew, use_count
 from .twice import nothing_through
 
 __all__ = ["Backward", "Gradients", "Recompute", "Start"]
@@ -279,6 +280,10 @@ class Backward:
 
     def _own(self, grad: Any) -> Any:
         """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
+        if grad is not None and not is_ordinary(grad) and consists_of_parts(grad):
+            of, inner = Description.of(grad), parts(grad)
+            own = [*map(self._own, inner)]
+            return grad if all(map(is_, own, inner)) else of.around(own)
         if grad is None or not has_memory(grad):
             return grad
         storage = grad.untyped_storage()._cdata

@@ -35,6 +35,7 @@ from .backward import Backward, Gradients
 from .errors import Refusal
 from .identity import identity
 from .own_generators import Begins
+from .parts import parts, parts_of_all
 from .pool import copy_of
 from .saved import Asked, spent
 from .signature import unseen
@@ -43,6 +44,7 @@ from .torch_private import (
     backward_id,
     ended_by,
     is_batched,
+    is_ordinary,
     keeps_graph,
     may_run_backward,
     ready_for_gradients,
@@ -97,6 +99,7 @@ class Joint:
         self._memory = [lease.python for lease in traced.memory]  # the storages, weakly: a flight holds them
         self._constant = list({identity(t): t for t in traced.constant.values()}.values())
         self._exposed = list(dict.fromkeys(traced.exposed.values()))
+        self.ordinary = all(map(is_ordinary, self._constant))
         # Which of those, constant and exposed, a number stands for.
         at = {identity(t): i for i, t in enumerate(self._constant)}
         self._index = {n: at[identity(t)] for n, t in traced.constant.items() if n not in traced.unversioned}
@@ -431,8 +434,9 @@ class _Flight:
         self.twice: Twice | None = None  # once a backward of it was to be differentiated
         self._memory: list[Any] | None = memory
         self._saved = saved
-        self._versions = _versions(saved)
-        self._storages = [*map(torch.Tensor.untyped_storage, saved)]  # other weights may take their place meanwhile
+        self._versions = _versions(saved, joint.ordinary)
+        theirs = saved if joint.ordinary else parts_of_all(saved)
+        self._storages = [*map(torch.Tensor.untyped_storage, theirs)]  # other weights may take their place meanwhile
         self._waiting = set(range(len(joint.traced.attached)))  # results whose backward has not run
         self._unread = set(joint.traced.kept)  # what no backward has read
         self.spent: Set[int] = frozenset()  # what the last to read it has read
@@ -481,6 +485,9 @@ class _Flight:
         if i is None:
             return t
         theirs = self._saved[i]
+        if not is_ordinary(theirs):
+            twice.read.add(number)
+            return t
         together = theirs.dtype is t.dtype and theirs.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
         if not together or theirs.is_inference() or t.is_conj() or t.is_neg():
             twice.read.add(number)
@@ -511,7 +518,7 @@ class _Flight:
 
     def unwritten(self) -> bool:
         """Whether nothing was written that was saved."""
-        return not self._saved or _versions(self._saved) == self._versions
+        return not self._saved or _versions(self._saved, self.joint.ordinary) == self._versions
 
     def check(self, read: _Read) -> None:
         if self.unwritten():
@@ -603,17 +610,19 @@ def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
     hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
-def _version(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+def _version(t: torch.Tensor) -> Any:
+    """How often it was written; and of one that consists of parts, which these are: others are read at other places."""
+    version = 0 if t.is_inference() else t._version
+    return version if is_ordinary(t) else (version, *map(identity, parts(t)))
 
 
 def _kind(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.device
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
+def _versions(tensors: list[torch.Tensor], ordinary: bool) -> list[Any]:
     try:
-        return [*map(_counted, tensors)]
+        return [*map(_counted if ordinary else _version, tensors)]
     except RuntimeError:  # one of them is an inference tensor, which has none
         return [*map(_version, tensors)]
 

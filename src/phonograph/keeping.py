@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .identity import identity
-from .torch_private import has_memory
+from .torch_private import has_memory, is_mesh
 
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
@@ -69,7 +69,7 @@ def _holds(x: Any, held: Container[int]) -> bool:
 
 
 def _within(x: Any) -> Iterable[Any]:
-    if isinstance(x, _ENDS) or x is None:
+    if isinstance(x, _ENDS) or x is None or is_mesh(x):
         return ()
     if isinstance(x, torch.Tensor):
         return (x.grad_fn,) if isinstance(x.grad_fn, NODE) else ()

@@ -35,6 +35,7 @@ from .errors import Refusal
 from .identity import identity
 from .keeping import NODE, Contents, kept
 from .own_generators import OwnGenerators, own_of
+from .parts import Description, consists_of_parts, storages
 from .pool import Lease, copy_of, place_of, unowned
 from .randomness import CudaState, Rewind, States
 from .saved import PartOf, Places
@@ -43,6 +44,7 @@ from .torch_private import (
     code_of,
     donates,
     has_memory,
+    is_ordinary,
     is_valueless,
     lend_code,
     lend_module,
@@ -253,7 +255,18 @@ class Tracing:
         """What the backward needs of the capture, besides what is `held`."""
         return [t for t in self.saved if has_memory(t) and storage_id(t) not in self.held]
 
-    def _pack(self, t: torch.Tensor) -> int:
+    def _pack(self, t: torch.Tensor) -> Any:
+        if not is_ordinary(t) and consists_of_parts(t):
+            of, first = Description.of(t), len(self.saved)
+            if not t.is_inference():
+                self._versions.append((t, t._version))
+            packed = of, [self._pack(getattr(t, name)) for name in of.names]
+            for number in range(first, len(self.saved)):  # its version is what autograd would look at, and not theirs
+                if number in self._meant:
+                    self._meant[number] = t
+                    self._themselves.discard(number)
+                    self._apart.discard(number)
+            return packed
         itself = self._is_argument(t)
         if t.grad_fn in self._stands:
             t = self._stands[t.grad_fn][0]  # the parameter itself: backward reads what is there then
@@ -286,7 +299,10 @@ class Tracing:
             self._apart.add(number)
         self._meant[number] = candidates[0] if meant is None else meant
 
-    def _unpack(self, number: int) -> torch.Tensor:
+    def _unpack(self, number: Any) -> Any:
+        if type(number) is tuple:
+            of, inner = number
+            return of.around([self._unpack(one) for one in inner])
         self._unpacked += 1
         return self.saved[number] if self._places is None else self._places.get(number)
 
@@ -353,7 +369,7 @@ class Tracing:
         if any(getattr(t, "_post_accumulate_grad_hooks", None) for t in reentrant):
             raise Refusal("has a part with a backward of its own, and hooks that run once a gradient is added",
                           "use checkpoint(use_reentrant=False)")  # fmt: skip
-        if any(storage_id(p) not in outside for p in parameters):
+        if not all(outside.keys() >= {*storages(p)} for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
         numbers = {number: storage_id(t) for number, t in enumerate(self.saved)}

@@ -330,7 +330,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def _is_followed(self, t: torch.Tensor) -> bool:
         """Whether gradients of a tensor of such a class are: it consists of parts, and its backward is in the call."""
-        return not self.has_backward and consists_of_parts(t)
+        return consists_of_parts(t)
 
     def made_moved_on(self) -> list[torch.Tensor]:
         """The tensors outside that consist of parts, and have a version that has moved on."""
