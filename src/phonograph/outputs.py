@@ -30,7 +30,7 @@ from .returned import Given, Returned
 from .signature import Call, attributes
 from .spans import Spans
 from .tallies import Followed
-from .torch_private import has_memory, is_shape, kind_of, share_version, storage_id
+from .torch_private import has_memory, is_shape, kind_of, share_version, storage_id, waits_by_itself
 from .trees import inside, labels, tensors_apart
 from .views import View, root
 
@@ -333,8 +333,10 @@ def _ordinary(leaf: Any) -> None:
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
             historied = leaf.requires_grad and consists_of_parts(leaf)
             said = f"{class_of(leaf)} that requires a gradient" if historied else class_of(leaf)
-            plain = "return a plain tensor: as_subclass(torch.Tensor)"
-            raise Refusal(f"returns a tensor of class {said}", "return it detached" if historied else plain)
+            remedy = "return it detached" if historied else "return a plain tensor: as_subclass(torch.Tensor)"
+            if waits_by_itself([type(leaf)]):
+                remedy = "compute something of it in the recorded code, which waits for it, or record the whole step"
+            raise Refusal(f"returns a tensor of class {said}", remedy)
         if not has_memory(leaf):
             raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 

@@ -46,7 +46,7 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "GATHERED", "
            "is_work", "is_written_by_torch", "keeps_graph", "keeps_shards", "kept_of_generators", "kept_settings",
            "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "makes_fakes",
            "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
-           "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds",
+           "not_compiled_by_itself", "not_followed_by_dynamo", "number_of_call", "on_thread_of_autograds", "once_there",
            "optimizer_hooks", "original_views", "other_calling", "others_around", "own_call", "own_rank",
            "parametrizations_are_cached", "puts_own_generators", "ran_compiled", "rank_in", "ranks_of", "raw_alloc",
            "raw_free", "raw_stream", "recomputed_part", "reducer_anew", "reduces_by", "route_to_pool", "run_where_traced",
@@ -485,6 +485,11 @@ def waits_by_itself(kinds: Iterable[type]) -> bool:
     """Whether one of these kinds of tensors is what functional collectives give: it waits where it is used."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
+
+
+def once_there(t: Any) -> torch.Tensor:
+    """What a functional collective has given, once it is there; any other tensor itself."""
+    return t.trigger_wait() if waits_by_itself([type(t)]) else t  # type: ignore[no-any-return]
 
 
 def is_under_way(t: torch.Tensor) -> bool:

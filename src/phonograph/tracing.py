@@ -41,6 +41,7 @@ from .randomness import CudaState, Rewind, States
 from .saved import PartOf, Places
 from .torch_private import (
     alias,
+    once_there,
     code_of,
     donates,
     has_memory,
@@ -256,6 +257,7 @@ class Tracing:
         return [t for t in self.saved if has_memory(t) and storage_id(t) not in self.held]
 
     def _pack(self, t: torch.Tensor) -> Any:
+        t = once_there(t)
         if not is_ordinary(t) and consists_of_parts(t):
             of, first = Description.of(t), len(self.saved)
             if not t.is_inference():

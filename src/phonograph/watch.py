@@ -173,7 +173,6 @@ class OperatorWatch(TorchDispatchMode):
         self.drops_out = False  # whether it draws some from memory that nothing leads to
         self.refusal: Refusal | None = None
         self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
-        self.has_backward = False  # outside, or it is one
         self.workplaces: tuple[torch.Tensor, ...] = ()
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 

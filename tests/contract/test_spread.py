@@ -1,4 +1,5 @@
-"""C23: tensors that are spread over two ranks (DTensor): tensor and sequence parallel as whole steps, arguments and results.
+"""C23: tensors that are spread over two ranks (DTensor): tensor and sequence parallel as whole steps and as modules whose backward
+runs outside, arguments and results.
 They are recorded by their parts, and what communicates between them with them.
 
 The programs are in `tests/spread.py`; two processes run all of them, once for each backend. (In one process of pytest:
@@ -16,13 +17,17 @@ from tests import ranks, spread
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 
 
+# Modules that are called twice in each call of the program, and how many recordings that takes.
+TWICE = {"tp_module_adds_up": 1, "tp_module_waits_for_two": 2}
+
+
 @functools.cache
 def found(backend: str) -> list[dict]:
     """What both ranks have found in all programs."""
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with tempfile.TemporaryDirectory(prefix="phonograph-spread-") as folder:
-        return ranks.start(backend, Path(folder), spread.CASES, module="tests.spread")
+        return ranks.start(backend, Path(folder), spread.CASES, module="tests.spread", lasts=120)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -38,4 +43,5 @@ def test_c23_spread_tensors_are_on_each_rank_what_they_are_in_eager(case, backen
 def test_c23_what_works_with_spread_tensors_is_recorded(case, backend):
     for told in found(backend):
         counts = tuple(told[case][which] for which in ("live", "recorded", "replayed"))
-        assert counts == (1, 1, spread.CALLS - 1), told[case]["reasons"]
+        calls = spread.CALLS * (2 if case in TWICE else 1)
+        assert counts == (1, TWICE.get(case, 1), calls - 1), told[case]["reasons"]
