@@ -18,6 +18,7 @@ import phonograph as pg
 from phonograph.compile import graphs
 from phonograph.observe import Counters, Observed, Stats
 from phonograph.recorded import together
+from phonograph.torch_private import reducer_anew
 from tests import ranks
 from tests.ranks import Case
 
@@ -116,12 +117,6 @@ def inside(
     return wrap
 
 
-def around(net: nn.Sequential) -> Any:
-    wrapped = averaged(net)
-    recorded(wrapped)
-    return wrapped
-
-
 def sharded(net: nn.Sequential, inside: Callable[[nn.Module], Any] = lambda block: block) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -138,15 +133,57 @@ def blocks_compiled(block: nn.Module) -> None:
         block.compile(backend="phonograph", options={"inner": "aot_eager"})
 
 
+def renewed(net: nn.Sequential) -> Any:
+    """A wrapper that gets another reducer in the middle of a forward, of which the graph is half there."""
+    wrapped, calls = averaged(net), []
+
+    def renew(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 4:
+            reducer_anew(wrapped)
+
+    if ranks._now[-1] is not None:
+        net[1].register_forward_pre_hook(renew)
+        pg.record(net[0], keep="always")
+        ranks._inner[:] = [net[0]]
+    return wrapped
+
+
+def columns_and_rows(net: nn.Sequential) -> nn.Sequential:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    for block in net:
+        parallelize_module(block, ranks._mesh(), {"inner": ColwiseParallel(output_layouts=Replicate())})
+    return net
+
+
+def gathered(net: nn.Sequential) -> nn.Sequential:
+    """Weights in shards, each gathered where it is used."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.nn.utils.parametrize import register_parametrization
+
+    from tests.sharded import Whole
+
+    for module in [*net.modules()]:
+        for name, p in [*module.named_parameters(recurse=False)]:
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), ranks._mesh(), [Shard(0)])))
+            register_parametrization(module, name, Whole(), unsafe=True)
+    return net
+
+
+def recorded_of(wrap: Wrap) -> Wrap:
+    def both(net: nn.Sequential) -> Any:
+        made = wrap(net)
+        recorded(made)
+        return made
+
+    return both
+
+
 def sharded_around_recorded(net: nn.Sequential) -> Any:
     recorded(*net)
     return sharded(net)
-
-
-def recorded_around_sharded(net: nn.Sequential) -> Any:
-    made = sharded(net)
-    recorded(made)
-    return made
 
 
 def training(
@@ -172,7 +209,7 @@ def training(
                     loss.backward()
                 total += loss.detach()
             optimizer.step()
-            return total
+            return total.detach()
 
         def left() -> list[Any]:
             states = [value for p in net.parameters() for value in optimizer.state.get(p, {}).values()]
@@ -197,12 +234,17 @@ CASES = {
     "module_recomputed": training(inside(), Recomputed),
     "module_that_may_have_unused": training(inside(find_unused_parameters=True)),
     "module_of_a_static_graph": training(inside(static_graph=True)),
-    "wrapper": training(around),
+    "renewed": training(renewed),
+    "wrapper": training(recorded_of(averaged)),
     "compiled_wrapper": training(lambda net: compiled(averaged(net, bucket=25))),
-    "wrapper_of_compiled": training(lambda net: averaged(compiled(net))),
+    "wrapper_of_compiled": training(lambda net: averaged(compiled(net), bucket=25)),
     "sharded_of_recorded": training(sharded_around_recorded),
-    "recorded_of_sharded": training(recorded_around_sharded),
+    "recorded_of_sharded": training(recorded_of(sharded)),
     "sharded_of_compiled": training(lambda net: sharded(net, blocks_compiled)),
+    "tensor_parallel": training(recorded_of(columns_and_rows)),
+    "compiled_tensor_parallel": training(lambda net: compiled(columns_and_rows(net))),
+    "gathered": training(recorded_of(gathered)),
+    "compiled_gathered": training(lambda net: compiled(gathered(net))),
 }
 
 if __name__ == "__main__":

@@ -666,6 +666,7 @@ def _capture(
         watch.warm = terms.notes is not None
         watch.relies = snapshot.also
         watch.outermost = sys._getframe().f_code
+        watch.has_backward = tracing is not None or isinstance(function, Backward)
         watch.numerals = [] if terms.numbers else None
         watch.works_in(buckets)
         leaves, seen = list(call.leaves), slots

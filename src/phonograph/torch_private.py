@@ -783,19 +783,19 @@ class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
 def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
     """What adds up gradients of these tells whatever reducer the wrapper has by then, which may work on another stream."""
     known = weakref.ref(wrapper)
-    made = torch.cuda.current_stream(parameters[0].device) if parameters[0].is_cuda else None
+    theirs = torch.cuda.current_stream(parameters[0].device) if parameters[0].is_cuda else None
 
     def tells(i: int) -> Callable[..., None]:
         def tell(*_: Any) -> None:
             there = known()
             if there is None:
                 return
-            here = torch.cuda.current_stream(made.device) if made is not None else None
-            if here is not None:
-                here.wait_stream(made)
+            mine = torch.cuda.current_stream(theirs.device) if theirs is not None else None
+            if theirs is not None and mine is not None:
+                mine.wait_stream(theirs)
             there.reducer._autograd_hook(i)
-            if here is not None:
-                made.wait_stream(here)
+            if theirs is not None and mine is not None:
+                theirs.wait_stream(mine)
 
         return tell
 

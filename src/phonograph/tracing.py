@@ -41,7 +41,6 @@ from .randomness import CudaState, Rewind, States
 from .saved import PartOf, Places
 from .torch_private import (
     alias,
-    once_there,
     code_of,
     donates,
     has_memory,
@@ -50,6 +49,7 @@ from .torch_private import (
     lend_code,
     lend_module,
     number_of_call,
+    once_there,
     original_views,
     recomputed_part,
     share_version,

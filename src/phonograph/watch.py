@@ -173,6 +173,7 @@ class OperatorWatch(TorchDispatchMode):
         self.drops_out = False  # whether it draws some from memory that nothing leads to
         self.refusal: Refusal | None = None
         self.numerals: list[weakref.ref[Numeral]] | None = None  # made in this call, where it may hand on numbers
+        self.has_backward = False  # outside, or it is one
         self.workplaces: tuple[torch.Tensor, ...] = ()
         self.noticed: list[Refusal] = []  # all of them, with those that others have noticed, in order
 
@@ -320,16 +321,11 @@ class OperatorWatch(TorchDispatchMode):
         name = at_work(operators.meaning(func).name)
         if self._historic and torch.is_grad_enabled() and not self._historic.keys().isdisjoint(map(identity, tensors)):
             raise self.located(Refusal(_HISTORIC.reason, _HISTORIC.remedy))
-        t = next((t for t in tensors if type(t) in classes and t.requires_grad and not self._is_followed(t)), None)
+        t = next((t for t in tensors if type(t) in classes and t.requires_grad and not consists_of_parts(t)), None)
         if t is not None and torch.is_grad_enabled():
-            remedy = "record what needs no gradients, under torch.no_grad()"
-            remedy += ", or the whole step, its backward too" if consists_of_parts(t) else ""
-            raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient", remedy))
+            raise self.located(Refusal(f"{name} works with {kind_of(t)} that requires a gradient",
+                                       "record what needs no gradients, under torch.no_grad()"))  # fmt: skip
         return NotImplemented
-
-    def _is_followed(self, t: torch.Tensor) -> bool:
-        """Whether gradients of a tensor of such a class are: it consists of parts, and its backward is in the call."""
-        return consists_of_parts(t)
 
     def made_moved_on(self) -> list[torch.Tensor]:
         """The tensors outside that consist of parts, and have a version that has moved on."""

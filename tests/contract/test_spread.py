@@ -1,6 +1,5 @@
-"""C23: tensors that are spread over two ranks (DTensor): tensor and sequence parallel as whole steps and as modules whose backward
-runs outside, arguments and results.
-They are recorded by their parts, and what communicates between them with them.
+"""C23: tensors that are spread over two ranks (DTensor): tensor and sequence parallel as whole steps, and as modules whose
+backward runs outside; arguments and results. They are recorded by their parts, and what communicates between them with them.
 
 The programs are in `tests/spread.py`; two processes run all of them, once for each backend. (In one process of pytest:
 `-n 0` or `--dist=loadfile`.)"""

@@ -604,7 +604,6 @@ def test_c08_a_distributed_tensor_in_reach(device, mesh):
     assert_settles(side_by_side(program), ramp(device, 4, 6))
 
 
-@may_run_live
 def test_c01_a_distributed_module(device, mesh):
     from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
@@ -620,8 +619,7 @@ def test_c01_a_distributed_module(device, mesh):
         with torch.no_grad():
             assert_same(f(x), same(x))
         assert_same(g(x).detach(), same(x).detach())
-    assert pg.stats(f).replayed == 3
-    assert "works with a tensor of class DTensor that requires a gradient" in reasons(g)
+    assert pg.stats(f).replayed == pg.stats(g).replayed == 3
 
 
 @may_run_live
