@@ -93,8 +93,8 @@ _COMPILE_FIRST = (
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 _AT_ONCE = (
-    "lies in DistributedDataParallel, which averages gradients as they come, and a recorded backward gives all at once: record "
-    "the whole step, or each block by itself"
+    "lies in DistributedDataParallel, which averages gradients as they come, and a recorded backward gives all at once: "
+    "record the whole step, and averaging goes on meanwhile"
 )
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
