@@ -37,6 +37,7 @@ class Training:
 
     step: Callable[[Tensor, Tensor], Any]
     lives_on: list[Any]
+    inner: nn.Module | None = None  # what is recorded instead
     between: Callable[[], None] | None = None  # what belongs to a step and is not recorded
 
     def tensors(self) -> list[Tensor]:
@@ -51,10 +52,17 @@ class Training:
         return [getattr(t, "_local_tensor", t).detach() for t in found]
 
 
+def as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
 @dataclass
 class Case:
-    make: Callable[[Size, torch.device], Training]
+    """With `inside`, `make` also gets what is to be called on the module before it is wrapped; the step itself runs live."""
+
+    make: Callable[..., Training]
     steps_by_hand: bool = True  # it can be captured by hand
+    inside: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,13 +127,13 @@ def adam(model: nn.Module, device: torch.device, kind: str = "fused") -> torch.o
 
 def ddp(
     *, block: type[Block] = Block, norm: bool = False, accumulate: int = 1, zero: bool = False, hook: bool = False,
-    compiled: bool = False, kind: str = "fused", step: dict[str, Any] | None = None, **options: Any,
+    compiled: bool = False, kind: str = "fused", step: dict[str, Any] | None = None, inside: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    def make(size: Size, device: torch.device) -> Training:
+    def make(size: Size, device: torch.device, prepare: Callable[[nn.Module], nn.Module] = as_it_is) -> Training:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        inner = network(size, device, block, norm)
+        inner = prepare(network(size, device, block, norm))
         ids = [device] if device.type == "cuda" else None
         model: Any = nn.parallel.DistributedDataParallel(inner, device_ids=ids, **options)
         if hook:
@@ -144,9 +152,10 @@ def ddp(
 
         made = stepping(called, optimizer, accumulate=accumulate, syncing=syncing if accumulate > 1 else None, **(step or {}))
         made.lives_on = [inner, optimizer.optim if zero else optimizer]
+        made.inner = inner if inside else None
         return made
 
-    return Case(make)
+    return Case(make, inside=inside)
 
 
 def fsdp(
@@ -339,6 +348,8 @@ CASES: dict[str, Case] = {
     "ddp, clipping": ddp(step={"clip": True}),
     "ddp, ZeRO": ddp(zero=True),
     "ddp, compiled": ddp(compiled=True),
+    "module inside ddp": ddp(inside=True),
+    "module inside ddp, no_sync": ddp(inside=True, accumulate=4),
     "fsdp2": fsdp(),
     "fsdp2, plain Adam": fsdp(kind="plain"),
     "fsdp2, always": fsdp(reshard=True),

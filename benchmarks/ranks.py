@@ -11,6 +11,8 @@ Each case has two passes on all ranks, with fresh models from the same seeds:
 2.  Eager, by hand, and recorded, all at once, taking turns. A time is the median over the turns of the slowest rank's mean.
     Then 500 single steps of what was recorded: p99 over p50; and the NCCL kernels that a step has, from torch.profiler.
 
+Where a module is recorded inside a wrapper, by hand is torch.cuda.make_graphed_callables, and the rest of the step runs live.
+
 A case that takes longer than `--limit` seconds has its processes killed; those that are left start again without it.
 """
 
@@ -40,16 +42,17 @@ from torch import Tensor
 
 import harness
 import phonograph as pg
-from parallel import CASES, Case, Size
+from parallel import CASES, Case, Size, Training, as_it_is
 
 CLAIM = "ranks"
-STEPS, REPLAYED, CLOSE, MEMORY, STEADY = 20, 17, 1.05, 1.06, 1.1
+STEPS, REPLAYED, CLOSE, MEMORY, STEADY, NOISE = 20, 17, 1.05, 1.06, 1.1, 1.02
 TARGET = (
     f"{STEPS} steps bitwise on each rank, at least {REPLAYED} replayed; at most {CLOSE} x by hand; "
-    f"at most {MEMORY} x eager's memory; p99/p50 at most {STEADY}"
+    f"at most {MEMORY} x eager's memory; p99/p50 at most {STEADY}; a module inside a wrapper at most eager's time"
 )
 EAGER, HAND, OURS = "eager", "by hand", "phonograph"
 TURNS, CALLS, SINGLE = 7, 10, 500
+TRIED = 120  # steps after which it is known whether what is recorded inside pays
 STARTING = 90  # seconds in which all processes must be there
 
 
@@ -89,13 +92,12 @@ class Rank:
         dist.barrier()
 
     def run(self, case: Case) -> dict[str, Any]:
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = {"inside": case.inside}
         given: dict[str, list[Tensor]] = {}
         memory: dict[str, int] = {}
         for kind in (EAGER, OURS):
             self.begin()
-            training = case.make(self.size, self.device)
-            step = pg.record(training.step) if kind == OURS else training.step
+            training, step, recorded = self.made(case, ours=kind == OURS)
             losses, began = [], time.perf_counter()
             for n in range(STEPS):
                 loss = step(*self.batch(n))
@@ -105,11 +107,11 @@ class Rank:
             row[f"seconds, {kind}"] = time.perf_counter() - began
             given[kind] = [*losses, *[t.cpu() for t in training.tensors()]]
             if kind == OURS:
-                stats = pg.stats(step)
+                stats = pg.stats(recorded)
                 row |= {"calls": stats.calls, "live": stats.live, "replayed": stats.replayed, "recorded": stats.recorded}
                 row["reasons"] = dict(stats.refusals)
-                pg.reset(step)
-            del training, step
+                pg.reset(recorded)
+            del training, step, recorded
         row["equal"] = len(given[EAGER]) == len(given[OURS]) and all(map(equal, given[EAGER], given[OURS]))
         if not row["equal"]:
             row["differ"] = [n for n, (a, b) in enumerate(zip(given[EAGER], given[OURS], strict=False)) if not equal(a, b)][:8]
@@ -122,13 +124,12 @@ class Rank:
         self.begin()
         steps: dict[str, Callable[[], Any]] = {}
         batch = self.batch(0)
-        live = case.make(self.size, self.device)
-        steps[EAGER] = lambda: live.step(*batch)
-        ours = case.make(self.size, self.device)
-        recorded = pg.record(ours.step)
-        steps[OURS] = lambda: recorded(*batch)
+        _, live, _ = self.made(case, ours=False)
+        steps[EAGER] = lambda: live(*batch)
+        _, ours, recorded = self.made(case, ours=True)
+        steps[OURS] = lambda: ours(*batch)
         for step in steps.values():
-            for _ in range(12):
+            for _ in range(TRIED if case.inside else 12):
                 step()
         graphs: list[Any] = []
         if case.steps_by_hand:
@@ -159,8 +160,19 @@ class Rank:
             graph.reset()
         self.synchronize()
 
+    def made(self, case: Case, ours: bool) -> tuple[Training, Callable[..., Any], Any]:
+        """A training, its step, and what of it is recorded."""
+        if not case.inside:
+            training = case.make(self.size, self.device)
+            step = pg.record(training.step) if ours else training.step
+            return training, step, step
+        training = case.make(self.size, self.device, pg.record if ours else as_it_is)
+        return training, training.step, training.inner
+
     def by_hand(self, case: Case, batch: tuple[Tensor, Tensor], graphs: list[Any]) -> Callable[[], Any]:
         """As the documentation of DDP says: made and warmed up on a side stream, eleven steps."""
+        if case.inside:
+            return self.graphed(case, batch)
         static = [t.clone() for t in batch]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -181,6 +193,19 @@ class Rank:
             return kept
 
         return harness.keeping(step, training)
+
+    def graphed(self, case: Case, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
+        """The module by `torch.cuda.make_graphed_callables`, before it is wrapped."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            training = case.make(
+                self.size, self.device, lambda module: torch.cuda.make_graphed_callables(module, (batch[0].clone(),))
+            )
+        torch.cuda.current_stream().wait_stream(side)
+        for _ in range(12):
+            training.step(*batch)
+        return lambda: training.step(*batch)
 
     def all_have(self, whether: bool) -> bool:
         flag = torch.tensor([int(whether)], device=self.device)
@@ -319,6 +344,7 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"error": [row.get("error") for row in rows]}
     hand, ours, eager = (slowest(rows, kind) for kind in (HAND, OURS, EAGER))
     return {
+        "inside": rows[0]["inside"],
         "equal": all(row["equal"] for row in rows),
         "replayed": min(row["replayed"] for row in rows),
         "recorded": max(row["recorded"] for row in rows),
@@ -335,6 +361,8 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def met(case: dict[str, Any]) -> bool:
+    if case.get("inside"):  # that runs live at times to find out whether it pays
+        return bool(case["equal"] and (case["phonograph us"] or 0) <= NOISE * (case["eager us"] or math.inf))
     return bool(
         case.get("equal") and case["replayed"] >= REPLAYED and case["counts agree"]
         and (case["over by hand"] or 0) <= CLOSE and case["memory over eager"] <= MEMORY and (case["p99/p50"] or 0) <= STEADY
