@@ -54,7 +54,7 @@ class _Said(NamedTuple):
 
 
 _CONTAINS = _Said("contains DistributedDataParallel", "call pg.record on the module that it wraps")
-_LIES_IN = _Said("lies in DistributedDataParallel", "record the whole step, or use a plain wrapper")
+_LIES_IN = _Said("lies in DistributedDataParallel", "make a plain one, and record the whole step")
 
 
 class Averages(Again):
