@@ -48,6 +48,19 @@ class RecomputedAtOnce(Recomputed):
     reentrant = True
 
 
+class Shares(Block):
+    """Averages over ranks in its forward, or its gradient in its backward."""
+
+    function = ranks._Reduced
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.function.apply(x) / 2)  # type: ignore[no-untyped-call]
+
+
+class SharesBackward(Shares):
+    function = ranks._ReducedBackward
+
+
 class All(Observed):
     """Several recorded modules, or all graphs that there are, as one."""
 
@@ -234,6 +247,8 @@ CASES = {
     "module_recomputed": training(inside(), Recomputed),
     "module_that_may_have_unused": training(inside(find_unused_parameters=True)),
     "module_of_a_static_graph": training(inside(static_graph=True)),
+    "module_that_communicates": training(inside(), Shares),
+    "module_that_communicates_in_its_backward": training(inside(), SharesBackward),
     "renewed": training(renewed),
     "wrapper": training(recorded_of(averaged)),
     "compiled_wrapper": training(lambda net: compiled(averaged(net, bucket=25))),

@@ -145,6 +145,8 @@ class Backward:
     """To be called when a run has shown that the forward should not be played any more."""
     doubt: Callable[[Callable[[], bool], Refusal], object] = _never
     """Likewise, when that will show before the next forward."""
+    averaged: bool = False
+    """Whether what it gives is averaged over ranks as it comes."""
     takes_turns: bool = False
     """Made while another forward of the function waited for its backward."""
     reads: Reads | None = None

@@ -972,7 +972,8 @@ class Recorded(Observed, Generic[P, R]):
                 recording.backward.takes_turns = in_flight
                 recording.backward.apart = apart
                 recording.backward.once = device.once
-                if _is_averaged(recording):
+                recording.backward.averaged = torch_private.averaging() is not None
+                if _loses_overlap(recording):
                     self._advise(_AT_ONCE)
                 recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
                 ran = history.ran_backward
@@ -990,7 +991,7 @@ class Recorded(Observed, Generic[P, R]):
         self._unplayed += 1
         self._known_calls.forget(call.key)
         self._drop(self._shelf.add(call.key, player))
-        averaged = _is_averaged(recording)
+        averaged = _loses_overlap(recording)
         untried = self._measures and not history.pays and call.key not in self._trials
         if untried and on_trial(recording, self.options, averaged=averaged):
             spare = recording.footprint.nbytes <= device.spare
@@ -1220,11 +1221,11 @@ class Recorded(Observed, Generic[P, R]):
         return "\n".join([*lines, *self.remarks])
 
 
-def _is_averaged(recording: Recording) -> bool:
+def _loses_overlap(recording: Recording) -> bool:
     """Whether gradients come out of this one's backward to where they are averaged as they come, on a device that could go on
     meanwhile. (A compiled graph gives them at its end also where it is not recorded.)"""
-    there = recording.device.type == "cuda" and torch_private.averaging() is not None
-    return there and recording.backward is not None and recording.backward.lasting
+    backward = recording.backward
+    return backward is not None and backward.averaged and backward.lasting and recording.device.type == "cuda"
 
 
 def counted(recorded: Recorded[Any, Any]) -> Counters:

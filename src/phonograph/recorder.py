@@ -65,6 +65,7 @@ from .signature import Call, attributes, modes, put_back
 from .spans import Spans
 from .tallies import Followed
 from .torch_private import (
+    averaging,
     coalesces,
     has_memory,
     in_inference,
@@ -226,6 +227,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
                                 most, terms, release, reducers.begins(), buckets)  # fmt: skip
         if captured.watch.communicated:
             follow_program(captured.program)
+            _in_order(function, tracing)
         if release is not None and (release.again or captured.watch.parts):
             raise _ReadAgain
         _all_followed(dials, captured, reach)
@@ -827,6 +829,17 @@ def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
     """Whether a call may have given parameters other gradients, going by the code that ran."""
     asks = reach.looks_at_gradients or reach.mentions.reads_gradients or reach.mentions.looks_around
     return asks or any(c.co_name == BACKWARD or "grad" in c.co_names or not _SETTERS.isdisjoint(c.co_names) for c in ran)
+
+
+def _in_order(function: Any, tracing: Tracing | None) -> None:
+    """What communicates in a backward does so between the averages of a wrapper around it; recorded, before all of them. A rank
+    that runs live would meet another's with its own."""
+    refusal = Refusal("lies in DistributedDataParallel, and communicates with other ranks as well: in a recorded backward that "
+                      "would come before all averages", "record the whole step")  # fmt: skip
+    if tracing is not None and averaging() is not None:
+        raise refusal
+    if isinstance(function, Backward) and function.averaged:
+        function.stop(refusal)
 
 
 def _state_of(function: Any) -> Sequence[Any]:

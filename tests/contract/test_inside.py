@@ -13,7 +13,8 @@ from tests import inside, ranks
 
 BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
 # The CPU would tell the same of all others, or compiles for long.
-ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "wrapper_of_compiled",
+ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "module_that_communicates",
+              "module_that_communicates_in_its_backward", "wrapper_of_compiled",
               "sharded_of_recorded", "tensor_parallel", "gathered"}  # fmt: skip
 # How often what is recorded is called in all steps, and how many recordings that takes.
 COUNTS = {
@@ -23,6 +24,7 @@ COUNTS = {
     "wrapper_of_compiled": (20, 1), "tensor_parallel": (20, 1), "gathered": (20, 1), "compiled_gathered": (20, 1),
 }  # fmt: skip
 LIVE = {
+    "module_that_communicates": "lies in DistributedDataParallel, and communicates with other ranks as well",
     "wrapper": "contains DistributedDataParallel",
     "sharded_of_recorded": "contains FSDPModule, whose backward cannot be recorded by itself",
     "recorded_of_sharded": "contains FSDPModule, whose backward cannot be recorded by itself",
@@ -83,6 +85,15 @@ def test_c11_what_spreads_a_model_is_named_where_its_backward_is_outside(case, b
     for told in found(backend):
         assert LIVE[case] in told[case]["reasons"]
         assert told[case]["recorded"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_what_communicates_in_a_backward_is_not_put_before_all_averages(backend):
+    """That it does is known once it has."""
+    for told in found(backend):
+        case = told["module_that_communicates_in_its_backward"]
+        assert LIVE["module_that_communicates"] in case["reasons"]
+        assert case["replayed"] <= 2, case["reasons"]
 
 
 @pytest.mark.cuda
