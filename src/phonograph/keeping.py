@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .identity import identity
-from .torch_private import has_memory, is_mesh
+from .torch_private import groups_of_ranks, has_memory
 
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
@@ -23,7 +23,7 @@ NODE: Any = BackwardCFunction
 __all__ = ["NODE", "Contents", "kept"]
 
 _MANY = 100_000
-_ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float)
+_ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float, *groups_of_ranks())
 
 
 def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: False) -> list[Any]:
@@ -69,7 +69,7 @@ def _holds(x: Any, held: Container[int]) -> bool:
 
 
 def _within(x: Any) -> Iterable[Any]:
-    if isinstance(x, _ENDS) or x is None or is_mesh(x):
+    if isinstance(x, _ENDS) or x is None:
         return ()
     if isinstance(x, torch.Tensor):
         return (x.grad_fn,) if isinstance(x.grad_fn, NODE) else ()

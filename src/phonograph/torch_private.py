@@ -42,7 +42,7 @@ __all__ = ["ASKS_FOR_CAPTURE", "CALLED_THROUGH", "COMPILED_GRAPH", "GATHERED", "
            "forget_recomputed", "function_modes", "goes_through", "group_among", "groups_of", "groups_tell_their_end",
            "has_begun", "has_memory", "has_reducer", "hear_of_compiled", "hear_of_traced", "hearing", "hooks_of_modules",
            "hooks_of_optimizers", "in_inference", "inner_names", "insists_on_no_mode", "is_batched", "is_composite",
-           "is_higher_order", "is_mesh", "is_missing", "is_ordinary", "is_shape", "is_traced", "is_under_way", "is_valueless",
+           "is_higher_order", "is_missing", "is_ordinary", "is_shape", "is_traced", "is_under_way", "is_valueless",
            "is_work", "is_written_by_torch", "keeps_graph", "keeps_shards", "kept_of_generators", "kept_settings",
            "kind_of", "lend_code", "lend_module", "looked_at_first", "made_as", "made_when", "maker", "makes_fakes",
            "may_run_backward", "measure_outside_of_pools", "missing", "module_hooks", "module_settings", "never_compiled",
@@ -523,11 +523,6 @@ def keeps_shards(kind: type) -> bool:
 GATHERED = ("_unsharded_param", "all_gather_outputs", "_unsharded_inner_tensors")
 """The attributes of such an object whose tensors have memory only while a parameter is gathered: the first is what a module
 then has for the parameter, and has a gradient."""
-
-
-def is_mesh(x: object) -> bool:
-    """Whether it says which ranks work together."""
-    return isinstance(x, getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ()))
 
 
 def is_work(kind: type) -> bool:
