@@ -14,7 +14,7 @@ from tests import inside, ranks
 BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
 # The CPU would tell the same of all others, or compiles for long.
 ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "module_that_communicates",
-              "module_that_communicates_in_its_backward", "wrapper_of_compiled",
+              "module_that_communicates_in_its_backward",
               "sharded_of_recorded", "tensor_parallel", "gathered"}  # fmt: skip
 # How often what is recorded is called in all steps, and how many recordings that takes.
 COUNTS = {
