@@ -28,8 +28,8 @@ import harness  # noqa: E402
 
 CLAIM, TIMES, SOON, LATE = "ends", 20, 10, 5
 TARGET = (
-    f"{TIMES} times each: no process hangs, each ends with eager's status, within {SOON} s of its last step; "
-    f"who waits for a dead rank ends within the timeout and {LATE} s, and names it"
+    "{} times each: no process hangs, each ends with eager's status, within {} s of its last step; "
+    "who waits for a dead rank ends within the timeout and {} s, and names it"
 )
 GONE = ("raises_on_one_rank", "dies_on_one_rank")
 
@@ -65,8 +65,8 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=TIMES, help="how often each (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=10, help="pairs of processes (default: %(default)s)")
     arguments = parser.parse_args()
-    report = harness.Report(CLAIM, TARGET, arguments)
     times = 1 if arguments.quick else arguments.times
+    report = harness.Report(CLAIM, TARGET.format(times, SOON, LATE), arguments)
     backend = "gloo" if arguments.device == "cpu" else "nccl"
     found: dict[str, list[Pair]] = defaultdict(list)
     # Those that take longest first, so that they are spread.
