@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 import random
 import sys
 import types
@@ -19,6 +20,8 @@ pytest_plugins = ["pytester"]
 def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)  # the tensors are tiny, and machines are shared
     _seed_without_stacks()
+    if not torch.cuda.is_available():  # a kernel or two, for which torch would start a process that imports all of it again
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def _seed_without_stacks() -> None:
