@@ -66,10 +66,10 @@ def test_c17_both_processes_end(backend):
 @pytest.mark.parametrize(("case", "backend"), on_each(COUNTS))
 def test_c23_what_is_recorded_inside_is_replayed_in_every_step(case, backend):
     calls, recorded = COUNTS[case]
+    few = (3 if case == "blocks" else 1) + (calls // 20 if backend == "nccl" else 0)  # the wrapper's first steps
     for told in found(backend):
         assert told[case]["recorded"] == recorded, told[case]["reasons"]
-        assert told[case]["live"] + told[case]["replayed"] == calls
-        assert told[case]["live"] <= (3 if case == "blocks" else 1) + (calls // 20 if backend == "nccl" else 0)
+        assert calls - few <= told[case]["replayed"] < calls, told[case]["reasons"]
 
 
 @pytest.mark.parametrize(("case", "backend"), on_each(COUNTS))
