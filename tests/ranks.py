@@ -1018,7 +1018,7 @@ FUNCTIONS = (
     "functional_broadcast", "differentiable", "redistributes", "averages_gradients", "averages_in_hooks", "row_parallel",
     "mixture_of_experts", "sends", "barrier", "sends_a_batch", "coalesces",
 )  # fmt: skip
-NOT_IN_GRAPHS = {"barrier": "barrier", "sends_a_batch": "batch_isend_irecv", "coalesces": "_coalescing_manager"}
+NOT_IN_GRAPHS = {"barrier": "barrier", "coalesces": "_coalescing_manager"}
 
 CASES = {
     **{f.__name__: _of_x(f) for f in (

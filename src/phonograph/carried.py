@@ -1,21 +1,22 @@
-"""State that a function carries from call to call by rebinding: ``self.v = self.v * 0.9 + x``, ``shadow[name] = …``.
+"""State that a function carries from call to call by rebinding: ``self.v = self.v * 0.9 + x``, ``shadow[name] = …``, or by
+filling a list anew: ``losses.clear(); losses.extend(…)``.
 
 What stands there before a call is one more argument, and what stands there after it one more result. So it is part of the
 signature (whether it is there, its shape, its kind), has a slot that is filled from whatever stands there, and each replay
 leaves there what it has made: a tensor of the caller's like any other result. Somebody may read it, keep it, put another
 there (`net.reset()`) or take it away between two calls.
 
-That an attribute or an item is such is learned in a capture, which is taken back: it has found nothing there, None, or tensors
-(perhaps in a tuple or a list), and has left others. Where no operator has read the tensors that were there, and the call hands
-none of them on (features that a hook sets, the weights of `weight_norm`), they are no argument; only what they looked like
-counts.
+That an attribute, an item or what a list holds is such is learned in a capture, which is taken back: it has found nothing
+there, None, or tensors (perhaps in a tuple or a list), and has left others. Where no operator has read the tensors that were
+there, and the call hands none of them on (features that a hook sets, the weights of `weight_norm`), they are no argument; only
+what they looked like counts.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +24,39 @@ import torch
 
 from .identity import identity
 from .introspection import MISSING
-from .places import table_of
+from .places import is_table, table_of
 from .signature import has_gradient_or_hooks
 from .torch_private import has_memory
 from .trees import flatten
 
-__all__ = ["Carried", "Carries", "Place", "is_state", "tensors_in"]
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "is_filled", "is_state", "put", "tensors_in"]
+
+
+CONTENTS = object()
+"""As the name of a place in a list: all that it holds."""
+
+_LISTS = (list, deque)
+
+
+def is_filled(of: Any) -> bool:
+    """Whether what is put into this is found there by no name of an attribute: a dictionary, a list."""
+    return is_table(of) or type(of) in _LISTS
+
+
+def put(of: Any, name: Any, value: Any) -> None:
+    """Let this stand there: an attribute, an item, or all that a list holds."""
+    if name is CONTENTS:
+        of.clear()
+        of.extend(value)
+    else:
+        own = table_of(of)
+        assert own is not None
+        own[name] = value
 
 
 class Place(NamedTuple):
-    """An attribute of an object, or an item of a dictionary; whether what stands there before a call may be read."""
+    """An attribute of an object, an item of a dictionary, or the `CONTENTS` of a list; whether what stands there before a call
+    may be read."""
 
     path: str
     of: Any
@@ -68,7 +92,7 @@ class Carried:
         return bool(self._known)
 
     def learn(self, places: Sequence[Place], met: Iterable[Any] = ()) -> bool:
-        """Whether something of this is new. Dictionaries that are not among what was `met` are forgotten."""
+        """Whether something of this is new. Containers that are not among what was `met` are forgotten."""
         there, new = {*map(identity, met)}, False
         for key in [key for key, known in self._known.items() if type(known.of) is not weakref.ref and key[0] not in there]:
             del self._known[key]
@@ -127,17 +151,17 @@ class Carried:
     def stand(self, arguments: dict[str, Any]) -> Callable[[], None]:
         """Take those of these arguments that are carried, and let them stand where they are found. Returns what puts back what
         stood there, unless something else does by then."""
-        stood = list[tuple[dict[Any, Any], Any, Any, Any]]()
+        stood = list[tuple[_Known, Any, Any]]()
         for known in self._known.values():
-            argument, own = arguments.pop(known.label, None), table_of(known.of())
-            if known.read and own is not None and argument is not None and type(argument) is not str:
-                stood.append((own, known.name, own[known.name], argument))
-                own[known.name] = argument
+            argument, before = arguments.pop(known.label, None), _value(known)
+            if known.read and before is not MISSING and argument is not None and type(argument) is not str:
+                stood.append((known, before, argument))
+                put(known.of(), known.name, argument)
 
         def put_back() -> None:
-            for own, name, before, argument in stood:
-                if own.get(name) is argument:
-                    own[name] = before
+            for known, before, argument in stood:
+                if _is(_value(known), argument, known.name):
+                    put(known.of(), known.name, before)
 
         return put_back
 
@@ -176,7 +200,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _value(known: _Known) -> Any:
-    return (table_of(known.of()) or {}).get(known.name, MISSING)
+    of = known.of()
+    return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
+
+
+def _is(value: Any, other: Any, name: Any) -> bool:
+    """Whether this is what stood in a place of that name: of a list, the same in it."""
+    return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
 
 
 def _as_argument(known: _Known) -> Any:

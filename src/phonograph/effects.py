@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .collectives import REMEDY
-from .errors import Refusal
+from .errors import OnlyNow, Refusal
 from .identity import identity
 from .loggers import decides_itself
 from .naming import is_of, named
@@ -103,7 +103,9 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
 
+BEGINS_GROUP = "_start_coalescing"  # of collectives, which begin together where it ends
 _FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
+_SETS_UP = Effect("sets up a pipeline with the other ranks, as in the first step or after an evaluation", "", ANYONE, OnlyNow)
 _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"uses a store that it shares with other ranks ({n})") for n in (
         "set", "get", "add", "check", "delete_key", "compare_set", "append", "multi_get", "multi_set", "num_keys", "list_keys",
@@ -112,7 +114,7 @@ _OF_C10D: dict[str, Effect] = {
     **{n: Effect(f"asks how far a collective is ({n})") for n in (
         "is_completed", "is_success", "exception", "result", "get_future", "get_future_result",
     )},
-    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in ("_start_coalescing", "_group_start")},
+    **{n: _FAR._replace(reason=_FAR.reason.format(n)) for n in (BEGINS_GROUP, "_group_start")},
 }  # fmt: skip
 """Methods of C++ objects there, which do not tell whose they are."""
 _C10D = "torch._C._distributed_c10d"
@@ -316,6 +318,8 @@ for _name, _rule in (
                 "_new_group_with_tag split_group shrink_group _abort_process_group",
                 Effect("makes or ends a process group ({})", by=ANYONE)),
     *_functions(f"{_TORCH}/distributed/rpc/api.py", "rpc_sync rpc_async remote", _FAR),
+    *_functions(f"{_TORCH}/distributed/pipelining/schedules.py", "_warmup_p2p", _SETS_UP),
+    *_functions(f"{_TORCH}/distributed/pipelining/stage.py", "_prepare_forward_infra _prepare_backward_infra", _SETS_UP),
 ):  # fmt: skip
     _STARTS.setdefault(_name, []).append(_rule)
 

@@ -121,6 +121,14 @@ class Attached(Refusal):
     """A result's backward would run outside: the call has to be captured with what autograd saves for that."""
 
 
+class OnlyNow(Refusal):
+    """What this call does, and no other of its kind."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.this_call = True
+
+
 class Unseen(Refusal):
     """Something has to run for the first time (nothing is known yet of what an operator gives there): the call has to be a live
     one."""

@@ -10,6 +10,8 @@ in each call:
   attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
   always is of items.
 * Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
+* What a list holds that was *filled anew*, with as many tensors as before or where nothing was: they are put there, and what
+  was there is carried, as it is of items.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .carried import Carried, Carries, Place, is_state, tensors_in
+from .carried import CONTENTS, Carried, Carries, Place, is_filled, is_state, put, tensors_in
 from .doors import states
 from .identity import identity
 from .introspection import MISSING
@@ -49,7 +51,7 @@ class Count(NamedTuple):
 
 class Put(NamedTuple):
     """An attribute, or an item of a dictionary, that each run sets to something of its own: in the capture, to `new`. Or what
-    it has `APPENDED` to a list."""
+    it has `APPENDED` to a list, or all the `CONTENTS` of one."""
 
     path: str
     of: Any
@@ -76,7 +78,7 @@ class Left(NamedTuple):
     @property
     def items(self) -> list[Put]:
         """Those that are put into containers."""
-        return [put for put in self.puts if put.name is APPENDED or is_table(put.of)]
+        return [one for one in self.puts if is_filled(one.of)]
 
     def after(self) -> Left:
         """For when the capture is over: without its tensors."""
@@ -124,11 +126,13 @@ def left_by(
     def read(t: torch.Tensor) -> bool:
         return given is None or storage_id(t) in given
 
-    stood = {identity(of): old for _, of, old in found.tables}
+    stood = {identity(of): old for _, of, old in found.tables} | {
+        identity(of): {CONTENTS: [*was]} for _, of, was in found.lists
+    }
     for place in carried.unread():  # others of its calls read what there is
         value = stood.get(identity(place.of), {}).get(place.name)
         tensors = tensors_in(value) if is_state(value) else []
-        may_be_late = traced and not is_table(place.of) and not ran.is_torchs(place.name)
+        may_be_late = traced and not is_filled(place.of) and not ran.is_torchs(place.name)
         unknown += [place] if any(map(read, tensors)) or (may_be_late and tensors) else []
     for holder, of, old in moved:
         own = table_of(of)
@@ -144,16 +148,16 @@ def left_by(
         item, module = own is of, issubclass(type(of), torch.nn.Module)  # `isinstance` asks the object
         counted = {name: b - a for name, a, b in pairs
                    if not item and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
-        put = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
+        sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
         may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
         state = [(name, a, b) for name, a, b in pairs
-                 if may_carry and name not in put and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
-        if len(counted) + len(put) + len(state) == len(pairs):
+                 if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
+        if len(counted) + len(sets) + len(state) == len(pairs):
             late = {name for name, *_ in state if traced and not item and not ran.is_torchs(name)}
             unknown += _not_known(holder, of, state, carried, read, late)
             counts += [Count(f"{holder.path}.{name}", of, name, by) for name, by in counted.items()]
-            put |= {name: b for name, _, b in state}
-            puts += [Put(_path(holder, name), of, name, new) for name, new in put.items()]
+            sets |= {name: b for name, _, b in state}
+            puts += [Put(_path(holder, name), of, name, new) for name, new in sets.items()]
             behind = behind or holder.behind is not None
             for name, a, _ in pairs:
                 if a is MISSING:
@@ -173,6 +177,10 @@ def left_by(
             lists.append(name)
             puts += [Put(holder.path, of, APPENDED, value) for value in new]
             holder.restore(was)
+        elif _is_filled_anew(was, now) and carried.may_learn_of(of):
+            unknown += _not_known(holder, of, [(CONTENTS, [*was], [*now])], carried, read, frozenset())
+            puts.append(Put(holder.path, of, CONTENTS, [*now]))
+            holder.restore(was)
     if unknown:
         raise Carries(unknown)
     return Left(tuple(counts), tuple(puts), tuple(lists), behind)
@@ -191,7 +199,16 @@ def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
     return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
 
 
+def _is_filled_anew(was: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether a list holds other tensors than before, and as many, or where nothing was. (One that grows would be another in
+    each call.)"""
+    others = len(was) != len(now) or any(map(is_not, was, now))
+    return others and len(was) in (0, len(now)) and is_state([*was]) and is_state([*now])
+
+
 def _path(holder: Holder, name: Any) -> str:
+    if name is CONTENTS:
+        return holder.path
     return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
 
 
@@ -264,9 +281,7 @@ def putting(left: Left, rebuild: Callable[[list[Any]], Any], *, more: int = 0) -
             if name is APPENDED:
                 of.append(value)
             else:
-                own = table_of(of)
-                assert own is not None
-                own[name] = value
+                put(of, name, value)
         if opened is not None:
             opened()
         for last in reversed(rest):

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from _queue import SimpleQueue
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import (
@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .effects import ANYONE, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 from .errors import Overlooked, Refusal
 from .garbage import telling_collections
 from .identity import identity
@@ -55,14 +55,15 @@ __all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python
 # By identity: a code's hash goes through all its instructions.
 _FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which each start is heard, and no effect by itself
 _READ = frozenset(map(identity, READS))
-_LISTS = frozenset({list, deque})  # to which values may be appended
+_LISTS = frozenset({list, deque})  # which may be left with other values
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
 
 class FollowsRandomStates(Protocol):
-    """Is told of the states of torch's default generators that the call reads and sets. `refusal`: it has refused something."""
+    """Is told of the states of torch's default generators that the call reads and sets, and of groups of collectives.
+    `refusal`: it has refused something."""
 
     refusal: Refusal | None
 
@@ -71,6 +72,9 @@ class FollowsRandomStates(Protocol):
 
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         """Before it happens. May raise a `Refusal`."""
+
+    def begins_group(self, frame: FrameType) -> bool:
+        """Whether code may begin a group of collectives. May raise a `Refusal`."""
 
 
 @contextmanager
@@ -95,8 +99,8 @@ class Listener:
 
     `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `elsewhere`
     that of some which ran in other threads or were called by the garbage collector, and were no part of it,
-    `overlooked` what one of them was left out for, `loggers` what these were asked, `appended` what is to be said of the calls
-    that append to a list which outlives the call, by its identity."""
+    `overlooked` what one of them was left out for, `loggers` what these were asked, `changed` what is to be said of the calls
+    of methods of a list which outlives the call, by its identity, and `appended` how many of them append to it."""
 
     def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
                  follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
@@ -108,7 +112,8 @@ class Listener:
         self.by_identity: dict[int, CodeType] = {}  # all functions that ran: a code's hash goes through all its instructions
         self.ran: Collection[CodeType] = self.by_identity.values()
         self.elsewhere: dict[int, CodeType] = {}
-        self.appended: dict[int, list[Refusal]] = {}
+        self.changed: dict[int, list[Refusal]] = {}
+        self.appended = Counter[int]()
         self._globals: dict[int, dict[str, Any]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
@@ -118,10 +123,15 @@ class Listener:
         self._collecting = collecting
 
     def called(self, function: Any, owner: Any, frame: FrameType) -> None:
+        if function.__name__ == BEGINS_GROUP and self.concerned():
+            with self._refusing(frame):
+                if self._follower.begins_group(frame):
+                    return
         effect = of_call(function, owner, frame, self.outer)
-        if effect is not None and type(owner) in _LISTS and function.__name__ == "append" and self.concerned():
+        if effect is not None and type(owner) in _LISTS and self.concerned():
             refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))
-            self.appended.setdefault(identity(owner), []).append(refusal)
+            self.changed.setdefault(identity(owner), []).append(refusal)
+            self.appended[identity(owner)] += function.__name__ == "append"
         elif not (effect is not None and is_table(owner) and function.__name__ == "__setitem__"):
             self._judge(effect, frame)
 

@@ -419,6 +419,15 @@ class Objects:
         left_out = ModuleType, Enum, torch.Stream
         self._items(path, {n: x for n, x in own.items() if not (isinstance(x, left_out) or shards.is_renewed(x))})
 
+    def _stages(self, path: str, thing: Any) -> None:
+        """An object of a pipeline's: what it receives comes to memory of its own, and all that it keeps counts."""
+        own = own_dict(thing)
+        if own is None:
+            self._object(path, thing)
+            return
+        self._hold(places.attributes(path, thing)._replace(owner=None))
+        self._items(path, {n: x for n, x in own.items() if not isinstance(x, ModuleType)})
+
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
         """A gradient scaler. Its notes on each optimizer, which `step` makes, are dropped by `update` for an empty new
         dictionary: that is no change."""

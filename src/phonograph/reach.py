@@ -48,7 +48,7 @@ import torch
 
 from . import packages, places, torch_private
 from .bytecode import Used, names_in, words_of
-from .carried import Carried
+from .carried import Carried, is_filled
 from .errors import Overlooked, Refusal
 from .identity import identity, reading_parts
 from .introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class
@@ -56,7 +56,7 @@ from .left import Left, Put, kinds
 from .marked import is_marked
 from .mentions import CONSTRUCTORS, EVALUATED
 from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
-from .places import Holder, is_table, kept, own_dict
+from .places import Holder, kept, own_dict
 from .ran import Ran, is_resumed
 from .versions import of_class
 from .where import is_ours, is_users, users_line, written_out
@@ -173,7 +173,7 @@ class Reach(Objects):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         items = [*map(identity, left.items)]
-        puts = [put for put in (*left.puts, *arguments) if not (identity(put) in items or is_table(put.of))]
+        puts = [put for put in (*left.puts, *arguments) if not (identity(put) in items or is_filled(put.of))]
         names = [put.name for put in puts if not carried.has(put.of, put.name)]
         names += [*(count.name for count in left.counts), *left.lists]
         reads = part._any_attribute or any(map(part._named_otherwise, names))
@@ -743,6 +743,8 @@ def _way(kind: type) -> Enter:
         return Reach._iterator
     if torch_private.keeps_shards(kind):
         return Reach._shards
+    if torch_private.keeps_stages(kind):
+        return Reach._stages
     if torch_private.is_work(kind):
         return lambda reach, path, work: reach.works.append(path)
     if issubclass(kind, BUFFERS):

@@ -34,7 +34,7 @@ import torch
 from . import outputs, shards
 from .backward import Backward
 from .bytecode import set_at
-from .carried import Carried, Carries
+from .carried import Carried, Carries, is_filled
 from .dials import Dials, probing
 from .effects import Starts, together
 from .errors import Again, Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
@@ -50,7 +50,6 @@ from .numerals import without
 from .opened import layout_of
 from .optimizers import fit_to_step
 from .parts import parts, parts_of_all, storages
-from .places import is_table
 from .pool import Lease, unowned
 from .ran import Ran
 from .ranks import follow_program
@@ -272,7 +271,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         if terms.borrow and tensors_apart(captured.returned.shape):
             raise Refusal("lends a tensor that consists of parts", 'use outputs="keep", or return its parts')
         backward = _backward(function, captured, call, reach, grads, leases, device, leaves, plan, tracing)
-        late = [p.path for p in left.items] + [p.path for p in terms.carried.unread() if is_table(p.of)]
+        late = [p.path for p in left.items] + [p.path for p in terms.carried.unread() if is_filled(p.of)]
         if backward is not None and backward.function is not None and late:
             raise Refusal(f"sets {late[0]}, and has code that runs in its backward, which may read what was there",
                           "record the whole step")  # fmt: skip
@@ -737,13 +736,12 @@ def _capture(
         if all_of_it is not None and alone() and not (terms.borrow or watch.runs_python):
             # Whether it is another tensor of the call's, nobody could say of what stands in for one.
             carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
-            appended = {key: len(calls) for key, calls in listener.appended.items()}
             # Whoever asks where a tensor comes from may look at one that no operator reads.
             handed_on = _memory_in((result, [values for _, values in edited])) if not reach.mentions.asks_history else None
-            left[0] = left_by(found_there, all_of_it, carried, watch.touched, handed_on, appended, reach.called,
+            left[0] = left_by(found_there, all_of_it, carried, watch.touched, handed_on, listener.appended, reach.called,
                               tracing is not None)  # fmt: skip
         filled = {identity(put.of) for put in left[0].items}
-        for refusals in (calls for key, calls in listener.appended.items() if key not in filled):
+        for refusals in (calls for key, calls in listener.changed.items() if key not in filled):
             raise refusals[0]
         standing.pop()()
         if left[0].puts:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import compress, cycle
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,14 @@ _LAP = 4  # ...once in so many replays: one kind each time
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two held values are the same to a program: one object, or equal plain values of one type."""
+    """Whether two held values are the same to a program: one object, equal plain values of one type, or functions that the same
+    line has made and that hold nothing."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
+    if type(a) is FunctionType:
+        return a.__code__ is b.__code__ and a.__globals__ is b.__globals__ and not (_holds(a) or _holds(b))
     if type(a) is torch.Generator:
         return share_state(a, b)
     if type(a) in (list, tuple):
@@ -71,6 +75,11 @@ def same(a: Any, b: Any) -> bool:
         return bool(plain_key(a) == plain_key(b))
     except NoSignature:
         return False
+
+
+def _holds(f: FunctionType) -> bool:
+    """Whether there is more to a function than its code."""
+    return any((f.__closure__, f.__defaults__, f.__kwdefaults__, f.__dict__))
 
 
 class Setting(NamedTuple):

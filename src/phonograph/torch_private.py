@@ -506,7 +506,7 @@ def groups_of(t: Any) -> list[Any]:
     return []
 
 
-_SHARDING = "torch.distributed.fsdp._fully_shard."
+_SHARDING, _PIPELINING = "torch.distributed.fsdp._fully_shard.", "torch.distributed.pipelining."
 
 
 def sharding_of(module: torch.nn.Module) -> Any:
@@ -518,6 +518,11 @@ def sharding_of(module: torch.nn.Module) -> Any:
 def keeps_shards(kind: type) -> bool:
     """Whether objects of this kind are `fully_shard`'s own."""
     return kind.__module__.startswith(_SHARDING) and not issubclass(kind, (torch.nn.Module, Enum))
+
+
+def keeps_stages(kind: type) -> bool:
+    """Whether objects of this kind are a pipeline's: its stages, its schedule, what they keep."""
+    return kind.__module__.startswith(_PIPELINING) and not issubclass(kind, (torch.nn.Module, Enum))
 
 
 GATHERED = ("_unsharded_param", "all_gather_outputs", "_unsharded_inner_tensors")
@@ -628,10 +633,29 @@ def coalescing() -> list[Any]:
     return [*getattr(world, "pg_coalesce_state", ())]
 
 
-def stop_coalescing(group: Any) -> None:
-    """Nobody collects collectives of this group any more, and those that were are forgotten."""
+def stop_coalescing(group: Any, device: torch.device | None) -> None:
+    """Nobody collects collectives of this group any more, and those that were are forgotten. With a device: they have begun,
+    there."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     world.pg_coalesce_state.pop(group, None)
+    if device is not None:
+        with suppress(RuntimeError):
+            group._end_coalescing(device)
+
+
+def batch_of(frame: FrameType | None) -> list[Any] | None:
+    """What `batch_isend_irecv` sends and receives, where this frame is of it or of what it calls."""
+    for _ in range(4):  # the context manager that it enters, and contextlib's own code
+        if frame is None:
+            return None
+        if (
+            frame.f_code.co_name == "batch_isend_irecv"
+            and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+        ):
+            found: list[Any] | None = frame.f_locals.get("p2p_op_list")
+            return found
+        frame = frame.f_back
+    return None
 
 
 def has_begun(backend: Any) -> bool:

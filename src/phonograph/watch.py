@@ -155,6 +155,7 @@ class OperatorWatch(TorchDispatchMode):
         self.states = States()
         self.communicated = False  # with other ranks
         self.arrivals: Arrivals | None = None  # what has come from them, while something follows that may end a replay
+        self._groups: dict[int, torch.device] = {}  # process groups in which a group of collectives has begun, by identity
         self.warm = True  # whether such a call has run live before
         self.more: str = ""  # what it does for which a replay must not be played just to try it
         self.operators = 0
@@ -624,10 +625,14 @@ class OperatorWatch(TorchDispatchMode):
         """The name of a collective for which the call has not waited so far, as far as the device knows."""
         return self.arrivals.under_way() if self.arrivals is not None else ""
 
+    def begins_group(self, frame: FrameType) -> bool:
+        """Whether this code may begin a group of collectives, which begin together where it ends."""
+        return False
+
     def end_groups(self) -> None:
-        """The call has ended early: what it has collected, to communicate together, is forgotten."""
+        """The call has ended early: what it has begun so is ended, and what it has collected is forgotten."""
         for group in coalescing():
-            stop_coalescing(group)
+            stop_coalescing(group, self._groups.get(identity(group)))
 
     def frames(self) -> Starts:
         """The Python functions whose start it has to hear of, or refuse."""

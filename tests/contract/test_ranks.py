@@ -69,7 +69,7 @@ def test_c23_all_processes_end(backend):
         assert told["status"] == 0, told["log"]
 
 
-@pytest.mark.parametrize(("backend", "at_least"), [("gloo", 28), pytest.param("nccl", 24, marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(("backend", "at_least"), [("gloo", 28), pytest.param("nccl", 26, marks=pytest.mark.cuda)])
 def test_c23_functions_of_collectives_are_recorded(backend, at_least):
     assert len(FUNCTIONS) == 28
     for told in found(backend):

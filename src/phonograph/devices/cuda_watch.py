@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..errors import Again, Refusal, Unseen
 from ..identity import identity
 from ..naming import is_of
 from ..objects import LARGE
-from ..operators import MASKED, Meaning, operands, tensors_in
+from ..operators import MASKED, Meaning, meaning, operands, tensors_in
 from ..own_generators import OwnGenerators, among, own_of_caller
 from ..pool import Spot
 from ..randomness import Known, Rewind
@@ -73,9 +73,10 @@ _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _IN_A_GROUP = Effect(refusal("_coalescing_manager").reason, REMEDY, ANYONE)
 
 
-def _has_device(frame: FrameType) -> bool:
-    """Whether a group begins there and then; without, collectives are collected first."""
-    return frame.f_locals.get("device") is not None
+def _begins_group(frame: FrameType) -> bool:
+    """Whether a group begins there and then in which code of anybody's may run; without a device, collectives are collected
+    first."""
+    return frame.f_locals.get("device") is not None and torch_private.batch_of(frame) is None
 
 
 class CudaWatch(OperatorWatch):
@@ -216,17 +217,38 @@ class CudaWatch(OperatorWatch):
         known = COLLECTIVES.get(m.name)
         if known is None or known.host:
             raise refusal(m.name, known.host if known is not None else "")
-        if any(t.device != self.device for t in operands(args, kwargs)):
-            raise refusal(m.name, f" with tensors that are not on {self.device}")
+        self._is_here(m.name, operands(args, kwargs))
         if known.name != "wait_tensor":
-            self._see_group(m.name, [*args, *kwargs.values()])
-            if known.name in _PAIRWISE and not self.warm:  # what two ranks alone share, begins with the first message
-                raise Unseen(f"communicates with other ranks ({known.name}) for the first time", "call it once before",
-                             final=False)  # fmt: skip
+            self._may_communicate(m.name, [*args, *kwargs.values()])
             said = f"{called(m.name)} at {users_line(sys._getframe(1))}"
             self.collectives[said] = self.collectives.get(said, 0) + 1
         self.communicated = True
         self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _is_here(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if any(t.device != self.device for t in tensors):
+            raise refusal(name, f" with tensors that are not on {self.device}")
+
+    def _may_communicate(self, name: str, given: list[Any]) -> None:
+        """Refuse an operator of this name that is given a process group whose work is none for a graph, or not yet."""
+        self._see_group(name, given)
+        if called(name) in _PAIRWISE and not self.warm:  # what two ranks alone share, begins with the first message
+            raise Unseen(f"communicates with other ranks ({called(name)}) for the first time", "call it once before",
+                         final=False)  # fmt: skip
+
+    def begins_group(self, frame: FrameType) -> bool:
+        """Sends and receives in a batch: none of them may be refused when the group has begun, in which nobody else's code
+        runs. So all are looked at now."""
+        batch, group, device = torch_private.batch_of(frame), frame.f_locals.get("group"), frame.f_locals.get("device")
+        if batch is None or not isinstance(device, torch.device):
+            return False
+        sends = meaning(torch.ops.c10d.send.default)
+        for message in batch:
+            self._see(sends, ([message.tensor],), {})
+            self._is_here(sends.name, [message.tensor])
+        self._may_communicate(sends.name, [group])
+        self._groups[identity(group)] = device
+        return True
 
     def _see_group(self, name: str, given: list[Any]) -> None:
         """Refuse a process group whose work is none for a graph."""
@@ -270,8 +292,7 @@ class CudaWatch(OperatorWatch):
             "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
             "wait": [(streams, self._waits_for_others, _BESIDE)],
             "query": [(streams, _always, _ASKS)],
-            "batch_isend_irecv": [(_C10D, _always, _IN_A_GROUP._replace(reason=refusal("batch_isend_irecv").reason))],
-            "_coalescing_manager": [(_C10D, _has_device, _IN_A_GROUP)],
+            "_coalescing_manager": [(_C10D, _begins_group, _IN_A_GROUP)],
             "synchronize": [(streams, _always, _WAITS), (os.path.join("torch", "cuda", "__init__.py"), _always, _WAITS)],
         }
 

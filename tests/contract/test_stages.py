@@ -1,0 +1,69 @@
+"""C23: steps of training in stages of a pipeline (`torch.distributed.pipelining`) on two ranks, recorded whole, with what the
+stages send to each other. What a schedule keeps between steps counts, and what it sets up with the others runs live."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks, stages
+
+BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
+NOT_WHOLE = {"evaluates", "turns_back"}
+# The CPU would tell the same of all others.
+ON_THE_CPU = {"one_forward_one_backward", "all_forwards_first", "clips", "keeps_losses", "recomputes_dropout", "interleaved",
+              "no_bubble", *NOT_WHOLE}  # fmt: skip
+
+
+def on_each(cases):
+    """Each of these cases on each backend that is to run it."""
+    both = [(backend, case) for backend in ("gloo", "nccl") for case in cases if backend == "nccl" or case in ON_THE_CPU]
+    marks = {"gloo": (), "nccl": pytest.mark.cuda}
+    return [pytest.param(case, backend, marks=marks[backend], id=f"{case}-{backend}") for backend, case in both]
+
+
+@functools.cache
+def found(backend: str) -> list[dict]:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="phonograph-stages-") as folder:
+        cases = [case for case in stages.CASES if backend == "nccl" or case in ON_THE_CPU]
+        return ranks.start(backend, Path(folder), cases, "tests.stages", lasts=120)
+
+
+def counts(told: dict) -> tuple[int, int, int]:
+    return told["live"], told["recorded"], told["replayed"]
+
+
+@pytest.mark.parametrize(("case", "backend"), on_each(stages.CASES))
+def test_c23_each_rank_has_what_it_has_in_eager(case, backend):
+    for told in found(backend):
+        assert told.get(case, told["log"])["wrong"] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c17_both_processes_end(backend):
+    for told in found(backend):
+        assert told["status"] == 0, told["log"]
+
+
+@pytest.mark.parametrize(("case", "backend"), on_each([case for case in stages.CASES if case not in NOT_WHOLE]))
+def test_c23_a_step_is_recorded_whole_on_each_rank(case, backend):
+    for told in found(backend):
+        assert counts(told[case]) == (1, 1, stages.CALLS - 1), told[case]["reasons"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c09_a_step_after_an_evaluation_sets_the_pipeline_up_live_and_the_next_is_recorded(backend):
+    for told in found(backend):
+        assert counts(told["evaluates"]) == (2, 2, stages.CALLS - 2), told["evaluates"]["reasons"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c11_where_stages_hand_on_what_they_give_without_sending_it_the_step_is_live_by_name(backend):
+    sends, hands_on = [told["turns_back"] for told in found(backend)]
+    assert counts(sends) == (1, 1, stages.CALLS - 1), sends["reasons"]
+    assert counts(hands_on)[0] == stages.CALLS
+    assert "buffer, which outlives the call" in hands_on["reasons"]
