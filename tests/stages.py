@@ -26,17 +26,19 @@ TURNS_BACK = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})  # neighb
 class Stages:
     """What one rank has of a pipeline of two ranks: two stages of it, if they are interleaved."""
 
-    def __init__(self, kind: str, inside: Callable[[nn.Module], nn.Module] = lambda m: m, drop: float = 0.0,
-                 interleaved: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, device: torch.device, kind: str, inside: Callable[[nn.Module], nn.Module] = lambda m: m, drop: float = 0.0,
+        interleaved: bool = False,
+    ) -> None:  # fmt: skip
         import torch.distributed.pipelining as pipelining
 
         torch.manual_seed(dist.get_rank())
-        self.nets = [nn.Sequential(inside(self._block(drop)), self._block(drop)).to(ranks._device())
+        self.nets = [nn.Sequential(inside(self._block(drop)), self._block(drop)).to(device)
                      for _ in range(2 if interleaved else 1)]  # fmt: skip
         count, rank = 2 * len(self.nets), dist.get_rank()
         self.turns_back = kind in TURNS_BACK
         numbers = (rank, 3 - rank) if self.turns_back else (rank, rank + 2)
-        stages = [pipelining.PipelineStage(net, n, count, ranks._device())
+        stages = [pipelining.PipelineStage(net, n, count, device)
                   for net, n in zip(self.nets, numbers, strict=False)]  # fmt: skip
         self.schedule = getattr(pipelining, kind)(stages if interleaved else stages[0], n_microbatches=PARTS,
                                                   loss_fn=nn.functional.mse_loss)  # fmt: skip
@@ -87,7 +89,7 @@ def training(
     between: Callable[[Stages, torch.optim.Optimizer, int], None] = lambda *_: None, **options: Any,
 ) -> Case:  # fmt: skip
     def made() -> Any:
-        stages = Stages(kind, **options)
+        stages = Stages(ranks._device(), kind, **options)
         parameters = nn.ModuleList(stages.nets)
         stepping = (optimizer or adam(fused=True))(parameters.parameters())
 
