@@ -212,7 +212,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
     protected |= Spans((borrowed.loan.address, borrowed.loan.nbytes) for borrowed in call.lent.values())
     with ExitStack() as stack:
         buckets = stack.enter_context(reducers.taking_part(device))
-        grads = Grads([t for _, t in reach.all_tensors], device.outlives)
+        grads = Grads([t for _, t in reach.all_tensors], device.outlives, [t for _, t in reach.gathered if t.is_leaf])
         snapshot = stack.enter_context(_transaction(reach, grads))
         arguments, fixed = _arguments(call, device, in_place)
         shared = _shared(terms, device, fixed)

@@ -389,15 +389,18 @@ class Grads:
     holds on to one.
 
     Those of parameters are looked at only if somebody may have come to one since the last look (`doors`), those of other leaves
-    each time.
+    each time. What is `gathered` must have none before each replay.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any], gathered: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
         self._before: list[Any] = [None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()]
+        self._gathered = [t for t in gathered if _may_have_gradient(t)]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []
         self._sealed = False
@@ -449,6 +452,8 @@ class Grads:
                     some.added_to.append(p)
             elif reads:
                 some.some.append(p)
+        for p in self._gathered:
+            (told if may_have_door(p) else others).absent.append(p)
         for some, those in found.items():
             some.are_such = like(those) if all(map(is_ordinary, those)) else _with_parts_like(those)
         self._all = [some for some in (told, others) if some.involved]
@@ -853,19 +858,24 @@ def _lies_at(spot: Any, i: int, values: tuple[Any, ...], places: Set[Any]) -> bo
         return False
 
 
-def _together(reads: Sequence[Callable[[], tuple[Any, ...]]]) -> Callable[[], list[Any]]:
+def _together(reads: Sequence[Callable[[], tuple[Any, ...]] | list[Any] | set[Any]]) -> Callable[[], list[Any]]:
     """A function that reads several places into one list, each after a mark of its own: ``lambda: [m0, *r0(), m1, ...]``. One
-    comparison then does for all."""
+    comparison then does for all. What is itself a list, or a set, is read without a call: ``*r0``."""
     names = {f"r{i}": read for i, read in enumerate(reads)} | {f"m{i}": object() for i in range(len(reads))}
-    parts = ", ".join(f"m{i}, *r{i}()" for i in range(len(reads)))
+    parts = ", ".join(f"m{i}, *r{i}" + "()" * (type(read) not in _PLAINLY) for i, read in enumerate(reads))
     together: Callable[[], list[Any]] = written_out(f"lambda: [{parts}]", names)
     return together
 
 
-def _reading(entry: list[Any]) -> Callable[[], tuple[Any, ...]]:
-    """What reads a place before each replay."""
+_PLAINLY = (list, set)  # a subclass may have an `__iter__` of its own
+
+
+def _reading(entry: list[Any]) -> Any:
+    """What reads a place before each replay: a function, or a list or a set that is read itself."""
     values = None if entry[0].contents is None else entry[0].contents.now()
-    return reading_list(values) if type(values) is list and len(values) >= _LONG else entry[1]
+    if type(values) is list and len(values) >= _LONG:
+        return reading_list(values)
+    return values if type(values) in _PLAINLY and entry[1] is entry[0].read else entry[1]
 
 
 def _in_parts(entries: list[list[Any]]) -> list[tuple[list[list[list[Any]]], Versions]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import places
+from .doors import gradient
 from .places import Holder
 from .torch_private import GATHERED
 
@@ -68,16 +69,17 @@ def storage(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def memory(path: str, tensors: Sequence[torch.Tensor]) -> Holder:
-    """How much memory these have, and their gradients: none, before a recording and after it."""
+    """How much memory these have, and their gradients: none, before a recording and after it. (Replays need not look each time:
+    what `fully_shard` has gathered stands in the attributes that tell so, and gradients are behind their door: `Grads`.)"""
 
     def read() -> tuple[Any, ...]:
-        return (*[storage(t).nbytes() for t in tensors], *[t.grad if t.is_leaf else None for t in tensors])
+        return (*[storage(t).nbytes() for t in tensors], *[gradient(t) if t.is_leaf else None for t in tensors])
 
     def restore(values: tuple[Any, ...]) -> None:
         for t, nbytes, grad in zip(tensors, values, values[len(tensors) :], strict=False):
             if not nbytes:
                 storage(t).resize_(0)
-            if t.is_leaf and t.grad is not grad:
+            if t.is_leaf and gradient(t) is not grad:
                 t.grad = grad
 
-    return Holder(path, read, restore, named=lambda path, i, _: f"{path} (gathered)")
+    return Holder(path, read, restore, watched=True, named=lambda path, i, _: f"{path} (gathered)")

@@ -786,17 +786,82 @@ class _Calls(torch.autograd.Function):
 
 
 class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the memory that operators ask for."""
+    """Notes the memory that operators ask for, and gives them what is `there` of the kind before it takes any."""
+
+    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[torch.Tensor] = []
+        self._there = [*there]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name != "aten::empty":
+            return func(*args, **(kwargs or {}))
+        wanted = [*args[0]], (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
+        at = next((i for i, t in enumerate(self._there) if ([*t.size()], t.dtype, t.device) == wanted), None)
+        self.made.append(func(*args, **(kwargs or {})) if at is None else self._there.pop(at))
+        return self.made[-1]
+
+
+class _Scratch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives all who ask for memory of these kinds the same, in which nothing is kept: what is `there`, if it is enough."""
+
+    def __init__(self, kinds: Iterable[tuple[torch.dtype, torch.device]], there: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kinds = {*kinds}
+        self._there = [*there]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
+        if func._schema.name != "aten::empty" or kind not in self._kinds or len(args[0]) != 1:
+            return func(*args, **(kwargs or {}))
+        large = [t for t in self._there if (t.dtype, t.device) == kind and t.numel() >= args[0][0]]
+        if not large:
+            self._there += (large := [func(*args, **(kwargs or {}))])
+        return large[0].detach()[: args[0][0]]
+
+
+class _Likenesses(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes of what a likeness is asked for, and gives that itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[torch.Tensor] = []
+        self.of: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._schema.name == "aten::empty":
-            self.made.append(out)
-        return out
+        if func._schema.name != "aten::zeros_like":
+            return func(*args, **(kwargs or {}))
+        self.of.append(args[0])
+        return args[0]
+
+
+@contextmanager
+def _assigned(parameters: Any, buckets: list[list[int]]) -> Iterator[None]:
+    """Within, these parameters are assigned to these buckets to begin with. (torch begins with one bucket for all of them.)"""
+    place, name = torch.distributed, "_compute_bucket_assignment_by_size"
+    own: Any = getattr(place, name, None)
+
+    def assign(tensors: Any, limits: Any, *others: Any) -> Any:
+        if tensors is not parameters:
+            return own(tensors, limits, *others)
+        return [*reversed(buckets)], [limits[-1]] * len(buckets)
+
+    if own is None:
+        yield
+        return
+    setattr(place, name, assign)
+    try:
+        yield
+    finally:
+        setattr(place, name, own)
+
+
+def _of_scratch(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What can stand for the gradient of each of these, all in the same memory."""
+    kinds = {(p.dtype, p.device) for p in parameters}
+    most = {kind: max(p.numel() for p in parameters if (p.dtype, p.device) == kind) for kind in kinds}
+    memory = {kind: torch.empty(n, dtype=kind[0], device=kind[1]) for kind, n in most.items()}
+    dense = [torch.empty_like(p, device="meta").stride() for p in parameters]
+    return [memory[p.dtype, p.device].as_strided(p.size(), s) for p, s in zip(parameters, dense, strict=True)]
 
 
 def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
@@ -831,22 +896,27 @@ def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
 
     The old one may be in the middle of a step. No other rank hears of it: what a reducer learns in its first step, and agrees
     on with the others, this one is told, by a step that averages nothing. Parameters get new AccumulateGrad nodes: they run on
-    the stream where they were made. Graphs that are there have the old nodes: what arrives there, the new one is told.
+    the stream where they were made. Graphs that are there have the old nodes: what arrives there, the new one is told. The
+    memory of the old buckets is that of the new ones: it would stay for long, as NCCL has it until the next live collective.
     """
     parameters, sparse = wrapper._build_params_for_reducer()
     number = {p: i for i, p in enumerate(parameters)}
     _tell_the_next(wrapper, parameters)
 
-    def buckets() -> list[list[int]]:
-        return [[number[p] for p in b.parameters()] for b in wrapper.reducer._get_zeros_like_grad_buckets()]
+    def buckets() -> tuple[list[list[int]], list[torch.Tensor]]:
+        with _Likenesses() as asked:
+            found = [[number[p] for p in b.parameters()] for b in wrapper.reducer._get_zeros_like_grad_buckets()]
+        return found, asked.of
 
-    before, group, grads = buckets(), wrapper.process_group, [p.grad for p in parameters]
+    (before, memory), group, grads = buckets(), wrapper.process_group, [p.grad for p in parameters]
     lone = _lone()(group.rank(), group.size())  # for as long as it is used: the methods are Python's
     for p in parameters:
         forget_accumulation(p)
     wrapper.process_group = lone
     try:
-        wrapper._ddp_init_helper(parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), False)
+        there = [] if wrapper.gradient_as_bucket_view else memory
+        with _assigned(parameters, before), _Scratch([(p.dtype, p.device) for p in parameters], there):
+            wrapper._ddp_init_helper(parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), False)
     finally:
         wrapper.process_group = group
     new = wrapper.reducer
@@ -859,15 +929,19 @@ def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
         for i in (i for bucket in before for i in bucket):
             new._autograd_hook(i)
 
-    for p in parameters:
-        p.grad = None
-    with torch.inference_mode(False), torch.enable_grad():
-        _Calls.apply(torch.ones((), device=parameters[0].device, requires_grad=True), come).backward()
-    for p, grad in zip(parameters, grads, strict=True):
-        p.grad = grad
-    with _Empty() as seen, torch.no_grad():
-        new._rebuild_buckets()
-    alike = buckets() == before
+    try:
+        for p, scratch in zip(parameters, _of_scratch(parameters), strict=True):
+            p.grad = scratch
+        with torch.inference_mode(False), torch.enable_grad():
+            _Calls.apply(torch.ones((), device=parameters[0].device, requires_grad=True), come).backward()
+        for p in parameters:
+            p.grad = None
+        with _Empty(memory) as seen, torch.no_grad():
+            new._rebuild_buckets()
+    finally:
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+    alike = buckets()[0] == before
     if not alike:
         new._reset_state()
     new._update_process_group(group)

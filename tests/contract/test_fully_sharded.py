@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import phonograph as pg
+from phonograph.doors import gradients
 from tests import ranks, sharded
 
 BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
@@ -75,3 +78,64 @@ def test_c23_a_capture_that_is_given_up_leaves_parameters_sharded_and_nobodys_tu
     for told in found(backend):
         assert told["gives_up"]["live"] == sharded.CALLS
         assert "reads a tensor's value on the host" in told["gives_up"]["reasons"]
+
+
+@pytest.fixture
+def alone(device):
+    """A process group of one process."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh(device.type, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def fixed(device, *shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def sharded_alone(mesh, device, **options):
+    """A step of training under `fully_shard`, which has been recorded, and what it trains."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(device)
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+
+    @pg.record
+    def step(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for n in range(4):
+        step(fixed(device, 2, 4, seed=n))
+    assert pg.stats(step).replayed == 3, pg.explain(step)
+    return net, step
+
+
+def parameters_of(net):
+    """What `fully_shard` keeps of each parameter."""
+    return [p for module in net for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params]
+
+
+def test_c23_a_replay_asks_no_gathered_parameter_for_its_gradient(device, alone):
+    _net, step = sharded_alone(alone, device, reshard_after_forward=False)
+    passed = gradients.now()
+    for n in range(3):
+        step(fixed(device, 2, 4, seed=n))
+        assert gradients.now() == passed, "the door was gone through: all behind it is looked at again"
+
+
+def test_c09_a_gradient_of_a_gathered_parameter_is_noticed(device, alone):
+    net, step = sharded_alone(alone, device)
+    whole = parameters_of(net)[1]._unsharded_param
+    whole.grad = torch.zeros(4, device=device)
+    step(fixed(device, 2, 4))
+    assert pg.stats(step).replayed == 3, "what is not reduced yet belongs to this step's gradient"
+    assert whole.grad is None

@@ -116,6 +116,33 @@ def test_the_memory_of_its_buckets_is_what_gradients_come_by():
     assert {p.grad.untyped_storage().data_ptr() for p in module.parameters()} == {b.data_ptr() for b in buckets}
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_it_works_where_the_old_one_did(views):
+    module = wrapped(twins(), gradient_as_bucket_view=views)
+    first = reducer_anew(module)
+    second = reducer_anew(module)
+    assert len(first) > 1
+    assert [b.data_ptr() for b in first] == [b.data_ptr() for b in second]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_it_takes_no_memory_but_that_of_a_bucket(views):
+    module = wrapped(twins(), gradient_as_bucket_view=views)
+    largest, taken = max(p.nbytes for p in module.parameters()), []
+
+    class Taken(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made = [out] if isinstance(out, torch.Tensor) and out.device.type == "cpu" else []
+            made = made if func._schema.returns[0].alias_info is None else []
+            taken.extend(t.untyped_storage() for t in made if t.untyped_storage().nbytes() > largest)
+            return out
+
+    with Taken():
+        reducer_anew(module)
+    assert len({storage.data_ptr() for storage in taken}) <= views
+
+
 def test_hooks_go_on_and_hear_nothing_of_it():
     module, heard = wrapped(twins(), steps=0), []
 
@@ -166,10 +193,10 @@ def test_what_others_have_of_it_they_would_lose():
 def test_one_that_has_not_made_its_first_steps_is_to_make_them_first():
     module = wrapped(twins(), steps=1)
     with pytest.raises(Refusal, match="has not made its first two steps"):
-        reducers.Reducers([module], torch.device("cuda", 0), whole=True)
+        reducers.Reducers([module], torch.device("cuda", 0), whole=True, part=True)
     for n in range(2):
         backward(module, n)
-    reducers.Reducers([module], torch.device("cuda", 0), whole=True)
+    reducers.Reducers([module], torch.device("cuda", 0), whole=True, part=True)
 
 
 def test_parameters_of_two_types_have_their_buckets():
@@ -252,7 +279,7 @@ def test_a_capture_that_is_given_up_in_a_backward_leaves_a_reducer_that_averages
 
     group, other = twins(), twins()
     module, plain = wrapped(group), wrapped(other)
-    taking_part = reducers.Reducers([module], torch.device("cpu"), whole=True).taking_part
+    taking_part = reducers.Reducers([module], torch.device("cpu"), whole=True, part=True).taking_part
 
     def capture():
         with taking_part(Device()):

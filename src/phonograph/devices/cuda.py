@@ -289,6 +289,7 @@ class CudaDevice:
     def apart(self) -> Iterator[Any]:
         with self._on_stream():
             yield self._stream
+        self._strayed = True  # what was made has taken memory of its own, and left some
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

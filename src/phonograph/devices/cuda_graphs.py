@@ -238,7 +238,8 @@ class GraphProgram:
     def __init__(self, segment: _Segment, footprint: Spans, watch: CudaWatch, keep: Any, device: int, rewind: Rewind | None,
                  surplus: int, others: Collection[torch.cuda.Stream]) -> None:  # fmt: skip
         graph, edges = segment.graph, segment.edges
-        self._others = tuple(others)
+        self._others = tuple((other, torch.cuda.Event()) for other in others)
+        self._launched = torch.cuda.Event()
         self.footprint = footprint
         self.operators = watch.operators
         self.owned = Spans()
@@ -283,8 +284,8 @@ class GraphProgram:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
-        for other in self._others:
-            torch.cuda.current_stream().wait_stream(other)
+        if self._others:
+            self._wait_for_others()
         targets, inside = [new() for new in self._new], self._pointers is not None  # of the graph: the copies
         if self._pointers is not None:
             self._pointers.set([*map(address, sources), *map(address, targets)])
@@ -302,9 +303,17 @@ class GraphProgram:
         if targets and not inside:
             with torch.no_grad():
                 torch._foreach_copy_(targets, self.outs)
-        for other in self._others:
-            other.wait_stream(torch.cuda.current_stream())
+        if self._others:
+            self._launched.record()
+            for other, _ in self._others:
+                self._launched.wait(other)
         return targets
+
+    def _wait_for_others(self) -> None:
+        current = torch.cuda.current_stream()
+        for other, event in self._others:
+            event.record(other)
+            event.wait(current)
 
     def _run_elsewhere(self, sources: Tensors) -> list[torch.Tensor]:
         """On a thread that has not used CUDA yet, or with another device current: the null stream is that device's."""
