@@ -36,7 +36,7 @@ from .doors import gradient, gradients, has_gradient_door, may_have_door, nobody
 from .identity import identity, reading_list
 from .keys import NoSignature, plain_key
 from .objects import FEW
-from .parts import consists_of_parts, parts, parts_of_all, storages
+from .parts import Description, consists_of_parts, parts, parts_of_all, storages
 from .places import Holder, Spot
 from .randomness import share_state
 from .reach import Reach
@@ -238,6 +238,37 @@ class _Kept:
         return self._grad
 
 
+class _Ghosts:
+    """A gradient from before the call that consists of parts, not kept alive: brought back as these are."""
+
+    def __init__(self, grad: torch.Tensor, of: Description, ghosts: Sequence[Any]) -> None:
+        self._ref, self._of, self._parts = weakref.ref(grad), of, ghosts
+        self.storages = frozenset[int]().union(*[ghost.storages for ghost in ghosts])
+
+    def __call__(self) -> torch.Tensor | None:
+        return self._ref()
+
+    def again(self) -> torch.Tensor:
+        alive = self._ref()
+        if alive is not None:
+            return alive
+        again: torch.Tensor = self._of.around([ghost.again() for ghost in self._parts])
+        return again
+
+
+def _from_before(grad: torch.Tensor, outlives: Callable[[torch.Tensor], Any]) -> Any:
+    """What can bring this gradient back, kept alive if it has to be."""
+    if has_memory(grad):
+        return outlives(grad) or _Kept(grad)
+    if consists_of_parts(grad):
+        of = Description.of(grad)
+        inner = [getattr(grad, name) for name in of.names]
+        ghosts = [outlives(part) if has_memory(part) else None for part in inner]
+        if all(ghosts):
+            return _Ghosts(grad, of, ghosts)
+    return _Kept(grad)
+
+
 _NOTHING = {None}
 
 
@@ -399,7 +430,7 @@ class Grads:
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
-        self._before: list[Any] = [None if g is None else (has_memory(g) and outlives(g)) or _Kept(g) for g in self.read()]
+        self._before: list[Any] = [None if g is None else _from_before(g, outlives) for g in self.read()]
         self._gathered = [t for t in gathered if _may_have_gradient(t)]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []
