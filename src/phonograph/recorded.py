@@ -60,6 +60,7 @@ from .player import GRAD, Player, uses
 from .reach import Reach
 from .recorder import Terms, fed, record, recording_here, refuse, settled
 from .recording import BEGINS_ANEW, MEMORY, Entangled, Recording
+from .reducers import begun_by
 from .regulars import Regulars
 from .resting import Alike, Rest
 from .segments import Cuts, Diverged, Unmarked
@@ -751,9 +752,11 @@ class Recorded(Observed, Generic[P, R]):
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn,
                       decisive=history.decisive)  # fmt: skip
         history.notes = notes
-        before = device.allocated
+        before, modules = device.allocated, () if reach is None else reach.modules
+        steps = begun_by(modules)
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
+        history.averages = history.averages or begun_by(modules) != steps
         history.left = max(0, device.allocated - before)
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
@@ -1043,7 +1046,7 @@ class Recorded(Observed, Generic[P, R]):
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
                           numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
-                          carried=self._carried, following=self._following)  # fmt: skip
+                          carried=self._carried, following=self._following, averages=history.averages)  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):

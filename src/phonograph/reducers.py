@@ -43,7 +43,7 @@ from .introspection import contents, is_users_class
 from .torch_private import averages, averaging, has_reducer, others_around, reducer_anew, reduces_by
 from .where import BACKWARD
 
-__all__ = ["Averages", "Reducers", "around"]
+__all__ = ["Averages", "Reducers", "around", "begun_by"]
 
 
 class _Said(NamedTuple):
@@ -70,6 +70,12 @@ class _Known(NamedTuple):
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def begun_by(modules: Iterable[torch.nn.Module]) -> int:
+    """How many of these have begun a step in which they average gradients: as far as is known, after the first of it."""
+    found: list[Any] = [m for m in modules if averages(m)]
+    return sum(m.require_forward_param_sync for m in found if getattr(m, "_lazy_init_ran", False))
 
 
 class Reducers:

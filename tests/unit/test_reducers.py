@@ -9,8 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import phonograph as pg
-from phonograph import reducers
+from phonograph import recorder, reducers
 from phonograph.errors import Refusal
+from phonograph.marked import Marked
 from phonograph.torch_private import has_reducer, others_around, reducer_anew
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without it")
@@ -251,6 +252,23 @@ def test_a_capture_has_what_a_reducer_does(part, options, none, on_the_cpu):
     recorded, found = run(lambda step: pg.record(step, keep="always"))
     assert all(map(torch.equal, eager, found))
     assert (pg.stats(recorded).live, pg.stats(recorded).recorded) == (2, 1)
+
+
+def test_of_what_a_live_call_has_averaged_no_capture_has_to_show_it(on_the_cpu, monkeypatch):
+    captures, capture = [], recorder._capture
+    monkeypatch.setattr(recorder, "_capture", lambda *given: captures.append(given) or capture(*given))
+    monkeypatch.setattr(Marked, "any_made", True)  # live calls are looked at on the CPU too
+    module = wrapped(twins(counts=False), steps=0)
+
+    @pg.record(keep="always")
+    def step(x):
+        module.zero_grad()
+        module(x).square().mean().backward()
+
+    for _ in range(5):
+        step(torch.ones(4, 16))
+    assert (pg.stats(step).live, pg.stats(step).recorded) == (2, 1)
+    assert len(captures) == 1
 
 
 def test_a_recording_is_not_played_once_its_reducer_is_another(on_the_cpu):
