@@ -748,7 +748,7 @@ class Recorded(Observed, Generic[P, R]):
             # Other threads know nothing of a stream of ours, nor does code that names the caller's: that stays on the caller's.
             elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
             lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
-            place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting)
+            place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting, reach.sharded)
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn,
                       decisive=history.decisive)  # fmt: skip
         history.notes = notes

@@ -1645,17 +1645,19 @@ class OnStream:
 
 
 class _Route(NamedTuple):
-    """Where allocations on a stream come from, or those of a thread on all of them."""
+    """Where allocations on a stream come from, or those of a thread on all of them, or all."""
 
     device: int
     pool: Handle
     stream: int
     all_streams: bool
+    all_threads: bool
 
     def begin(self) -> None:
         """The stream is the current one."""
-        of = "Thread" if self.all_streams else "Stream"
-        _c(f"_cuda_beginAllocateCurrent{of}ToPool")(self.device, self.pool)
+        everything = self.all_threads and hasattr(torch._C, "_cuda_beginAllocateToPool")
+        of = "" if everything else "CurrentThread" if self.all_streams else "CurrentStream"
+        _c(f"_cuda_beginAllocate{of}ToPool")(self.device, self.pool)
 
     def end(self) -> None:
         _c("_cuda_endAllocateToPool")(self.device, self.pool)
@@ -1666,10 +1668,10 @@ _routes: list[_Route] = []
 
 
 @contextmanager
-def route_to_pool(device: int, pool: Handle, *, all_streams: bool = False) -> Iterator[None]:
+def route_to_pool(device: int, pool: Handle, *, all_streams: bool = False, all_threads: bool = False) -> Iterator[None]:
     """Allocations on the current stream come from `pool`, also those that autograd's threads make on it; or those of this
-    thread on `all_streams`."""
-    route = _Route(device, pool, raw_stream(device), all_streams)
+    thread on `all_streams`; or of `all_threads` on all streams. (There is one such way to a pool at a time.)"""
+    route = _Route(device, pool, raw_stream(device), all_streams, all_threads)
     route.begin()
     _routes.append(route)
     try:

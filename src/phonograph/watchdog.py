@@ -34,7 +34,10 @@ from typing import Any, Protocol, TextIO
 from . import torch_private
 from .store import ask
 
-__all__ = ["Launches", "Mark", "Watched", "call_it", "launches", "unwatch", "watch"]
+__all__ = ["OWN_THREADS", "Launches", "Mark", "Watched", "call_it", "launches", "unwatch", "watch"]
+
+OWN_THREADS = "phonograph: "
+"""How the names of this library's threads begin."""
 
 _TICK = 1.0  # seconds
 _KEPT = 64  # launches; of more that are under way, the first are forgotten
@@ -129,7 +132,7 @@ def watch(program: Any, what: Watched) -> None:
     _programs[program] = what
     with _starting:  # after a fork as well, which has no thread
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_Watch().run, name="phonograph: replays", daemon=True)
+            _thread = threading.Thread(target=_Watch().run, name=f"{OWN_THREADS}replays", daemon=True)
             _thread.start()
 
 

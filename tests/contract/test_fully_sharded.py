@@ -119,6 +119,16 @@ def sharded_alone(mesh, device, **options):
     return net, step
 
 
+def test_c15_live_calls_take_memory_of_other_streams_from_the_pool_too(device, alone):
+    if device.type == "cpu":
+        pytest.skip("has no streams")
+    net, _step = sharded_alone(alone, device)
+    given = [s.cuda_stream for s in vars(net._get_fsdp_state()._comm_ctx).values() if isinstance(s, torch.Stream)]
+    outside = [s for s in torch.cuda.memory_snapshot() if s["stream"] in given and tuple(s["segment_pool_id"]) == (0, 0)]
+    assert given
+    assert outside == [], "a capture takes as much again in the pool"
+
+
 def parameters_of(net):
     """What `fully_shard` keeps of each parameter."""
     return [p for module in net for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params]

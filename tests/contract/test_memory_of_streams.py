@@ -354,3 +354,21 @@ def test_c05_memory_of_a_capture_that_waits_for_another_stream(cuda):
     f(x)
     f(x)
     assert_same([p.grad, held], [c, c])
+
+
+def test_c15_what_is_cached_and_used_by_nobody_is_not_there_beside_the_pool(cuda):
+    net = torch.nn.Linear(N, N).to(cuda)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+
+    @pg.record
+    def step(x):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    x, before = torch.ones(2, N, device=cuda), torch.cuda.memory_reserved()
+    other = torch.empty(512 << 20, dtype=torch.uint8, device=cuda)
+    del other
+    assert torch.cuda.memory_reserved() - before >= 512 << 20
+    step(x)
+    assert torch.cuda.memory_reserved() - before < 512 << 20

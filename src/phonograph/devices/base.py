@@ -83,9 +83,10 @@ class Device(Protocol):
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
 
-    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> AbstractContextManager[None]:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> AbstractContextManager[None]:
         """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
-        places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes."""
+        places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes.
+        It works on several streams if it is `spread`."""
 
     def apart(self) -> AbstractContextManager[Any]:
         """Where captures are made, for what has to be made beside one. Gives the stream, if there are any."""

@@ -668,7 +668,7 @@ class CpuDevice:
         self.pool = Pool(self.torch_device)
         self._arena = Arena()
 
-    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Any:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> Any:
         return nullcontext()
 
     def apart(self) -> Any:

@@ -16,6 +16,7 @@ captures keep off memory that is still held, in `cuda_memory`.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -40,6 +41,7 @@ from ..spans import Spans
 from ..torch_private import OnStream, backward_id, current_device, raw_stream, storage_id
 from ..trees import flatten, unflatten
 from ..watch import OperatorWatch
+from ..watchdog import OWN_THREADS
 from ..wording import MARKED, Failure
 from . import cuda_memory, driver
 from .base import Captured, Made
@@ -53,6 +55,7 @@ from .host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, of
 
 __all__ = ["CudaDevice"]
 
+_MUCH = 32  # the part of all reserved memory that may be cached and used by nobody
 _STEP = 4  # numbers that a thread draws at once
 
 _FAILURES = (
@@ -111,6 +114,11 @@ def _places(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return [*map(_slot, arguments)]
     except torch.OutOfMemoryError:
         return []
+
+
+def _is_only_thread() -> bool:
+    """Whether there is no other thread of Python's, but for our own."""
+    return all(t is threading.current_thread() or t.name.startswith(OWN_THREADS) for t in threading.enumerate())
 
 
 class _Ghost:
@@ -186,15 +194,19 @@ class CudaDevice:
         return any(named(s.device) == self.torch_device and s.stream_id == current for s in streams)
 
     @contextmanager
-    def beside(self, arguments: Sequence[torch.Tensor], lasting: int) -> Iterator[None]:
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> Iterator[None]:
         """Warm-up calls run on the capture stream and in the pool: libraries then make their handles and autograd its
         accumulation nodes for that stream, and the capture finds its memory already there, in the same order: what will be
         slots comes first. What they make may live long (an optimizer's state), so it must not lie where a recording writes.
         Nor, where much of it is known to be `lasting`, in a segment with more room than it needs, which others would have to
-        do without."""
+        do without. What they make on streams of their own comes from the pool as well, where they are `spread`: a capture
+        takes the same there, gradients for example, which would be there twice. But another thread may have a capture of its
+        own, whose memory must not be ours."""
         self._leave_backwards()
         torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
+        if lasting:
+            self._release_unused()
         if self._left_behind(clear_of):
             self._strayed = True
             with self._on_stream():
@@ -202,7 +214,8 @@ class CudaDevice:
             return
         with self._on_stream(), self._undisturbed(clear_of):
             apart = self._keeping_whole(lasting) if lasting else nullcontext()
-            with apart, torch_private.route_to_pool(self.index, self._anchor.handle):
+            route = torch_private.route_to_pool(self.index, self._anchor.handle, all_threads=spread and _is_only_thread())
+            with apart, route:
                 places = _places(arguments)
                 yield
                 del places
@@ -285,6 +298,13 @@ class CudaDevice:
                 torch.cuda.empty_cache()
             self._strayed = any(used)  # what is in use there may be cached later
 
+    def _release_unused(self) -> None:
+        """Give back what is cached outside of pools and used by nobody, where that is much: a call in the pool will not use it,
+        and may need as much there."""
+        reserved = torch.cuda.memory_reserved(self.index)
+        if sum(cuda_memory.unused(self.index)) > max(cuda_memory.SEGMENT, reserved // _MUCH):
+            torch.cuda.empty_cache()
+
     @contextmanager
     def apart(self) -> Iterator[Any]:
         with self._on_stream():
@@ -356,6 +376,7 @@ class CudaDevice:
         states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
+        self._release_unused()
         if self._checks.full:
             self._checks = CudaChecks(self.torch_device)
         self._checks.make_room()

@@ -35,7 +35,7 @@ from ..spans import Spans
 from ..torch_private import Handle, segments
 
 __all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "hold_large", "is_part", "outside",
-           "pool_bytes", "taken"]  # fmt: skip
+           "pool_bytes", "taken", "unused"]  # fmt: skip
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
@@ -92,6 +92,14 @@ def outside(device: int, stream: int) -> list[int]:
     return [
         s["allocated_size"] for s in torch.cuda.memory_snapshot()
         if s["stream"] == stream and s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
+    ]  # fmt: skip
+
+
+def unused(device: int) -> list[int]:
+    """The segments outside of all graphs' pools that are cached as a whole, in bytes."""
+    return [
+        s["total_size"] for s in torch.cuda.memory_snapshot()
+        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0) and not s["active_size"]
     ]  # fmt: skip
 
 
