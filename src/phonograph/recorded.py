@@ -100,6 +100,7 @@ _AT_ONCE = (
 _BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live
 _UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
 _NAMED = 16  # things that have changed, for `explain`
+_EARLY = 3  # live calls before which memory that nobody uses is given back
 _SIGNATURES = 4096  # signatures that are remembered
 
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
@@ -748,6 +749,8 @@ class Recorded(Observed, Generic[P, R]):
             # Other threads know nothing of a stream of ours, nor does code that names the caller's: that stays on the caller's.
             elsewhere = reach.mentions.orders_streams or device.is_current(reach.streams)
             lasting = optimizers.states_to_come(self._function, reach.optimizers) if self._counters.live == 1 else 0
+            if not elsewhere and self._counters.live <= _EARLY:  # not again and again, where shapes are ever new
+                device.release_unused()
             place = nullcontext() if elsewhere else device.beside(fed(call, device), lasting, reach.sharded)
         notes = Notes(history.split, reach if history.split or self._marked else None, self._marked, strict=history.torn,
                       decisive=history.decisive)  # fmt: skip

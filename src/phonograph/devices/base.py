@@ -88,6 +88,9 @@ class Device(Protocol):
         places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes.
         It works on several streams if it is `spread`."""
 
+    def release_unused(self) -> None:
+        """Give back what is cached outside of the pool and used by nobody, where that is much."""
+
     def apart(self) -> AbstractContextManager[Any]:
         """Where captures are made, for what has to be made beside one. Gives the stream, if there are any."""
 

@@ -671,6 +671,9 @@ class CpuDevice:
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> Any:
         return nullcontext()
 
+    def release_unused(self) -> None:
+        """Nothing: what is freed on the CPU is not kept."""
+
     def apart(self) -> Any:
         return nullcontext()
 

@@ -205,8 +205,6 @@ class CudaDevice:
         self._leave_backwards()
         torch_private.measure_outside_of_pools()
         clear_of = self.pool.footprints() | self.pool.protected()
-        if lasting:
-            self._release_unused()
         if self._left_behind(clear_of):
             self._strayed = True
             with self._on_stream():
@@ -298,7 +296,7 @@ class CudaDevice:
                 torch.cuda.empty_cache()
             self._strayed = any(used)  # what is in use there may be cached later
 
-    def _release_unused(self) -> None:
+    def release_unused(self) -> None:
         """Give back what is cached outside of pools and used by nobody, where that is much: a call in the pool will not use it,
         and may need as much there."""
         reserved = torch.cuda.memory_reserved(self.index)
@@ -376,7 +374,7 @@ class CudaDevice:
         states = self._states(reach)
         self._leave_backwards()
         self._release_cached()
-        self._release_unused()
+        self.release_unused()
         if self._checks.full:
             self._checks = CudaChecks(self.torch_device)
         self._checks.make_room()
@@ -643,6 +641,7 @@ class CudaDevice:
             reached = other.footprint | other.lent
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
                 other.spoiled.append(MEMORY)
+        self.release_unused()
 
     # -- around replays
 
