@@ -11,9 +11,9 @@ Each case has two passes on all ranks, with fresh models from the same seeds:
 2.  Eager, by hand, and recorded, all at once, taking turns. A time is the median over the turns of the slowest rank's mean.
     Then 500 single steps, by hand and recorded: p99 over p50; and the NCCL kernels that a step has, from torch.profiler.
 
-Then the most memory that the allocator reserves within some steps, eager and recorded, each in processes of its own, several cases
-at once: in one process each would find what the others have left. Once at the size of the cases, where what the allocator takes at
-a time (20 MiB) and cuBLAS's workspaces (64 MiB) are a large part of it; once wide, where they are not.
+Then the most memory that the allocator reserves within some steps, eager and recorded, each in processes of its own, several
+cases at once: in one process each would find what the others have left. Once at the size of the cases, where what the allocator
+takes at a time (20 MiB) and cuBLAS's workspaces (64 MiB) are a large part of it; once wide, where they are not.
 
 Where a module is recorded inside a wrapper, by hand is torch.cuda.make_graphed_callables, and the rest of the step runs live.
 
