@@ -370,6 +370,9 @@ class Objects:
         self._class_of(type(module))
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        if not hasattr(optimizer, "param_groups"):  # it only holds others
+            self._object(path, optimizer)
+            return
         self.optimizers.append(optimizer)
         self._objects.append(optimizer)
         own, groups = optimizer.__dict__, optimizer.param_groups

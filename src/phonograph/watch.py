@@ -137,6 +137,7 @@ class OperatorWatch(TorchDispatchMode):
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}  # before that
+        self._by_single: set[int] = set()  # written by operators on lists, which take tensors one by one here
         self._shown: dict[int, list[list[bool]]] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
@@ -414,7 +415,8 @@ class OperatorWatch(TorchDispatchMode):
     def moved_on(self) -> list[tuple[int, torch.Tensor]]:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
         statistics, and leaves their version alone.)"""
-        return [(key, t) for key, t in self.written.items() if not t.is_inference() and t._version != self._versions[key]]
+        written = [(key, t) for key, t in self.written.items() if not t.is_inference()]
+        return [(key, t) for key, t in written if t._version != self._versions[key] or key in self._by_single]
 
     def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
         """Storages that operators of the call made, that are still there, and that are not among these."""
@@ -474,6 +476,8 @@ class OperatorWatch(TorchDispatchMode):
             raise Refusal(f"{at_work(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
             self.writes(t)
+            if t.device.type == "cpu" and m.name.startswith("aten::_foreach_"):
+                self._by_single.add(storage_id(t))
 
     def caught(self, *, any_kind: bool) -> bool:
         """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of

@@ -661,3 +661,72 @@ def test_c21_programs_with_plain_adam(device, program, way):
         if used == "whole step":
             assert pg.stats(recorded).replayed == 11, pg.explain(recorded)
     assert all(map(torch.equal, *found))
+
+
+class Together(torch.optim.Optimizer):
+    """As trainers have it: several optimizers as one, which has no groups of its own."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def test_c06_an_optimizer_that_holds_others_and_has_no_groups(device):
+    def make():
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(device)
+        optimizer = Together(*[torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in layers])
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = layers[1](layers[0](x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step, layers
+
+    both = side_by_side(make)
+    for n in range(6):
+        torch.manual_seed(n)
+        both(torch.randn(3, 4, device=device))
+    assert counts(both)[2] >= 4, reasons(both)
+
+
+@pytest.mark.parametrize("lists", [True, False], ids=["lists", "single tensors"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_c08_a_backward_through_weights_that_a_replay_has_written_raises_as_in_eager(device, kind, lists):
+    """`foreach=True` moves versions on the CPU, where torch takes the tensors one by one, and leaves them on a GPU."""
+
+    def raises(wrap):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4).to(device)
+        optimizer = kind(layer.parameters(), lr=0.1, foreach=lists)
+
+        @wrap
+        def step(x):
+            optimizer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        x = torch.randn(3, 4, device=device)
+        for _ in range(4):
+            step(x)
+        result = layer(torch.randn(3, 4, device=device, requires_grad=True)).square().sum()
+        step(x)
+        try:
+            result.backward()
+        except RuntimeError as e:
+            return "modified by an inplace operation" in str(e)
+        return False
+
+    assert raises(functools.partial(pg.record, keep="always")) == raises(lambda f: f)
