@@ -1,11 +1,13 @@
-"""Record a whole step of training with `accelerate` on several GPUs: its averaging and its accumulated gradients included.
+"""Record a whole step of training with `accelerate` on several GPUs: forward, backward with its averaging, clipping, optimizer.
 
     torchrun --nproc-per-node 2 examples/accelerate_ranks.py  # or: accelerate launch --num-processes 2 ...
 
 `step = pg.record(step)` is the only line about recording. A schedule of the learning rate is stepped outside of it. Trained
-live and recorded: every loss and every weight must be the same, bit for bit, on each rank.
+live and recorded: every loss and every weight must be the same, bit for bit, on each rank. Without GPUs it runs with gloo on
+the CPU.
 
-Without GPUs it runs with gloo on the CPU, where `DistributedDataParallel` averages live: there the model in it is recorded.
+In a loop that counts by `with accelerator.accumulate(model)`, call `pg.record` on the model before it is prepared, as
+`accelerate_loop.py` does: what counts is no part of a recording.
 """
 
 import os
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phonograph as pg
 
-EPOCHS, BATCH, TRAINED, PARTS = 3, 32, 1536, 2
+EPOCHS, BATCH, TRAINED = 3, 32, 1536
 ON_GPUS = torch.cuda.is_available()
 
 
@@ -40,27 +42,22 @@ def digits() -> TensorDataset:
 def train(accelerator: Accelerator, recorded: bool) -> tuple[list[Tensor], str]:
     """The losses and the weights at the end, and what was recorded."""
     data, model = digits(), network()
-    if recorded and not ON_GPUS:
-        model = pg.record(model)
     seen, kept = TensorDataset(*data[:TRAINED]), TensorDataset(*data[TRAINED : TRAINED + 256])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
-    inside = model
     model, optimizer, seen, kept, schedule = accelerator.prepare(
         model, optimizer, DataLoader(seen, BATCH, shuffle=True), DataLoader(kept, BATCH), schedule
     )
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        with accelerator.accumulate(model):
-            loss = F.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
-    if recorded and ON_GPUS:
-        step = pg.record(step)
+    step = pg.record(step) if recorded else step
     found = []
     for epoch in range(EPOCHS):
         seen.set_epoch(epoch)
@@ -71,16 +68,15 @@ def train(accelerator: Accelerator, recorded: bool) -> tuple[list[Tensor], str]:
             right = [accelerator.gather_for_metrics(model(x).argmax(-1) == y) for x, y in kept]
         model.train()
         found.append(torch.cat(right).float().mean())
-    said = pg.explain(step if ON_GPUS else inside).splitlines()[0] if recorded else ""
-    return [*found, *(p.detach() for p in model.parameters())], said
+    return [*found, *(p.detach() for p in model.parameters())], pg.explain(step) if recorded else ""
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=not ON_GPUS, gradient_accumulation_steps=PARTS)
+    accelerator = Accelerator(cpu=not ON_GPUS)
     live, _ = train(accelerator, recorded=False)
     recorded, said = train(accelerator, recorded=True)
     accelerator.print(f"last loss {live[-6]:.4f}, of digits never seen {live[-5]:.1%} right")
-    accelerator.print(said)
+    accelerator.print(said.splitlines()[0])
     assert all(map(torch.equal, live, recorded)), f"rank {dist.get_rank()}: losses or weights differ"
     accelerator.wait_for_everyone()
     accelerator.print("bitwise equal")

@@ -24,8 +24,8 @@ PATIENCE = 64  # live calls after which it is tried again, the first time; each 
 class History:
     """Of one signature."""
 
-    __slots__ = ("attached", "attempts", "averages", "changes", "crowded", "decisive", "device", "diverged", "failing", "held",
-                 "left", "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room",
+    __slots__ = ("attached", "attempts", "averages", "changes", "crowded", "decisive", "device", "diverged", "failed", "failing",
+                 "held", "left", "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room",
                  "since_diverged", "spared", "split", "standing", "torn", "tried", "unsettled", "untold", "waits", "warm",
                  "warm_again")  # fmt: skip
 
@@ -35,7 +35,8 @@ class History:
         self.repeats = False  # it has come again
         self.averages = False  # a live call has averaged gradients with other ranks
         self.ran_backward = False  # a live call has had a backward, from all of its results
-        self.warm_again = False  # a live call was made since something that the recordings rely on changed
+        self.warm_again: set[str] = set()  # what has changed of what recordings rely on, and a live call was made since
+        self.failed = False  # a capture has, so that a live call was made
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.split = split  # operators that run live between segments
         self.decisive: frozenset[Any] = frozenset()  # sites where numbers are read by which the call goes on

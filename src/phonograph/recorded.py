@@ -418,16 +418,18 @@ class Recorded(Observed, Generic[P, R]):
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
                 gone = gone or found.broken == MEMORY  # to which nothing of the user's has happened
-                if found.broken is not None and not gone and self.options.warmup and not history.warm_again:
+                seen = history.failed or found.broken in history.warm_again
+                if found.broken is not None and not (seen or gone) and self.options.warmup:
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
-                    # run while gradients are there.)
+                    # run while gradients are there. Where several calls take turns, a live one is only for its like.)
                     self._count_change(found.broken, history, call)
                     for player in self._shelf.of(call.key):
                         self._following.want(player.recording.reliances.numbers_changed())
-                    history.warm_again = True
+                    history.warm_again.add(found.broken)
                     return True, self._warm_up(call, args, kwargs)
-                history.warm_again = False
+                history.warm_again.clear()
+                history.failed = False
                 try:
                     return True, self._play(self._made(call, found, history, gone), call)
                 except Refusal as e:
@@ -591,7 +593,7 @@ class Recorded(Observed, Generic[P, R]):
             if refusal.this_call or refusal.failed:
                 history.failing = grounds
                 history.changes -= found.broken is not None and history.over is None
-                history.warm_again = True
+                history.failed = True
                 raise
             history.attempts += 1
             if last and isinstance(refusal, Unseen):
@@ -759,7 +761,7 @@ class Recorded(Observed, Generic[P, R]):
         steps = begun_by(modules)
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
-        history.averages = history.averages or begun_by(modules) != steps
+        history.averages = history.averages or begun_by(modules) > steps
         history.left = max(0, device.allocated - before)
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels

@@ -205,7 +205,7 @@ def _attempt(name: str, function: Callable[..., Any], call: Call, reach: Reach, 
         raise Fixed
     spots = [*arguments_spots, *spots]
     in_place = tracing is None and not isinstance(function, Backward)
-    reducers = Reducers(reach.modules, device.torch_device, whole=in_place, part=terms.averages or not in_place)
+    reducers = Reducers(reach.modules, whole=in_place, part=terms.averages or not in_place)
     if tracing is not None and not _is_graph(function):
         around(device)
     protected, copies_out, release = _clearance(device, terms, function)

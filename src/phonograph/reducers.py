@@ -85,11 +85,11 @@ class Reducers:
         Refusal: one of them does, and cannot in a capture.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, *, whole: bool, part: bool) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], *, whole: bool, part: bool) -> None:
         found: list[Any] = [m for m in modules if averages(m)]
         self._wrappers, self._others = (found, []) if part else ([], found)
         for wrapper in self._wrappers:
-            _check(wrapper, device, whole)
+            _check(wrapper, whole)
 
     def begins(self) -> Starts:
         """The functions of torch's by which one that does not takes part after all. Their start raises `Averages`."""
@@ -145,10 +145,8 @@ def around(device: Any) -> None:
         _made_for(wrapper, stream, _LIES_IN)
 
 
-def _check(wrapper: Any, device: torch.device, whole: bool) -> None:
+def _check(wrapper: Any, whole: bool) -> None:
     what, inside = _CONTAINS
-    if device.type != "cuda":
-        raise Refusal(f"{what}, which communicates with other ranks", inside)
     if not whole:
         raise Refusal(f"{what}, whose averaging belongs to the backward", f"record the whole step, or {inside}")
     for hook, state in getattr(wrapper, "_comm_hooks", ()):

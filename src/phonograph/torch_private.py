@@ -603,21 +603,30 @@ def unboxed_work(x: Any) -> Any:
     return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
 
 
-def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None]) -> Any:
-    """What stands for a collective that is under way: it is waited for by this function."""
-    return _standing_work()(wait, refuse)
+def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: list[torch.Tensor] | None) -> Any:
+    """What stands for a collective that is under way: it is waited for by this function, also where somebody asks for its
+    future, which has these tensors; without them that is refused."""
+    return _standing_work()(wait, refuse, tensors)
 
 
 @cache
 def _standing_work() -> type:
     class Work(_c10d("Work")):  # type: ignore[misc]
-        def __init__(self, wait: Callable[..., None], refuse: Callable[[], None]) -> None:
+        def __init__(self, wait: Callable[..., None], refuse: Callable[[], None], tensors: Any) -> None:
             super().__init__()
-            self._wait, self._refuse = wait, refuse
+            self._wait, self._refuse, self._tensors = wait, refuse, tensors
 
         def wait(self, *timeout: Any, **named: Any) -> bool:
             self._wait(*timeout, *named.values())
             return True
+
+        def get_future(self) -> Any:
+            if self._tensors is None:
+                self._refuse()
+            self._wait()
+            done: Any = torch.futures.Future()
+            done.set_result(self._tensors)
+            return done
 
         def synchronize(self) -> None:
             self._refuse()

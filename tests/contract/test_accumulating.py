@@ -172,3 +172,29 @@ def test_c06_c15_what_no_longer_fits_is_not_made_room_for(device, keeps):
         assert torch.equal(p, q)
     stats = pg.stats(ours.called)
     assert (stats.recorded, stats.live) == (4, 2), pg.explain(ours.called)
+
+
+def test_c15_calls_that_take_turns_by_a_flag_and_add_to_one_gradient_settle(device):
+    def losses(record):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        model.last = False
+
+        def part(x):
+            loss = model(x).square().mean() * (2 if model.last else 1)
+            loss.backward()
+            return loss.detach()
+
+        called, found = record(part), []
+        for n in range(40):
+            model.last = n % 2 == 1
+            if not model.last:
+                model.zero_grad()
+            found.append(called(torch.full((2, 4), n / 40, device=device)).clone())
+            found.append(model.weight.grad.clone())
+        return found, called
+
+    (live, _), (found, called) = losses(lambda part: part), losses(pg.record)
+    assert all(map(torch.equal, live, found))
+    assert pg.stats(called).recorded <= 3
+    assert pg.stats(called).replayed >= 20

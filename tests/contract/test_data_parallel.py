@@ -1,4 +1,4 @@
-"""C23: a whole step of `DistributedDataParallel` is recorded on GPUs, with its averaging; and a capture of one that is given
+"""C23: a whole step of `DistributedDataParallel` is recorded, with its averaging; and a capture of one that is given
 up, wherever it stood, leaves a wrapper that averages as before (C12). The programs are in `tests/ranks_ddp.py`."""
 
 import functools
@@ -45,10 +45,10 @@ def test_c17_all_processes_end(backend):
         assert told["status"] == 0, told["log"]
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ONCE)
-def test_c23_a_step_is_recorded_as_soon_as_its_buckets_are_known(case):
-    for told in found("nccl"):
+def test_c23_a_step_is_recorded_as_soon_as_its_buckets_are_known(case, backend):
+    for told in found(backend):
         assert (told[case]["live"], told[case]["recorded"]) == (2, 1), told[case]["reasons"]
         assert told[case]["replayed"] == ranks_ddp.CALLS - 2
 
@@ -61,28 +61,22 @@ def test_c23_what_averages_no_gradients_is_recorded_beside_any_wrapper(case, bac
         assert told[case]["live"] == (2 if case == "evaluates" else 1), told[case]["reasons"]
 
 
-@pytest.mark.cuda
-def test_c23_a_wrapper_that_averages_late_is_recorded_then():
-    for told in found("nccl"):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_wrapper_that_averages_late_is_recorded_then(backend):
+    for told in found(backend):
         assert told["averages_seldom"]["recorded"] >= 1, told["averages_seldom"]["reasons"]
 
 
-@pytest.mark.cuda
-def test_c07_another_batch_is_another_recording_of_the_same_buckets():
-    for told in found("nccl"):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c07_another_batch_is_another_recording_of_the_same_buckets(backend):
+    for told in found(backend):
         assert 2 <= told["step_of_another_batch"]["recorded"] <= 3, told["step_of_another_batch"]["reasons"]
         assert told["step_of_another_batch"]["live"] <= 4, told["step_of_another_batch"]["reasons"]
 
 
-@pytest.mark.cuda
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", REFUSED)
-def test_c11_what_a_wrapper_does_that_no_graph_can_have_is_named(case):
-    for told in found("nccl"):
+def test_c11_what_a_wrapper_does_that_no_graph_can_have_is_named(case, backend):
+    for told in found(backend):
         assert (REFUSED[case] or "") in told[case]["reasons"]
         assert told[case]["recorded"] == 0 or REFUSED[case] is None
-
-
-def test_c11_on_the_cpu_a_step_is_refused_before_anything_is_averaged():
-    for told in found("gloo"):
-        assert "contains DistributedDataParallel" in told["step"]["reasons"]
-        assert told["step"]["live"] == ranks_ddp.CALLS

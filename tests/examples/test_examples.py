@@ -16,8 +16,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate",
          "lightning_ranks": "lightning", "accelerate_ranks": "accelerate"}  # fmt: skip
 """Examples that need another package."""
-ON_RANKS = {"several_gpus": ["tensor_parallel"], "lightning_ranks": ["trainer"], "accelerate_ranks": []}
-"""Those that torchrun starts, and with which arguments they record on the CPU as well."""
+ON_RANKS = {"several_gpus": ["ddp"], "lightning_ranks": ["fabric"], "accelerate_ranks": []}
+"""Those that torchrun starts, and with which arguments."""
 
 
 def environment() -> dict[str, str]:

@@ -272,7 +272,8 @@ class Tape(OperatorWatch):
         self._under_way.append(one)
         returns = [str(r.type) for r in func._schema.returns]
         if any("Work" in kind for kind in returns):
-            one.work = stands_for_work(partial(self._wait, one), partial(self._asks, one))
+            future = found if self.workplaces else None  # that is how DistributedDataParallel waits for its buckets
+            one.work = stands_for_work(partial(self._wait, one), partial(self._asks, one), future)
             result = [one.work.boxed() if "Work" in kind else args[0] for kind in returns]
             return result[0] if len(result) == 1 else tuple(result)
         if not returns:
