@@ -242,9 +242,9 @@ def test_c19_of_a_recorded_module_that_is_wrapped_it_is_said_that_the_step_had_b
         assert "DistributedDataParallel" not in told["pipeline_of_recorded_stages"]["reasons"]
 
 
-@pytest.mark.cuda
-def test_c23_a_whole_step_of_a_wrapped_model_is_recorded():
-    for told in found("nccl"):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_a_whole_step_of_a_wrapped_model_is_recorded(backend):
+    for told in found(backend):
         assert (told["data_parallel"]["live"], told["data_parallel"]["recorded"]) == (2, 1), told["data_parallel"]["reasons"]
 
 

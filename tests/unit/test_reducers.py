@@ -1,5 +1,5 @@
 """A new reducer for `DistributedDataParallel`, in the place of one that may be in the middle of a step. The group is of two
-ranks that have the same gradients."""
+ranks that have the same gradients; what it does are operators like others, which a capture sees."""
 
 import contextlib
 import gc
@@ -194,10 +194,10 @@ def test_what_others_have_of_it_they_would_lose():
 def test_one_that_has_not_made_its_first_steps_is_to_make_them_first():
     module = wrapped(twins(), steps=1)
     with pytest.raises(Refusal, match="has not made its first two steps"):
-        reducers.Reducers([module], torch.device("cuda", 0), whole=True, part=True)
+        reducers.Reducers([module], whole=True, part=True)
     for n in range(2):
         backward(module, n)
-    reducers.Reducers([module], torch.device("cuda", 0), whole=True, part=True)
+    reducers.Reducers([module], whole=True, part=True)
 
 
 def test_parameters_of_two_types_have_their_buckets():
@@ -218,18 +218,11 @@ def test_parameters_of_two_types_have_their_buckets():
     assert group.reduced == before
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch):
-    """Let a step be captured on the CPU: what `twins` does are operators like others."""
-    own = reducers._check
-    monkeypatch.setattr(reducers, "_check", lambda wrapper, _, whole: own(wrapper, torch.device("cuda", 0), whole))
-
-
 @pytest.mark.parametrize("none", [True, False])
 @pytest.mark.parametrize(("part", "options"), [
     (torch.nn.ReLU, {}), (torch.nn.ReLU, {"gradient_as_bucket_view": True}), (lambda: torch.nn.BatchNorm1d(16), {}),
 ])  # fmt: skip
-def test_a_capture_has_what_a_reducer_does(part, options, none, on_the_cpu):
+def test_a_capture_has_what_a_reducer_does(part, options, none):
     def run(record):
         group = twins(counts=False)
         torch.manual_seed(0)
@@ -254,7 +247,7 @@ def test_a_capture_has_what_a_reducer_does(part, options, none, on_the_cpu):
     assert (pg.stats(recorded).live, pg.stats(recorded).recorded) == (2, 1)
 
 
-def test_of_what_a_live_call_has_averaged_no_capture_has_to_show_it(on_the_cpu, monkeypatch):
+def test_of_what_a_live_call_has_averaged_no_capture_has_to_show_it(monkeypatch):
     captures, capture = [], recorder._capture
     monkeypatch.setattr(recorder, "_capture", lambda *given: captures.append(given) or capture(*given))
     monkeypatch.setattr(Marked, "any_made", True)  # live calls are looked at on the CPU too
@@ -271,7 +264,7 @@ def test_of_what_a_live_call_has_averaged_no_capture_has_to_show_it(on_the_cpu, 
     assert len(captures) == 1
 
 
-def test_a_recording_is_not_played_once_its_reducer_is_another(on_the_cpu):
+def test_a_recording_is_not_played_once_its_reducer_is_another():
     group = twins(counts=False)
     module = wrapped(group)
 
@@ -291,13 +284,13 @@ def test_a_recording_is_not_played_once_its_reducer_is_another(on_the_cpu):
     assert all(map(torch.equal, gradients(module), expected))
 
 
-def test_a_capture_that_is_given_up_in_a_backward_leaves_a_reducer_that_averages(on_the_cpu):
+def test_a_capture_that_is_given_up_in_a_backward_leaves_a_reducer_that_averages():
     class Device:
         apart = staticmethod(lambda: contextlib.nullcontext("a stream"))
 
     group, other = twins(), twins()
     module, plain = wrapped(group), wrapped(other)
-    taking_part = reducers.Reducers([module], torch.device("cpu"), whole=True, part=True).taking_part
+    taking_part = reducers.Reducers([module], whole=True, part=True).taking_part
 
     def capture():
         with taking_part(Device()):
