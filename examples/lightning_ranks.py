@@ -81,7 +81,7 @@ def with_fabric(recorded: bool) -> tuple[list[Tensor], str]:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)  # for True the host looks
         optimizer.step()
         return loss.detach()
 
