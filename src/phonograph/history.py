@@ -24,10 +24,10 @@ PATIENCE = 64  # live calls after which it is tried again, the first time; each 
 class History:
     """Of one signature."""
 
-    __slots__ = ("attached", "attempts", "averages", "changes", "crowded", "decisive", "device", "diverged", "failed", "failing",
-                 "held", "left", "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats", "replays", "room",
-                 "since_diverged", "spared", "split", "standing", "torn", "tried", "unsettled", "untold", "waits", "warm",
-                 "warm_again")  # fmt: skip
+    __slots__ = ("attached", "attempts", "averages", "changes", "crowded", "decisive", "device", "diverged", "failed",
+                 "failing", "held", "left", "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats",
+                 "replays", "room", "since_diverged", "spared", "split", "standing", "torn", "tried", "unsettled", "untold",
+                 "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
