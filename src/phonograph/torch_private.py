@@ -603,7 +603,7 @@ def unboxed_work(x: Any) -> Any:
     return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
 
 
-def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: list[torch.Tensor] | None) -> Any:
+def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: Any = None) -> Any:
     """What stands for a collective that is under way: it is waited for by this function, also where somebody asks for its
     future, which has these tensors; without them that is refused."""
     return _standing_work()(wait, refuse, tensors)
