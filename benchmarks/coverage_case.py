@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 import harness
 import phonograph as pg
 from coverage_models import MODELS, Model, loss_of
+from phonograph._torch.dynamo import compiled_by
 from phonograph.compile import backend, graphs
-from phonograph.torch_private import compiled_by
 
 EAGER, COMPILE, REDUCE, OURS = "eager", "torch.compile", "reduce-overhead", "phonograph"
 METHODS = (EAGER, COMPILE, REDUCE, OURS)

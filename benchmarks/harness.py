@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from phonograph.cli import machine
-from phonograph.observe import totals
+from phonograph.statistics import totals
 
 # Inductor compiles in this process, and starts none that would be busy with themselves while something is measured.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

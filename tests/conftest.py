@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from phonograph import paying
+from phonograph.engine import profitability as paying
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
 
 pytest_plugins = ["pytester"]

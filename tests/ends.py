@@ -144,7 +144,7 @@ def raises_on_one_rank(rank: int) -> None:
 
 
 def dies_on_one_rank(rank: int) -> None:
-    from phonograph import watchdog
+    from phonograph.distributed import watchdog
 
     recorded = _trained()
     if rank:

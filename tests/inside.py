@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phonograph as pg
+from phonograph._torch.ddp import reducer_anew
 from phonograph.compile import graphs
-from phonograph.observe import Counters, Observed, Stats
-from phonograph.recorded import together
-from phonograph.torch_private import reducer_anew
+from phonograph.engine.recorded import together
+from phonograph.statistics import Counters, Observed, Stats
 from tests import ranks
 from tests.ranks import Case
 

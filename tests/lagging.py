@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from phonograph.devices import driver
-from phonograph.devices.cuda import CudaDevice
+from phonograph.devices.cuda import driver
+from phonograph.devices.cuda.device import CudaDevice
 
 CYCLES = 300_000  # about 0.2 ms
 

@@ -949,7 +949,7 @@ def _fails_on_one_rank(how: str) -> Case:
     """Rank 1 is refused while it is captured: by an operator that no graph can have, or as memory runs out. Or it raises."""
 
     def make() -> tuple[Any, Any, Any]:
-        from phonograph.devices.driver import is_capturing
+        from phonograph.devices.cuda.driver import is_capturing
 
         calls: list[int] = []
 
@@ -1211,7 +1211,7 @@ def _anew(folder: Path, rank: int, backend: str) -> dict[str, Any]:
 def _is_of_another_release() -> dict[str, Any]:
     """One rank is, and where a recording is made, all see that."""
     import phonograph as pg
-    from phonograph import agreement
+    from phonograph.distributed import agreement
 
     if dist.get_rank():
         pg.__version__ = "0.0.0"
@@ -1229,10 +1229,10 @@ def _steady() -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     import phonograph as pg
-    from phonograph import torch_private
+    from phonograph._torch import process_groups as torch_process_groups
 
-    own, asked = torch_private.default_store, []
-    torch_private.default_store = lambda: asked.append(1) or own()  # type: ignore[func-returns-value]
+    own, asked = torch_process_groups.default_store, []
+    torch_process_groups.default_store = lambda: asked.append(1) or own()  # type: ignore[func-returns-value]
     found: dict[str, Any] = {"wrong": [], "reasons": ""}
     for kind in ("eager", "recorded"):
         _now.append(None)
@@ -1255,7 +1255,7 @@ def _steady() -> dict[str, Any]:
             "store": len(asked),
         }
     found["replayed"] = pg.stats(step).replayed
-    torch_private.default_store = own
+    torch_process_groups.default_store = own
     return found
 
 

@@ -5,12 +5,12 @@ See https://pypi.org/project/phonograph for the documentation; start with `recor
 
 from __future__ import annotations
 
+from ._torch.skipped_frames import hide
 from .api import explain, live, prepare, record, reset, stats
-from .callables import make_graphed_callables
+from .engine.recorded import Recorded
 from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
-from .hidden import hide
-from .observe import Stats
-from .recorded import Recorded
+from .statistics import Stats
+from .wrappers.callables import make_graphed_callables
 
 __all__ = [
     "Mismatch",

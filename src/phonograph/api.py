@@ -9,16 +9,17 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
-from . import torch_private
-from .anew import made_anew
-from .checks import look
-from .observe import Observed, Stats
+from ._torch import dynamo as torch_dynamo
+from ._torch import modules as torch_modules
+from ._torch.dynamo import ended_by
+from .capture.value_checks import look
+from .engine.recorded import Recorded, counted, live
+from .engine.repeated_records import made_anew
 from .options import Options
-from .padding import Padded
-from .recorded import Recorded, counted, live
-from .torch_private import ended_by
-from .where import has_called
-from .wrapping import wrap
+from .python.origin import has_called
+from .shapes.buckets import Padded
+from .statistics import Observed, Stats
+from .wrappers.wrapping import wrap
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -117,7 +118,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
 
 def _once(fn: Any, made: Any) -> Any:
     """What was made of it; said where that is done again and again."""
-    recorded = torch_private.goes_through(made) if isinstance(made, torch.nn.Module) else made
+    recorded = torch_modules.goes_through(made) if isinstance(made, torch.nn.Module) else made
     refusal = made_anew(fn, recorded, counted(recorded))
     if refusal is not None:
         recorded.say(refusal)
@@ -172,13 +173,13 @@ def reset(f: Any) -> None:
     recorded.reset()
     if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
         call = recorded.__wrapped__
-        torch_private.call_through(f, None if call == torch_private.own_call(f) else call)
+        torch_modules.call_through(f, None if call == torch_modules.own_call(f) else call)
 
 
 def _recorded(f: Any) -> Observed:
     f = _what_is_recorded(f)
     given = type(f).__name__
-    if torch_private.uncompiled(f) is not None:
+    if torch_dynamo.uncompiled(f) is not None:
         given = ("what torch.compile made of one that is not recorded: pg.record that, or, if its backend is phonograph, ask "
                  "for each of phonograph.compile.graphs()")  # fmt: skip
     elif isinstance(f, torch.nn.Module):
@@ -191,12 +192,12 @@ def _recorded(f: Any) -> Observed:
 
 def _what_is_recorded(f: Any) -> Any:
     """The function or module itself, or what `torch.compile` was called on, if it is that which is recorded."""
-    plain = torch_private.uncompiled(f)
+    plain = torch_dynamo.uncompiled(f)
     return plain if _observed(f) is None and _observed(plain) is not None else f
 
 
 def _observed(f: Any) -> Observed | None:
     if isinstance(f, torch.nn.Module):
-        f = torch_private.goes_through(f)
+        f = torch_modules.goes_through(f)
     f = f if isinstance(f, Observed) else getattr(f, "__func__", f)
     return f if isinstance(f, Observed) else None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .parts import consists_of_parts, parts
+from .values.tensor_subclasses import consists_of_parts, parts
 
 __all__ = ["aliasing", "assert_same", "assert_same_aliasing", "tensors_in"]
 

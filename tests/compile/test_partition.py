@@ -13,8 +13,8 @@ import torch._dynamo.config
 from torch import nn
 
 import phonograph as pg
-from phonograph import paying
 from phonograph.compile import backend, graphs, measured, partition
+from phonograph.engine import profitability as paying
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 

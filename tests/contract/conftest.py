@@ -3,7 +3,7 @@ results and shared memory are tested both ways, on tensors of a few bytes."""
 
 import pytest
 
-from phonograph import recorder
+from phonograph.engine import recorder
 
 BOTH_WAYS = ("test_c05_", "test_c06_results_that_are_", "test_c12_", "test_c15_", "test_c18_")
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from phonograph import recorded
 from phonograph.devices import device_for
+from phonograph.engine import recorded
 
 WORDS = 512
 

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import phonograph as pg
-from phonograph import callables as room
-from phonograph import joint, recorder
+from phonograph.autograd import function as joint
 from phonograph.devices import device_for
-from phonograph.spans import Spans
+from phonograph.engine import recorder
+from phonograph.memory.spans import Spans
 from phonograph.testing import assert_same
+from phonograph.wrappers import callables as room
 from tests.helpers import may_run_live, ramp
 
 
@@ -675,7 +676,7 @@ def noting(seen, returned=None):
 
     def note(kind):
         def hook(owner, *args):
-            from phonograph.recorder import recording_here
+            from phonograph.engine.recorder import recording_here
 
             assert not recording_here()
             seen.append((kind, owner, tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phonograph as pg
-from phonograph import checks
+from phonograph.capture import value_checks as checks
 from phonograph.testing import assert_same
 from tests.helpers import counts, may_run_live, ramp, reasons
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import doors, witness
+from phonograph.guards import attribute_epochs as doors
+from phonograph.guards import module_epochs as witness
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import phonograph as pg
-from phonograph.doors import gradients
+from phonograph.guards.attribute_epochs import gradients
 from tests import ranks, sharded
 
 BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
@@ -122,7 +122,7 @@ def sharded_alone(mesh, device, **options):
 def test_c15_live_calls_take_memory_of_other_streams_from_the_pool_too(device, alone, monkeypatch):
     if device.type == "cpu":
         pytest.skip("has no streams")
-    monkeypatch.setattr("phonograph.devices.cuda._is_only_thread", lambda: True)  # but for those of the tests'
+    monkeypatch.setattr("phonograph.devices.cuda.device._is_only_thread", lambda: True)  # but for those of the tests'
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     net, _step = sharded_alone(alone, device)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.call.signature import describe
 from phonograph.devices import device_for
-from phonograph.player import Player
-from phonograph.reach import Reach
-from phonograph.recorder import Terms, record
-from phonograph.signature import describe
-from phonograph.spans import Spans
+from phonograph.engine.player import Player
+from phonograph.engine.recorder import Terms, record
+from phonograph.guards.reachable import Reach
+from phonograph.memory.spans import Spans
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import phonograph as pg
-from phonograph import known, recorded
+from phonograph.engine import known_calls as known
+from phonograph.engine import recorded
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 

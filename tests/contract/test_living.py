@@ -24,10 +24,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phonograph as pg
+from phonograph._torch.cuda import clear_cublas_workspaces
 from phonograph.devices import device_for
-from phonograph.spans import Spans
+from phonograph.memory.spans import Spans
 from phonograph.testing import Pair, assert_no_new_recordings, assert_same
-from phonograph.torch_private import clear_cublas_workspaces
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 
 # ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
-from phonograph.devices import cuda_memory, device_for
+from phonograph.devices import device_for
+from phonograph.devices.cuda import allocator as cuda_memory
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, plain, ramp, side_by_side
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from phonograph import trial
+from phonograph.shapes import trial
 from phonograph.testing import assert_same
 
 SIZES = [1, 2, 4, 8]

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import phonograph as pg
-from phonograph import recorder
+from phonograph.autograd.function import MANY
 from phonograph.compile import backend, graphs
-from phonograph.joint import MANY
+from phonograph.engine import recorder
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 

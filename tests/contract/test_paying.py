@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import paying
 from phonograph.compile import graphs
 from phonograph.devices import device_for
+from phonograph.engine import profitability as paying
 from phonograph.testing import SideBySide, assert_same
 from tests.helpers import counts, ramp
 

@@ -30,9 +30,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import phonograph as pg
-from phonograph import recorded as corridor
-from phonograph.keys import NoSignature
-from phonograph.wording import Naming, at_work, excerpt, failure, operator
+from phonograph.engine import recorded as corridor
+from phonograph.values.keys import NoSignature
+from phonograph.values.wording import Naming, at_work, excerpt, failure, operator
 from tests.helpers import may_run_live, ramp
 
 SOURCE = pathlib.Path(pg.__file__).parent

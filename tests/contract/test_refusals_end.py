@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import phonograph as pg
-from phonograph.recorder import record
+from phonograph.engine.recorder import record
 from phonograph.testing import assert_same
 from tests.helpers import changeable, counts, may_run_live, ramp, reasons, side_by_side
 
@@ -201,7 +201,7 @@ def test_c11_a_flag_that_flips_in_each_call_is_captured_once(device):
 @may_run_live
 def test_c11_a_value_that_is_new_in_each_call_is_tried_a_few_times(device, monkeypatch):
     attempts = []
-    monkeypatch.setattr("phonograph.recorded.record", counting(attempts))
+    monkeypatch.setattr("phonograph.engine.recorded.record", counting(attempts))
     settings = types.SimpleNamespace(limit=0)
 
     def make():
@@ -228,7 +228,7 @@ def counting(attempts):
 @may_run_live
 def test_c11_what_the_call_itself_changes_does_not_end_a_refusal(device, monkeypatch):
     attempts = []
-    monkeypatch.setattr("phonograph.recorded.record", counting(attempts))
+    monkeypatch.setattr("phonograph.engine.recorded.record", counting(attempts))
 
     class Steps:
         def __init__(self):

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import phonograph as pg
-from phonograph import recorded, standing
+from phonograph.engine import recorded
+from phonograph.engine import standing_refusals as standing
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
 import phonograph as pg
-from phonograph.devices import driver
+from phonograph.devices.cuda import driver
 from phonograph.testing import Pair, assert_matches_live, assert_no_new_recordings, assert_same, call
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 

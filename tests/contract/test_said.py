@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import phonograph as pg
-from phonograph import anew
+from phonograph.engine import repeated_records as anew
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp, reasons
 

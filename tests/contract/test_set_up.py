@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import marked, mentions, reach, where
-from phonograph.recorder import recording_here
+from phonograph.call import live_function as marked
+from phonograph.engine.recorder import recording_here
+from phonograph.guards import reachable as reach
+from phonograph.python import names_in_code as mentions
+from phonograph.python import origin as where
 
 
 def program(device):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import recorder
+from phonograph.capture.live_results import Notes
 from phonograph.devices import device_for
-from phonograph.forms import Notes
-from phonograph.reach import Reach
+from phonograph.engine import recorder
+from phonograph.guards.reachable import Reach
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, side_by_side
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import phonograph as pg
-from phonograph.parts import parts
 from phonograph.testing import assert_same
+from phonograph.values.tensor_subclasses import parts
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, ramp, reasons, side_by_side
 
 OPTIMIZERS = {

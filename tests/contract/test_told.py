@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph import reliance, versions
+from phonograph.guards import guards as reliance
+from phonograph.python import dict_versions as versions
 from phonograph.testing import Raised, assert_same
 from tests.helpers import may_run_live, ramp
 

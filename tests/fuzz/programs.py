@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import phonograph as pg
-from phonograph import recorder
+from phonograph.engine import recorder
 from phonograph.testing import aliasing, assert_same
 
 T = TypeVar("T")

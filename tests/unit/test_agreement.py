@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from phonograph import agreement, torch_private
+from phonograph._torch import process_groups as torch_process_groups
+from phonograph.distributed import agreement
 
 
 class Store(dict):
@@ -31,8 +32,8 @@ def speak(monkeypatch):
     """What a rank of two finds when it captures for the first time."""
     store, now = Store(), []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch_private, "default_store", lambda: store)
-    monkeypatch.setattr(torch_private, "own_rank", lambda: now[-1])
+    monkeypatch.setattr(torch_process_groups, "default_store", lambda: store)
+    monkeypatch.setattr(torch_process_groups, "own_rank", lambda: now[-1])
     monkeypatch.setattr(agreement, "_PATIENCE", 0.01)
 
     def said(rank, mine, again=False):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from phonograph import operators
-from phonograph.arrivals import Arrivals
+from phonograph.aten import operators
+from phonograph.capture.arrivals import Arrivals
 
 
 @pytest.fixture

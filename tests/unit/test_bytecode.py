@@ -2,7 +2,7 @@
 
 import pytest
 
-from phonograph.bytecode import catches, read_at, slight_use_in, used_in
+from phonograph.python.bytecode import catches, read_at, slight_use_in, used_in
 
 AROUND = {
     "getattr(self, n)": "self",

@@ -2,8 +2,8 @@
 
 import weakref
 
-from phonograph.bytecode import names_in
-from phonograph.codes import of_code
+from phonograph.python.bytecode import names_in
+from phonograph.python.code_cache import of_code
 
 
 def made(text="a"):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import torch_private
-from phonograph.devices import cuda_memory
-from phonograph.devices.cuda import CudaDevice
-from phonograph.spans import Spans
+from phonograph._torch import cuda as torch_cuda
+from phonograph.devices.cuda import allocator as cuda_memory
+from phonograph.devices.cuda.device import CudaDevice
+from phonograph.memory.spans import Spans
 
 MIB = 1 << 20
 POOL = (0, 1)
@@ -109,8 +109,8 @@ class Expandable(Allocator):
 @pytest.fixture(params=[Allocator, Expandable])
 def allocator(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Allocator:
     model: Allocator = request.param()
-    monkeypatch.setattr(torch_private, "raw_alloc", model.alloc)
-    monkeypatch.setattr(torch_private, "raw_free", model.free)
+    monkeypatch.setattr(torch_cuda, "raw_alloc", model.alloc)
+    monkeypatch.setattr(torch_cuda, "raw_free", model.free)
     monkeypatch.setattr(cuda_memory, "segments", model.snapshot)
     return model
 
@@ -175,7 +175,7 @@ def test_cublas_is_led_to_its_workspace(allocator: Allocator, seed: int, monkeyp
     place = (allocator.alloc(32 * MIB), 32 * MIB)
     kept = used(allocator, draw)
     allocator.free(place[0])
-    monkeypatch.setattr(torch_private, "take_cublas_workspace", lambda: taken.append(allocator.alloc(32 * MIB)))
+    monkeypatch.setattr(torch_cuda, "take_cublas_workspace", lambda: taken.append(allocator.alloc(32 * MIB)))
     held = cuda_memory.hold(POOL, Spans(draw.sample(sorted(kept.items()), len(kept) // 2)), place)
     assert held is not None
     assert taken == [place[0]]
@@ -190,7 +190,7 @@ def test_what_is_larger_than_all_that_is_wanted_stays_free(allocator: Allocator,
         allocator.free(address)
     asked: list[int] = []
     alloc = allocator.alloc
-    monkeypatch.setattr(torch_private, "raw_alloc", lambda nbytes, stream=0: asked.append(nbytes) or alloc(nbytes, stream))
+    monkeypatch.setattr(torch_cuda, "raw_alloc", lambda nbytes, stream=0: asked.append(nbytes) or alloc(nbytes, stream))
     held = cuda_memory.hold(POOL, Spans([(places[1], 40 * MIB), (places[5], 3 * MIB)]))
     assert held is not None
     assert between
@@ -225,7 +225,7 @@ def test_large_segments_stay_whole(allocator: Allocator) -> None:
 def test_what_is_kept_whole_is_free_again_afterwards(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    monkeypatch.setattr(torch_private, "route_to_pool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch_cuda, "route_to_pool", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda *_: 1.0)
@@ -260,7 +260,7 @@ def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch
             raise KeyboardInterrupt
         return alloc(nbytes, stream)
 
-    monkeypatch.setattr(torch_private, "raw_alloc", until_interrupted)
+    monkeypatch.setattr(torch_cuda, "raw_alloc", until_interrupted)
     if not allocator.grows:  # that has one block
         with pytest.raises(KeyboardInterrupt):
             cuda_memory.hold_all(POOL)
@@ -269,7 +269,7 @@ def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch
 
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
-    monkeypatch.setattr(torch_private, "route_to_pool", lambda *_: nullcontext())
+    monkeypatch.setattr(torch_cuda, "route_to_pool", lambda *_: nullcontext())
     device = SimpleNamespace(
         index=0, _anchor=SimpleNamespace(handle=POOL), _stream=SimpleNamespace(cuda_stream=0)
     )  # fmt: skip

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phonograph.devices import driver
-from phonograph.devices.driver import DriverError, Pointers
+from phonograph.devices.cuda import driver
+from phonograph.devices.cuda.driver import DriverError, Pointers
 
 
 class Copy:

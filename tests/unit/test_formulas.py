@@ -5,7 +5,7 @@ import operator
 
 import pytest
 
-from phonograph.formulas import Given, Worked, written
+from phonograph.values.formulas import Given, Worked, written
 
 
 def test_what_is_written_out_is_what_each_formula_gives():

@@ -3,7 +3,7 @@
 import gc
 import threading
 
-from phonograph.garbage import telling_collections, uncollected
+from phonograph.python.gc_control import telling_collections, uncollected
 
 
 def test_it_is_held_off_and_goes_on():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from phonograph.reliance import Grads
-from phonograph.torch_private import storage_id
+from phonograph._torch.tensors import storage_id
+from phonograph.guards.guards import Grads
 
 
 class Ghost:

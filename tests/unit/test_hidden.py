@@ -5,7 +5,7 @@ import sys
 from types import FunctionType
 
 import phonograph.compile
-from phonograph import hidden
+from phonograph._torch import skipped_frames as hidden
 
 _BY_WITNESS = {"_noting.<locals>.noted", "noted"}  # which marks each by itself
 

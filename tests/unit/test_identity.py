@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from phonograph import identity as identity_module
-from phonograph.identity import identity, reading_list, reading_parts
+from phonograph.python import identity as identity_module
+from phonograph.python.identity import identity, reading_list, reading_parts
 
 _AUDITED = """
 import sys, torch, phonograph as pg
@@ -59,7 +59,7 @@ def _function():
 )
 def test_what_makes_a_function_another_one(monkeypatch, cells, change):
     if cells == "by attributes":
-        monkeypatch.setattr("phonograph.identity._LYING", None)
+        monkeypatch.setattr("phonograph.python.identity._LYING", None)
     functions = [_function() for _ in range(3)]
     read = reading_parts(functions)
     before = read()
@@ -73,7 +73,7 @@ def test_what_makes_a_function_another_one(monkeypatch, cells, change):
 
 def test_functions_lie_as_it_is_thought():
     """Else all is read by attributes: right, and slower."""
-    from phonograph.identity import _LYING
+    from phonograph.python.identity import _LYING
 
     assert (_LYING is not None) == (sys.implementation.name == "cpython")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import phonograph as pg
-from phonograph import recorded
+from phonograph.engine import recorded
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, side_by_side
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from phonograph import nccl, torch_private
+from phonograph._torch import process_groups as torch_process_groups
 from phonograph.cli import doctor
+from phonograph.distributed import nccl
 
 NEW, OLD = (2, 30, 7), (2, 28, 9)
 
@@ -85,8 +86,8 @@ def ranks_of_three(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    monkeypatch.setattr(torch_private, "default_store", lambda: store)
-    monkeypatch.setattr(torch_private, "own_rank", lambda: 0)
+    monkeypatch.setattr(torch_process_groups, "default_store", lambda: store)
+    monkeypatch.setattr(torch_process_groups, "own_rank", lambda: 0)
     yield store
     nccl._hosts_of.cache_clear()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phonograph.devices.cuda_watch import _normal
+from phonograph.devices.cuda.dispatch import _normal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

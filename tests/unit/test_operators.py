@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phonograph.operators import meaning
+from phonograph.aten.operators import meaning
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from phonograph.optimizers import states_to_come
+from phonograph.state.capturable import states_to_come
 
 
 def made(kind=torch.optim.Adam, **options):

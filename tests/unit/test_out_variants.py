@@ -2,8 +2,8 @@
 
 import torch
 
-from phonograph.devices import out_variants
-from phonograph.devices.out_variants import Variant, tried, variant_of
+from phonograph.devices.cpu import out_variants
+from phonograph.devices.cpu.out_variants import Variant, tried, variant_of
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.own_generators import OwnGenerators, own_of
-from phonograph.torch_private import kept_of_generators, number_of_call
+from phonograph._torch.dynamo import kept_of_generators, number_of_call
+from phonograph.state.compiled_generators import OwnGenerators, own_of
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from phonograph import packages
+from phonograph.guards import packages
 
 
 def test_modules_that_name_each_other_are_each_looked_at_once():

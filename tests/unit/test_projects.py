@@ -7,8 +7,9 @@ from importlib import metadata
 
 import pytest
 
-from phonograph import projects, where
-from phonograph.projects import is_of_another
+from phonograph.python import origin as where
+from phonograph.python import projects
+from phonograph.python.projects import is_of_another
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_who_calls_us_is_the_user(place, monkeypatch):
     model = str(root / "app" / "model.py")
     assert not where.is_users(model)
     space = {}
-    exec(compile("import sys\nfrom phonograph.where import has_called\ndef record(): has_called(sys._getframe())",
+    exec(compile("import sys\nfrom phonograph.python.origin import has_called\ndef record(): has_called(sys._getframe())",
                  str(root / "app" / "train.py"), "exec"), space)  # fmt: skip
     space["record"]()
     assert where.is_users(model)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.randomness import Known, held, share_state
+from phonograph.state.rng import Known, held, share_state
 
 
 class Generator:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group
 
 import phonograph as pg
-from phonograph import ranks
-from phonograph.observe import Counters
+from phonograph.engine import process_groups as ranks
+from phonograph.statistics import Counters
 from tests.helpers import counts, may_run_live, plain, reasons
 
 

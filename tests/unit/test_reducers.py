@@ -9,10 +9,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import phonograph as pg
-from phonograph import recorder, reducers
+from phonograph._torch.ddp import has_reducer, others_around, reducer_anew
+from phonograph.call.live_function import Marked
+from phonograph.capture import ddp_reducer as reducers
+from phonograph.engine import recorder
 from phonograph.errors import Refusal
-from phonograph.marked import Marked
-from phonograph.torch_private import has_reducer, others_around, reducer_anew
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without it")
 BUCKET = 1500 / 2**20  # MiB

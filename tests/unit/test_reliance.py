@@ -2,9 +2,9 @@
 
 import pytest
 
-from phonograph.places import kept
-from phonograph.reach import Reach
-from phonograph.reliance import Snapshot, _equal
+from phonograph.guards.guards import Snapshot, _equal
+from phonograph.guards.reachable import Reach
+from phonograph.python.containers import kept
 
 
 def test_values_of_two_kinds_are_not_equal():

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phonograph import signature, torch_private
+from phonograph._torch import settings as torch_settings
+from phonograph.call import signature
 
 _OTHER = {
     bool: lambda now: not now, int: lambda now: now + 1, str: lambda now: "medium", torch.dtype: lambda now: torch.float64
@@ -104,7 +105,7 @@ def test_what_a_trace_looks_at():
 
 def test_where_all_has_to_be_asked(monkeypatch):
     """As in a release of torch whose settings are not found in its memory, and whose guard does not say what it looks at."""
-    monkeypatch.setattr(torch_private, "_GlobalStateGuard", None)
+    monkeypatch.setattr(torch_settings, "_GlobalStateGuard", None)
     monkeypatch.setattr(signature, "_in_memory", frozenset())
     unchanged = signature.unchanged()
     assert unchanged()
@@ -120,8 +121,8 @@ def test_where_all_has_to_be_asked(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch's library has other names")
 def test_settings_are_found_in_memory():
-    memory, names = torch_private.kept_settings()
-    assert names == torch_private._KEPT.keys()
+    memory, names = torch_settings.kept_settings()
+    assert names == torch_settings._KEPT.keys()
     assert len(memory.raw) < 1 << 10
     for name in names:  # each has a byte of its own there
         before, now = memory.raw, getattr(torch._C, name)()

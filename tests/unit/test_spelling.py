@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phonograph.devices import spelling
-from phonograph.devices.spelling import spelled
+from phonograph.devices.cpu import bindings as spelling
+from phonograph.devices.cpu.bindings import spelled
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph.devices import cuda
-from phonograph.devices.cuda import CudaDevice
-from phonograph.pool import Lease, Pool
-from phonograph.spans import Spans
+from phonograph.devices.cuda import device as cuda
+from phonograph.devices.cuda.device import CudaDevice
+from phonograph.memory.pool import Lease, Pool
+from phonograph.memory.spans import Spans
 
 MIB = 1 << 20
 

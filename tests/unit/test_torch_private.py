@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch.utils import checkpoint
 
-from phonograph import torch_private
+from phonograph._torch import autograd as torch_autograd
+from phonograph._torch import cuda as torch_cuda
+from phonograph._torch import dynamo as torch_dynamo
 
 
 def test_inductors_code_says_what_it_writes():
-    path, called = torch_private.COMPILED_GRAPH
+    path, called = torch_dynamo.COMPILED_GRAPH
     found = []
 
     def hear(frame, event, _):
         if event == "call" and frame.f_code.co_name == called and frame.f_code.co_filename.endswith(path):
-            found.append(torch_private.written_by_graph(frame))
+            found.append(torch_dynamo.written_by_graph(frame))
 
     @torch.compile
     def function(written, read):
@@ -52,7 +54,7 @@ def test_what_inductor_compiles_for_the_backend_has_keys_of_its_own_in_its_cache
         return gm
 
     monkeypatch.setattr(torch._dynamo, "lookup_backend", {"inductor": compiling}.__getitem__)
-    torch_private.compiled_by("inductor", torch.fx.symbolic_trace(torch.nn.ReLU()), [], options)
+    torch_dynamo.compiled_by("inductor", torch.fx.symbolic_trace(torch.nn.ReLU()), [], options)
     ((patches, donated),) = asked
     usual = (options or {}).get("kernel_name_max_ops", torch._inductor.config.kernel_name_max_ops)
     assert patches["kernel_name_max_ops"] != usual
@@ -62,24 +64,24 @@ def test_what_inductor_compiles_for_the_backend_has_keys_of_its_own_in_its_cache
 
 
 def test_a_view_like_another():
-    with torch_private.original_views():
+    with torch_autograd.original_views():
         mould = torch.zeros(4, 6).t()[1:]
     base = torch.arange(24.0).reshape(4, 6).requires_grad_() * 1
-    view = torch_private.view_like(mould, base)
+    view = torch_autograd.view_like(mould, base)
     assert view._base is base
     assert torch.equal(view, base.t()[1:])
     assert type(view.grad_fn) is type(base.t()[1:].grad_fn)  # by the same functions, and not by as_strided
     with pytest.raises(ValueError, match="no such view"):
-        torch_private.view_like(mould, base.t())
+        torch_autograd.view_like(mould, base.t())
 
 
 def test_whether_tensors_share_their_version():
     x = torch.ones(3)
     x.add_(1)
-    assert torch_private.share_version(x, x.detach())
-    assert torch_private.share_version(x[1:], x)
-    assert not torch_private.share_version(x, x.data)
-    assert not torch_private.share_version(torch.ones(3), torch.ones(3))
+    assert torch_autograd.share_version(x, x.detach())
+    assert torch_autograd.share_version(x[1:], x)
+    assert not torch_autograd.share_version(x, x.data)
+    assert not torch_autograd.share_version(torch.ones(3), torch.ones(3))
     assert x._version == 1  # as it was
 
 
@@ -105,13 +107,13 @@ def test_kernels_are_measured_outside_of_pools(monkeypatch):
 
     heuristics = types.SimpleNamespace(CachingAutotuner=CachingAutotuner)
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_heuristics", heuristics)
-    monkeypatch.setattr(torch_private, "_c", private)
+    monkeypatch.setattr(torch_cuda, "_c", private)
     streams = {0: 7, 1: 8}
-    monkeypatch.setattr(torch_private, "raw_stream", streams.get)
+    monkeypatch.setattr(torch_cuda, "raw_stream", streams.get)
     for _ in range(2):  # the second time changes nothing
-        torch_private.measure_outside_of_pools()
+        torch_cuda.measure_outside_of_pools()
     tuner = CachingAutotuner()
-    with torch_private.route_to_pool(0, (0, 1)), torch_private.route_to_pool(1, (0, 2)):
+    with torch_cuda.route_to_pool(0, (0, 1)), torch_cuda.route_to_pool(1, (0, 2)):
         assert tuner.bench("first", with_profiler=True) == 3.0
         assert routed == [(0, (0, 1)), (1, (0, 2))]
         with pytest.raises(KeyError):
@@ -143,8 +145,8 @@ def test_the_numbers_of_a_pool_outlive_being_asked_for_its_segments(monkeypatch,
         return [{"segment_pool_id": (0, 300)}, {"segment_pool_id": (0, 0)}]
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    assert torch_private.segments((0, 300)) == [{"segment_pool_id": (0, 300)}]
-    mine = torch_private._Number(0), torch_private._Number(300)
+    assert torch_cuda.segments((0, 300)) == [{"segment_pool_id": (0, 300)}]
+    mine = torch_cuda._Number(0), torch_cuda._Number(300)
     assert [*map(sys.getrefcount, given[0])] == [*map(sys.getrefcount, mine)]
 
 
@@ -154,8 +156,8 @@ def test_a_hook_of_ours_is_not_the_users():
     over = partial(torch.clone)
     over._user_hooks = None
     for hook in (
-        torch_private.unseen_by_checkpoint(torch.Tensor.detach),
-        torch_private.unseen_by_checkpoint(torch.clone, over),
+        torch_autograd.unseen_by_checkpoint(torch.Tensor.detach),
+        torch_autograd.unseen_by_checkpoint(torch.clone, over),
     ):
         assert (hook._checkpoint_internal, hook._user_hooks) == (True, None)
         x = torch.ones(2, requires_grad=True)
@@ -165,7 +167,7 @@ def test_a_hook_of_ours_is_not_the_users():
         y.sum().backward()
         torch.testing.assert_close(x.grad, -x.sin().sin().detach() * x.cos().detach())
     over._user_hooks = users = (torch.clone, torch.clone)
-    assert torch_private.unseen_by_checkpoint(torch.Tensor.detach, over)._user_hooks is users
+    assert torch_autograd.unseen_by_checkpoint(torch.Tensor.detach, over)._user_hooks is users
 
 
 def test_functions_that_are_written_for_compiled_code_are_told_from_others():
@@ -185,13 +187,13 @@ def test_functions_that_are_written_for_compiled_code_are_told_from_others():
                 compiled(torch.ones(rows), torch.ones(3))
         finally:
             sys.setprofile(None)
-    assert torch_private.is_written_by_torch("___make_guard_fn", met["___make_guard_fn"], triton_heuristics.__file__)
-    assert torch_private.is_written_by_torch("guard", met["guard"], __file__)
+    assert torch_dynamo.is_written_by_torch("___make_guard_fn", met["___make_guard_fn"], triton_heuristics.__file__)
+    assert torch_dynamo.is_written_by_torch("guard", met["guard"], __file__)
     users, launcher = {"G": 6.674e-11}, {"runner": print}
     exec("def force(m): return G * m", users)
     exec("def launcher(x): runner(x)", launcher)
-    assert torch_private.is_written_by_torch("launcher", launcher, triton_heuristics.__file__)
-    assert not torch_private.is_written_by_torch("launcher", launcher, __file__)
-    assert not torch_private.is_written_by_torch("guard", users, __file__)
-    assert not torch_private.is_written_by_torch("<lambda>", {"G": globals(), "__builtins__": {}}, __file__)
-    assert not torch_private.is_written_by_torch("guard", globals(), triton_heuristics.__file__)
+    assert torch_dynamo.is_written_by_torch("launcher", launcher, triton_heuristics.__file__)
+    assert not torch_dynamo.is_written_by_torch("launcher", launcher, __file__)
+    assert not torch_dynamo.is_written_by_torch("guard", users, __file__)
+    assert not torch_dynamo.is_written_by_torch("<lambda>", {"G": globals(), "__builtins__": {}}, __file__)
+    assert not torch_dynamo.is_written_by_torch("guard", globals(), triton_heuristics.__file__)

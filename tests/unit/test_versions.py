@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from phonograph import versions
-from phonograph.versions import Versions, of_class, tell
+from phonograph.python import dict_versions as versions
+from phonograph.python.dict_versions import Versions, of_class, tell
 
 pytestmark = pytest.mark.skipif(not versions._heard, reason="not every change of a dictionary is heard here")
 

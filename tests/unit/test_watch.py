@@ -5,8 +5,8 @@ import weakref
 
 import torch
 
-from phonograph.reach import Reach
-from phonograph.watch import OperatorWatch
+from phonograph.capture.dispatch import OperatorWatch
+from phonograph.guards.reachable import Reach
 
 
 def test_it_goes_with_its_capture():

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from phonograph import store as shared
-from phonograph import torch_private, watchdog
-from phonograph.observe import Counters
-from phonograph.watchdog import Launches, Watched
+from phonograph._torch import process_groups as torch_process_groups
+from phonograph.distributed import store as shared
+from phonograph.distributed import watchdog
+from phonograph.distributed.watchdog import Launches, Watched
+from phonograph.statistics import Counters
 
 
 class Mark:
@@ -44,15 +45,15 @@ def device(monkeypatch):
     launches = Launches(Mark)
     monkeypatch.setattr(watchdog, "_launches", {"cpu": launches})
     monkeypatch.setattr(watchdog, "_GRACE", 0)
-    monkeypatch.setattr(torch_private, "timeout_of", lambda name, device: 10.0)
-    monkeypatch.setattr(torch_private, "ranks_of", lambda name: [0, 1, 2])
+    monkeypatch.setattr(torch_process_groups, "timeout_of", lambda name, device: 10.0)
+    monkeypatch.setattr(torch_process_groups, "ranks_of", lambda name: [0, 1, 2])
     return launches
 
 
 @pytest.fixture
 def store(monkeypatch):
     found = Store()
-    monkeypatch.setattr(torch_private, "default_store", lambda: found)
+    monkeypatch.setattr(torch_process_groups, "default_store", lambda: found)
     return found
 
 
@@ -88,7 +89,7 @@ def mark_of(launches, n):
 
 
 def test_a_replay_that_ends_is_nobodys_business(device, clock, ended, monkeypatch):
-    monkeypatch.setattr(torch_private, "default_store", lambda: pytest.fail("the store was asked"))
+    monkeypatch.setattr(torch_process_groups, "default_store", lambda: pytest.fail("the store was asked"))
     what = step()
     for n in range(200):
         device.note(what)
@@ -169,14 +170,14 @@ def test_of_many_collectives_the_first_are_named():
 def test_the_process_ends_where_torch_would_end_it(device, store, aborts, capsys, monkeypatch, value, times):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", value)
     aborted = []
-    monkeypatch.setattr(torch_private, "abort", lambda name, device: aborted.append(name))
+    monkeypatch.setattr(torch_process_groups, "abort", lambda name, device: aborted.append(name))
     assert ("ended now" in time_out(device, capsys)) == bool(times)
     assert len(aborts) == times
     assert aborted == (["0"] if value == "2" else [])
 
 
 def test_without_a_store_nobody_knows_who_is_missing(device, aborts, capsys, monkeypatch):
-    monkeypatch.setattr(torch_private, "default_store", lambda: None)  # asking it anything raises
+    monkeypatch.setattr(torch_process_groups, "default_store", lambda: None)  # asking it anything raises
     assert "Who is missing is not known" in time_out(device, capsys)
 
 

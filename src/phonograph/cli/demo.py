@@ -20,7 +20,7 @@ import phonograph as pg
 from phonograph.cli import digits, gpt, machine
 from phonograph.cli.console import CannotRun, table
 from phonograph.cli.race import Outcome, race
-from phonograph.progress import progress
+from phonograph.shapes.progress import progress
 
 HELP = "train a small real network live and recorded, and compare"
 

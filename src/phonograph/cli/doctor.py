@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 
 import phonograph as pg
-from phonograph import nccl
 from phonograph.cli import machine, tested
 from phonograph.cli.console import table
+from phonograph.distributed import nccl
 from phonograph.options import switched_off
 
 HELP = "say what is here and whether recording works"

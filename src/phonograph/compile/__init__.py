@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..hidden import hide
+from .._torch.skipped_frames import hide
 from .backend import backend, graphs
 
 __all__ = ["backend", "graphs"]

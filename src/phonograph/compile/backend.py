@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamo import compiled_by, compiling_apart, depends_on_data, wants_graphs
+from ..engine.recorded import Recorded
 from ..errors import Refusal, RunsLive
-from ..observe import logger
 from ..options import Options
-from ..recorded import Recorded
-from ..torch_private import compiled_by, compiling_apart, depends_on_data, wants_graphs
+from ..statistics import logger
 from .bound import Closed, Graph, named
 from .measured import Measured
 from .partition import Part, checked, parts

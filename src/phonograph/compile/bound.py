@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..identity import identity
-from ..observe import Counters, Observed, Stats
+from .._torch.dynamo import looked_at_first
+from ..engine.recorded import Recorded, counted, together
+from ..guards.reachable import Reach
 from ..options import Options
-from ..reach import Reach
-from ..recorded import Recorded, counted, together
-from ..torch_private import looked_at_first
+from ..python.identity import identity
+from ..statistics import Counters, Observed, Stats
 
 __all__ = ["Bound", "BoxedGraph", "Closed", "Graph", "named"]
 

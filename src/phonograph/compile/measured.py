@@ -2,7 +2,8 @@
 
 A launch of a CUDA graph, with all that is looked at before, takes the CPU as long as a handful of kernels. So a part of few
 operators may be faster unrecorded. How many that are depends on the machine and on the operators, so both ways are tried.
-(`phonograph.paying` says how calls are timed. A graph has many parts, so that one which runs live is called past all of that.)
+(`phonograph.engine.profitability` says how calls are timed. A graph has many parts, so that one which runs live is called
+past all of that.)
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..paying import Samples, Took
-from ..within import inside
+from ..engine.profitability import Samples, Took
+from ..state.reentrancy import inside
 from .bound import Graph
 
 __all__ = ["Measured"]

@@ -24,10 +24,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.split_module import split_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import operators
+from .._torch.dynamo import depends_on_data, fake_mode_of, unbacked
+from .._torch.tensors import storage_id
+from ..aten import operators
 from ..errors import Refusal
-from ..torch_private import depends_on_data, fake_mode_of, storage_id, unbacked
-from ..wording import operator as written
+from ..values.wording import operator as written
 
 __all__ = ["Part", "Rule", "checked", "parts"]
 

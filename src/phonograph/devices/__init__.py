@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import Refusal
-from ..naming import named
-from .cpu import CpuDevice
-from .cuda import CudaDevice  # now, and not in the middle of somebody's first call
+from ..values.device_names import named
+from .cpu.device import CpuDevice
+from .cuda.device import CudaDevice  # now, and not in the middle of somebody's first call
 
 __all__ = ["all_devices", "device_for", "lock", "owned"]
 

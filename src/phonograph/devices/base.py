@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..dials import Dials
-from ..left import Left
-from ..loggers import Question
-from ..pool import Pool
-from ..ran import Ran
-from ..randomness import Rewind
-from ..reach import Reach
-from ..recording import Program, Recording
-from ..spans import Spans
-from ..watch import OperatorWatch
-from ..wording import Failure
+from ..capture.dispatch import OperatorWatch
+from ..capture.recording import Program, Recording
+from ..guards.attribute_effects import Left
+from ..guards.hyperparameters import Dials
+from ..guards.reachable import Reach
+from ..memory.pool import Pool
+from ..memory.spans import Spans
+from ..python.executed_code import Ran
+from ..python.loggers import Question
+from ..state.rng import Rewind
+from ..values.wording import Failure
 
 __all__ = ["Captured", "Device", "Made"]
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from .. import operators
+from .._torch.autograd import on_thread_of_autograds
+from .._torch.tensors import has_memory
+from ..aten import operators
+from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
-from ..numerals import Site, readable, site_of
-from ..torch_private import has_memory, on_thread_of_autograds
-from ..watch import OperatorWatch
-from ..wording import at_work
+from ..values.host_scalars import Site, readable, site_of
+from ..values.wording import at_work
 
 __all__ = ["AS_MEMORY", "ITEM", "LISTED", "NUMBERS", "READS", "TRUTH", "host_reads_refused", "of_the_host", "reads_value"]
 

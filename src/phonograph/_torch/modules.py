@@ -1,0 +1,143 @@
+"""Private parts of torch: modules and optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.backends.mha
+import torch.optim.optimizer as optimizer_module
+import torch.overrides
+import torch.utils._device
+import torch.utils._python_dispatch
+
+__all__ = [
+    "CALLED_THROUGH",
+    "call_through",
+    "goes_through",
+    "hooks_of_modules",
+    "hooks_of_optimizers",
+    "module_hooks",
+    "module_settings",
+    "optimizer_hooks",
+    "other_calling",
+    "own_call",
+    "parametrizations_are_cached",
+    "step_hooks",
+    "steps_captured",
+    "steps_itself",
+]
+
+
+CALLED_THROUGH = "_compiled_call_impl"
+"""The attribute of a module that says what its calls go through."""
+
+
+def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let calls of a module go to `call`; None: to its own again. torch keeps this out of what is pickled or copied."""
+    if not hasattr(torch.nn.Module, "_compiled_call_impl"):
+        raise NotImplementedError(
+            "this torch release lacks nn.Module._compiled_call_impl: record a function that calls the module"
+        )
+    module._compiled_call_impl = call
+
+
+def goes_through(module: torch.nn.Module) -> Any:
+    """What calls of a module go to, if not to its own; None otherwise."""
+    return module._compiled_call_impl
+
+
+def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """A module's own call: its hooks, and `forward`."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+_CALL: Any = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
+
+
+def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
+    """The own call of the module whose call this frame is, if that is another than `owner`: one that was given the attributes
+    of that, and with them what its calls go through. So are the replicas of `torch.nn.DataParallel` made."""
+    if frame.f_code is not _CALL:
+        return None
+    module = frame.f_locals["self"]
+    return own_call(module) if module is not owner else None
+
+
+def _global_hooks(module: Any) -> list[dict[int, Any]]:
+    return [v for n, v in vars(module).items() if n.startswith("_global_") and isinstance(v, dict)]
+
+
+hooks_of_modules, hooks_of_optimizers = _global_hooks(torch.nn.modules.module), _global_hooks(optimizer_module)
+
+
+def module_hooks() -> tuple[Any, ...]:
+    """The hooks that all modules share."""
+    return tuple([hook for d in hooks_of_modules for hook in d.values()])
+
+
+def optimizer_hooks() -> tuple[Any, ...]:
+    """The hooks that all optimizers share."""
+    return tuple([hook for d in hooks_of_optimizers for hook in d.values()])
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """The hooks of one optimizer's `step`."""
+    if not steps_itself(optimizer):
+        return ()
+    return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+
+
+def steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of its own, with hooks, and none that stands before another (accelerate's)."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+_COUNT_READ_BY = "_get_value"  # in the modules of torch.optim
+
+_ASKS_FOR_MODE = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # the latter up to torch 2.11
+
+
+@contextmanager
+def steps_captured(count: Callable[[Any], float | None]) -> Iterator[None]:
+    """During the block, steps of torch's optimizers may be captured: `count` gives what they read of a step count, or None
+    where they have to read it; and none asks for the `capturable` mode."""
+    base: Any = torch.optim.Optimizer
+    places: list[tuple[Any, str, Any]] = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
+    modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
+
+    def reads(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def value(x: Any) -> Any:
+            found = count(x)
+            return read(x) if found is None else found
+
+        return value
+
+    places += [(m, _COUNT_READ_BY, reads) for m in modules if hasattr(m, _COUNT_READ_BY)]
+    before = [(place, name, vars(place)[name]) for place, name, _ in places]
+    for (place, name, instead), (_, _, old) in zip(places, before, strict=True):
+        setattr(place, name, instead(old))
+    try:
+        yield
+    finally:
+        for place, name, old in before:
+            setattr(place, name, old)
+
+
+def _asks_nothing(_: torch.optim.Optimizer) -> None:
+    """Instead of torch's check."""
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether this is within `parametrize.cached()`."""
+    return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
+
+
+def module_settings() -> tuple[Any, ...]:
+    """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
+    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()

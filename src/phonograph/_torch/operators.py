@@ -1,0 +1,53 @@
+"""Private parts of torch: operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+import torch.backends.mha
+import torch.overrides
+import torch.utils._device
+import torch.utils._python_dispatch
+
+from .functions import _c
+
+__all__ = ["bindings", "carried_out", "insists_on_no_mode", "is_composite", "is_higher_order", "is_missing"]
+
+
+def bindings(name: str, *, out: bool) -> list[Callable[..., Any]]:
+    """The functions in C by which Python calls operators of this name: those that take `out=`, or methods come first."""
+    spaces = (torch, getattr(torch._C, "_nn", None)) if out else (torch.Tensor, torch)
+    found = [getattr(space, name, None) for space in spaces]
+    return [f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType))]
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others before autograd sees it."""
+    return bool(_c("_dispatch_has_kernel_for_dispatch_key")(func.name(), "CompositeImplicitAutograd"))
+
+
+def is_higher_order(func: object) -> bool:
+    """Whether this is an operator of `torch.ops.higher_order`, which is given functions or other operators."""
+    return type(func) is not torch._ops.OpOverload and isinstance(func, torch._ops.HigherOrderOperator)  # (that asks `abc`)
+
+
+def insists_on_no_mode(func: Any) -> bool:
+    """Whether its own code does not run under a dispatch mode: it asks whether there is one, and calls no operators itself."""
+    code = getattr(func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd), "__code__", None)
+    return code is not None and "_get_current_dispatch_mode" in code.co_names
+
+
+def carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What such an operator gives by its own code for the device, below dispatch modes, which see what it calls."""
+    keys = torch._ops._compute_keyset(args, kwargs, func.non_fallthrough_keys)
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        keys = keys.remove(key)
+    return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
+
+
+def is_missing(e: NotImplementedError) -> bool:
+    """Whether it is torch's that such an operator has no code."""
+    return "could not find kernel for HigherOrderOperator" in str(e)

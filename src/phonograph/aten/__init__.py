@@ -1,0 +1,1 @@
+"""What operators mean for a recording: what each writes, collectives, autocast."""

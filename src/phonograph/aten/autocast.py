@@ -1,0 +1,103 @@
+"""Autocast, as a setting of the process and within operators.
+
+Torch's own operators have their arguments cast before they run; what they do then is none of its business. An operator that
+somebody else has made is called as it is, and what its code calls is cast. But where a mode looks on that is told of each
+operator, as in a capture, torch has autocast off below: there, it has to be put on again for such code.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._torch.modes import autocast_is_on
+from .operators import Meaning
+
+__all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
+
+_KINDS = ("cpu", "cuda")
+_USUAL = torch.bfloat16, torch.float16, True
+USED_WHEN_ON: tuple[Callable[[], Any], ...] = (
+    *(functools.partial(torch.get_autocast_dtype, kind) for kind in _KINDS), torch.is_autocast_cache_enabled
+)  # fmt: skip
+"""What code in the function that turns it on goes by: to be asked where it is off as well."""
+
+
+def autocast() -> tuple[Any, ...]:
+    """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
+    up in that type. Empty where it is off, and these are as usual."""
+    of_cpu, of_cuda, cached = used = tuple([get() for get in USED_WHEN_ON])
+    if used == _USUAL and not autocast_is_on():
+        return ()
+    return tuple(zip(map(torch.is_autocast_enabled, _KINDS), (of_cpu, of_cuda), strict=True)), cached
+
+
+def set_autocast(to: tuple[Any, ...]) -> None:
+    """Make it what `autocast` gave."""
+    kinds, cached = to or (((False, _USUAL[0]), (False, _USUAL[1])), _USUAL[2])
+    torch.set_autocast_cache_enabled(cached)
+    for kind, (on, dtype) in zip(_KINDS, kinds, strict=True):
+        torch.set_autocast_enabled(kind, on)
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)
+
+
+class Casts:
+    """What autocast is within the operators of a call, while it is `following` that. From below, torch does not tell; so its
+    contexts do, where they begin and end."""
+
+    def __init__(self) -> None:
+        self._outside = autocast()
+        self._thread = threading.get_ident()
+        self._regions: dict[int, list[tuple[Any, ...]]] = {self._thread: []}  # by threads: autograd has its own
+
+    def within(self, m: Meaning) -> tuple[Any, ...]:
+        """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
+        if not m.others:
+            return ()
+        regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
+        return regions[-1] if regions else self._outside
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """The call runs inside the block."""
+        kind: Any = torch.amp.autocast_mode.autocast
+        begin, end = kind.__enter__, kind.__exit__
+
+        @functools.wraps(begin)
+        def begins(region: Any) -> Any:
+            result = begin(region)
+            self._regions.setdefault(threading.get_ident(), []).append(autocast())
+            return result
+
+        @functools.wraps(end)
+        def ends(region: Any, *exception: Any) -> Any:
+            regions = self._regions.get(threading.get_ident())
+            if regions:
+                regions.pop()
+            return end(region, *exception)
+
+        kind.__enter__, kind.__exit__ = begins, ends
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = begin, end
+
+    @staticmethod
+    @contextmanager
+    def restored(then: tuple[Any, ...]) -> Iterator[None]:
+        """Inside the block it is as it was then."""
+        now = autocast()
+        if now == then:
+            yield
+            return
+        set_autocast(then)
+        try:
+            yield
+        finally:
+            set_autocast(now)

@@ -1,0 +1,94 @@
+"""What code keeps for its backward where autograd cannot see it: variables of a function that is recomputed, attributes of
+`ctx`, what `checkpoint` keeps by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from .._torch.process_groups import groups_of_ranks
+from .._torch.tensors import has_memory
+from ..python.identity import identity
+
+NODE: Any = BackwardCFunction
+"""The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
+
+__all__ = ["NODE", "Contents", "kept"]
+
+_MANY = 100_000
+_ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float, *groups_of_ranks())
+
+
+def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: False) -> list[Any]:
+    """The objects that these refer to, directly or not. Modules, optimizers and globals are not looked into: what they have
+    outlives the call; and what is `left_out` is not met."""
+    found: dict[int, Any] = {}
+    work = deque(roots)
+    while work and len(found) < _MANY:
+        x = work.popleft()
+        if identity(x) not in found and not left_out(x):
+            found[identity(x)] = x
+            work.extend(_within(x))
+    return list(found.values())
+
+
+class Contents:
+    """The containers and objects that code keeps, to see whether a run changes what is in them, or gives them to somebody.
+    torch's own are left out."""
+
+    def __init__(self, roots: Iterable[object], held: Container[int] = ()) -> None:
+        """`held` are the storages of the tensors that are kept so."""
+        found = kept(roots, lambda x: type(x).__module__.startswith("torch.") and not isinstance(x, NODE))
+        self._found = [x for x in found if not isinstance(x, (*_ENDS, torch.Tensor, FunctionType, MethodType, partial))]
+        # Whoever has one of these has what is kept.
+        self._holders = [x for x in found if not isinstance(x, (*_ENDS, torch.Tensor)) and _holds(x, held)]
+
+    def owners(self) -> list[int]:
+        """How many there are of each that leads to what is kept."""
+        return [*map(sys.getrefcount, self._holders)]
+
+    def now(self) -> list[list[Any]]:
+        return [list(_within(x)) for x in self._found]
+
+    def changed(self, before: list[list[Any]]) -> bool:
+        """Since `now` was this."""
+        return any(len(was) != len(now) or not all(map(is_, was, now)) for was, now in zip(before, self.now(), strict=True))
+
+
+def _holds(x: Any, held: Container[int]) -> bool:
+    """A `ctx` does anyway: there are also the tensors that were saved."""
+    there = (t for t in kept([x]) if isinstance(t, torch.Tensor))
+    return isinstance(x, NODE) or any(t.untyped_storage()._cdata in held for t in there if has_memory(t))
+
+
+def _within(x: Any) -> Iterable[Any]:
+    if isinstance(x, _ENDS) or x is None:
+        return ()
+    if isinstance(x, torch.Tensor):
+        return (x.grad_fn,) if isinstance(x.grad_fn, NODE) else ()
+    if isinstance(x, FunctionType):
+        return (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+    if isinstance(x, CellType):
+        return _contents(x)
+    if isinstance(x, MethodType):
+        return x.__func__, x.__self__
+    if isinstance(x, partial):
+        return x.func, *x.args, *x.keywords.values()
+    inside = [*x, *x.values()] if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple, set, deque)) else []
+    own = getattr(x, "__dict__", {})
+    return [*inside, *own, *own.values()]
+
+
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return ()

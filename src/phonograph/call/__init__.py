@@ -1,0 +1,1 @@
+"""What call is this? The description that decides which recording fits."""

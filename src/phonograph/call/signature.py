@@ -1,0 +1,403 @@
+"""What call is this? The hashable description that decides whether a recording fits.
+
+Two calls have the same signature when a recording of one is right for the other, whatever the *values* in their
+tensors: same nesting, same metadata of every tensor, equal Python values, same modes. Nothing is ever cast or
+broadcast to make a call fit (a `copy_` into a slot would do both silently, so the comparison has to be complete).
+
+How Python values compare, `keys` says. An argument that has no value to compare (a generator, an open file, an object of
+some class) has no signature at all: `NoSignature` says why, and the call runs live.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from .._torch.autograd import saved_tensors_hooks
+from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
+from .._torch.settings import kept_settings, state_guard
+from .._torch.tensors import has_memory, is_shape, kind_of
+from ..aten.autocast import USED_WHEN_ON, autocast, set_autocast
+from ..memory.loans import Borrowed, plain
+from ..memory.pool import copy_of
+from ..memory.spans import Spans
+from ..python.identity import identity
+from ..python.origin import written_out
+from ..values.keys import Identity, NoSignature, argument_key
+from ..values.pytree import Node, Opening, path_to, unhashable
+from ..values.tensor_subclasses import consists_of_parts
+from ..values.wording import Naming
+from .recurring_objects import Regulars
+
+__all__ = [
+    "ALIGNMENT",
+    "FOLLOWED",
+    "HOOKS",
+    "Call",
+    "aliases",
+    "attributes",
+    "describe",
+    "has_gradient_or_hooks",
+    "modes",
+    "put_back",
+    "stands_in",
+    "tensor_key",
+    "unchanged",
+    "unseen",
+]
+
+
+ALIGNMENT = 16  # bytes: the widest load of a GPU
+
+
+class Call(NamedTuple):
+    """One use of a recorded function, taken apart.
+
+    `tensors` are the argument tensors in order, each once, `leaves` all leaves, `places` the index in `leaves` of each
+    tensor, `like` the arguments as they came, `containers` what of them was taken apart, each before what is in it. `again` are
+    (place, tensor) pairs for tensors that are given more than once.
+    """
+
+    key: tuple[Any, ...]
+    shape: Node | None
+    leaves: list[Any]
+    tensors: list[torch.Tensor]
+    places: tuple[int, ...]
+    like: Any = None
+    again: tuple[tuple[int, int], ...] = ()
+    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
+    containers: Sequence[Any] = ()
+    numbers: tuple[int, ...] = ()  # the places of numbers that are followed: their values are no part of the signature
+
+    def lent_within(self, spans: Spans) -> list[int]:
+        """Which arguments are borrowed outputs that lie there."""
+        return [i for i, b in self.lent.items() if spans.meets(b.loan.address, b.loan.nbytes)]
+
+    def own_borrowed(self, within: Spans) -> None:
+        """Let arguments that are borrowed outputs have memory of their own, before what is lent `within` is taken back. (The
+        signature has said that they lie apart.)"""
+        for i in self.lent_within(within):
+            self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
+            del self.lent[i]
+
+
+FOLLOWED = (float,)
+"""Stands in a key for any number."""
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def describe(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming, regulars: Regulars | None = None,
+    followed: Set[tuple[Node | None, int]] = frozenset(),
+) -> Call:  # fmt: skip
+    """The signature of a call, and its tensors. Of the objects that are given the `regulars` are known, which stand for
+    themselves. At the places that are `followed`, given with the arguments' structure, any number may stand.
+
+    Raises:
+        NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
+    """
+    regulars = Regulars() if regulars is None else regulars
+    while True:
+        opening, leaves = Opening(regulars.standing, by_attributes=regulars.by_attributes), list[Any]()
+        try:
+            shape = opening.flatten((args, dict(kwargs)), leaves)
+        except RecursionError:
+            whole = opening.unfinished()
+            if whole is not None and regulars.seal(whole, ()):
+                continue
+            raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
+        if (opening.spans or regulars.standing) and regulars.note(opening, leaves):
+            continue
+        try:
+            return _described(args, kwargs, shape, leaves, opening, regulars, followed)
+        except _Unplaced as e:
+            whole = opening.outermost(e.at) if e.at >= 0 else None
+            if whole is None or not regulars.seal(whole[0], leaves[whole[1] : whole[2]]):
+                raise _placed(e.of, shape, e.at, naming()) from None
+
+
+class _Unplaced(Exception):
+    """A leaf, of this number, cannot be described; or, if that is less than 0, what is no leaf."""
+
+    def __init__(self, of: NoSignature, at: int) -> None:
+        super().__init__()
+        self.of = of
+        self.at = at
+
+
+def _described(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Node | None, leaves: list[Any], opening: Opening,
+    regulars: Regulars, followed: Set[tuple[Node | None, int]],
+) -> Call:  # fmt: skip
+    tensors: list[torch.Tensor] = []
+    places: list[int] = []
+    again: list[tuple[int, int]] = []
+    lent: dict[int, Borrowed] = {}
+    numbers: dict[int, int] = {}
+    keys: list[Any] = []
+    given: list[int] = []
+    standing, at = regulars.standing, -1
+    try:
+        for at, leaf in enumerate(leaves):
+            if (standing and identity(leaf) in standing) or _has_own(leaf, regulars):
+                keys.append((type(leaf), Identity(leaf)))
+            elif isinstance(leaf, torch.Tensor):
+                number = numbers.setdefault(identity(leaf), len(tensors))
+                if number < len(tensors):  # `q is k` is something that a function may ask
+                    leaves[at] = tensors[number]
+                    keys.append(number)
+                    again.append((at, number))
+                    continue
+                if type(leaf) is Borrowed:
+                    lent[number] = leaf
+                    leaf = leaves[at] = plain(leaf)
+                keys.append(tensor_key(leaf))
+                tensors.append(leaf)
+                places.append(at)
+            elif followed and type(leaf) is float and (shape, at) in followed:
+                keys.append(FOLLOWED)
+                given.append(at)
+            else:
+                keys.append(regulars.counted(argument_key(leaf)))
+        at = -1
+        key = (shape, tuple(keys), aliases(tensors), modes())
+        hash(key)
+    except NoSignature as e:
+        raise _Unplaced(e, at) from None
+    except TypeError as e:
+        if at >= 0:
+            raise
+        raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
+    containers = opening.containers
+    apart = [identity(c) for c in containers if isinstance(c, torch.Tensor)]
+    if len({*apart}) < len(apart):  # `q is k` is something that a function may ask
+        raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")
+    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers, tuple(given))
+
+
+def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
+    """Whether an object of these identities stands for itself in a signature."""
+    return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
+
+
+def _has_own(leaf: Any, regulars: Regulars) -> bool:
+    """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and is a parameter, or requires a
+    gradient: it stands for itself, as a parameter does."""
+    if type(leaf) is torch.Tensor:
+        return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_leaf or not consists_of_parts(leaf):
+        return False
+    return (leaf.requires_grad or isinstance(leaf, torch.nn.Parameter)) and regulars.hold(leaf)
+
+
+def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:
+    """The same, with the place among the arguments where it is: at this leaf, or at none."""
+    if at >= 0:
+        return e.of(f"as `{naming(path_to(shape, at))}`")
+    path = unhashable(shape)
+    return e.of(f"as a key of `{naming(path)}`, or beside its items", "use numbers or strings as keys") if path else e
+
+
+def _instead_of(t: torch.Tensor) -> str:
+    """What to pass instead of a tensor without memory."""
+    if is_shape(t):
+        return "pass a tensor on the CPU or a GPU, or its shape"
+    if t.is_nested:
+        return "pass a padded tensor, and a mask or lengths"
+    return "pass a dense tensor, or the tensors of which it is made (indices, values)"
+
+
+def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """All metadata of one tensor that a recording is specialised on."""
+    if type(t) not in _TENSORS:
+        historied = t.requires_grad and consists_of_parts(t)
+        raise NoSignature(f"takes a tensor of class {type(t).__qualname__}{' that requires a gradient' if historied else ''}",
+                          "pass it detached, or keep it as an attribute" if historied else
+                          "pass a plain tensor: t.as_subclass(torch.Tensor), or to_local() of a DTensor")  # fmt: skip
+    if not has_memory(t):
+        if is_batched(t):
+            raise NoSignature("takes a tensor of a batched computation (vmap, is_grads_batched)", "record what contains that")
+        raise NoSignature(f"takes {kind_of(t)}", _instead_of(t))
+    if t.__dict__ and type(t) is torch.Tensor and attributes(t):
+        raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
+    if type(t) is torch.Tensor and has_gradient_or_hooks(t):
+        raise NoSignature("takes a tensor that has a gradient or hooks", "pass the same leaf tensor each time, or a view of it "
+                          "(t.view_as(t))")  # fmt: skip
+    if t.is_inference() and t.requires_grad:
+        raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
+    if t.is_conj() or t.is_neg():
+        raise NoSignature("takes a tensor that is conjugated or negated when it is read", "pass t.resolve_conj().resolve_neg()")
+    own = identity(t) if isinstance(t, torch.nn.Parameter) else None
+    # Kernels load aligned data several elements at a time, and dropout then draws in another order.
+    alignment = t.data_ptr() % ALIGNMENT
+    return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, own)
+
+
+def attributes(t: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a tensor has of its own, but for the marks that `torch.compile` makes."""
+    return {name: value for name, value in t.__dict__.items() if not name.startswith("_dynamo_")}
+
+
+def unseen(_: Any) -> None:
+    """The hook of a recorded call's result that nobody has set a hook on."""
+
+
+unseen.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn that it is left out
+
+
+def has_gradient_or_hooks(t: torch.Tensor) -> bool:
+    """Whether somebody has given a tensor what the copy of it in a recording has not."""
+    hooks = t._backward_hooks
+    if hooks and any(hook is not unseen for hook in hooks.values()):
+        return True
+    return bool(getattr(t, "_post_accumulate_grad_hooks", None)) or (t.is_leaf and t.grad is not None)
+
+
+def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
+
+    A function that writes one of two overlapping arguments is another program than one with separate arguments. Memory, and
+    not storage objects: two of these may stand for the memory of one NumPy array.
+    """
+    if len(tensors) < 2:
+        return ()
+    spans = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), i) for i, t in enumerate(tensors))
+    found: list[int] = []
+    start, end, first = 0, 0, -1
+    for at, nbytes, i in spans:
+        if at < end and nbytes:
+            found += [i, first, tensors[i].data_ptr() - start]
+        else:
+            start, first = at, i
+        end = max(end, at + nbytes)
+    return tuple(found)
+
+
+def _getters() -> list[Callable[[], Any]]:
+    """The process-wide settings that change what a call computes, as functions without arguments."""
+    c = torch._C
+    found: list[Callable[[], Any]] = [
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
+        torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
+        torch.is_anomaly_enabled, torch.get_num_threads,
+    ]  # fmt: skip
+    names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+             "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
+             "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
+             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled",
+             "_get_cublas_allow_fp16_accumulation", "_get_cpu_allow_fp16_reduced_precision_reduction",
+             "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
+    found += [getattr(c, n) for n in names if hasattr(c, n)]
+    order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
+    found.append(lambda: tuple(order()))
+    return [*found, is_traced, function_modes, dispatch_modes, saved_tensors_hooks]
+
+
+_GETTERS = _getters()
+_FUNCTION_MODES = _GETTERS.index(function_modes)
+HOOKS = _GETTERS.index(saved_tensors_hooks)
+"""The place of these among the settings."""
+_DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
+
+
+def modes() -> tuple[Any, ...]:
+    """The process- and thread-wide settings that a recording is specialised on."""
+    try:
+        settings = _settings()
+    except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
+        settings = (*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS])
+    rare: tuple[Any, ...] = ()
+    if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
+        rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    return settings, autocast(), forward_ad._current_level, rare
+
+
+def unchanged() -> Callable[[], bool]:
+    """A function that says whether the settings are what they are now: perhaps no where they are, and never yes where they are
+    not. What `modes` asks one by one, this sees at one glance where it can. For the same settings it is the same function."""
+    now = modes()
+    found = _unchanged.pop(now, None)
+    if found is None or not found():  # it looks at more than what `modes` gives
+        found = _unchanged_from(now)
+    _unchanged[now] = found
+    if len(_unchanged) > _MODES:
+        del _unchanged[next(iter(_unchanged))]
+    return found
+
+
+_MODES = 64  # of which the functions are kept, those that were asked for last
+_unchanged: dict[Any, Callable[[], bool]] = {}
+
+
+def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
+    settings, cast, level, rare = now
+    if rare or len(settings) != len(_GETTERS):
+        return bool
+    same, guarded = state_guard()
+    names: dict[str, Any] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
+    asked = ["same()"] * bool(guarded) + ["kept.raw == was"] * bool(_in_memory) + ["forward_ad._current_level == level"]
+    casting = [(get, get()) for get in USED_WHEN_ON]  # of which the guard knows only where it is on
+    for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast), *casting]):
+        if getattr(get, "__name__", "") not in guarded | _in_memory:
+            names |= {f"g{i}": get, f"v{i}": value}
+            asked.append(f"g{i}() is v{i}" if value is None or isinstance(value, bool) else f"g{i}() == v{i}")
+    found: Callable[[], bool] = written_out(f"lambda: {' and '.join(asked)}", names)
+    return found
+
+
+def put_back(before: tuple[Any, ...]) -> None:
+    """Make settings again what they were, those that are no more than a value."""
+    now = modes()
+    if now == before:
+        return
+    then = dict(zip(_GETTERS, before[0], strict=False))
+    for get, set_to in _SETTERS.items():
+        if _asked(get) != then[get]:
+            set_to(then[get])
+    only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
+    torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)
+    set_autocast(before[1])
+
+
+def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:
+    """What sets the settings. (But for the order of attention's kernels, which torch itself decides at their first call.)"""
+    c = torch._C
+    found: dict[Callable[[], Any], Callable[[Any], Any]] = {
+        torch.is_grad_enabled: c._set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
+        torch.is_anomaly_enabled: torch.set_anomaly_enabled, torch.get_num_threads: torch.set_num_threads,
+    }  # fmt: skip
+    for get in _GETTERS:
+        name = getattr(get, "__name__", "")
+        for ours in (name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)):
+            if name.startswith("_get") and ours != name and hasattr(c, ours) and isinstance(get(), (bool, str)):
+                found.setdefault(get, getattr(c, ours))
+    return found
+
+
+def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
+    """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
+    cost as much again as the calls."""
+    names = {f"g{i}": get for i, get in enumerate(getters)}
+    calls: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
+    return calls
+
+
+_settings = _written_out(_GETTERS)
+_SETTERS = _setters()
+_kept, _in_memory = kept_settings()
+
+
+def _asked(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+_PRECISIONS = [(b, op) for b in ("generic", "cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
+               if b != "generic" or op == "all"]  # fmt: skip

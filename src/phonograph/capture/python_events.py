@@ -1,0 +1,344 @@
+"""Hearing what Python code does while it is captured, to refuse its effects before they happen.
+
+What an effect is, `effects` decides; here are the two ways to hear of calls:
+
+* `sys.monitoring` (Python 3.12 and later). The start of a function is heard once for each code object, and decides
+  whether its calls are listened to: all those of the user's code, and of library code only where it mentions a name that
+  could be an effect. Everything else runs at full speed.
+* `sys.setprofile`: every call and start of the thread, ours and torch's included. It is kept cheap by looking at names
+  first, and is off while `OperatorWatch` works (`unheard`). Another profile function is called as well; cProfile, which is
+  no Python function, pauses.
+
+Monitoring hears all threads: the one that captures counts, and autograd's, which are not of Python's making. A profile
+function hears its own thread only, so that before Python 3.12 an effect in a hook that autograd calls on a thread of its
+own (on a GPU) is not heard.
+
+What the garbage collector calls is not listened to: it may come up anywhere, and is no part of the function.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from _queue import SimpleQueue
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FrameType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any, Protocol
+
+import torch
+
+from .._torch.autograd import on_thread_of_autograds
+from ..errors import Overlooked, Refusal
+from ..python.containers import is_table
+from ..python.gc_control import telling_collections
+from ..python.identity import identity
+from ..python.loggers import ASKING, Question, question
+from ..python.origin import is_users, users_line
+from ..state.rng import READS, SETS, asked
+from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+
+__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python"]
+
+
+# By identity: a code's hash goes through all its instructions.
+_FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which each start is heard, and no effect by itself
+_READ = frozenset(map(identity, READS))
+_LISTS = frozenset({list, deque})  # which may be left with other values
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
+
+LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
+
+
+class FollowsRandomStates(Protocol):
+    """Is told of the states of torch's default generators that the call reads and sets, and of groups of collectives.
+    `refusal`: it has refused something."""
+
+    refusal: Refusal | None
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        """May raise a `Refusal`."""
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        """Before it happens. May raise a `Refusal`."""
+
+    def begins_group(self, frame: FrameType) -> bool:
+        """Whether code may begin a group of collectives. May raise a `Refusal`."""
+
+
+@contextmanager
+def watching_python(
+    outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut, follower: FollowsRandomStates
+) -> Iterator[Listener]:
+    """Refuse effects of Python code while the block runs.
+
+    `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
+    besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
+    function was looked at, of the code that starts.
+    """
+    source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
+    with telling_collections() as collecting:
+        listener = Listener(outer, more, caching, left_out, follower, collecting)
+        with source(listener):
+            yield listener
+
+
+class Listener:
+    """What both sources call. Raises a `Refusal` where the call or start would be an effect.
+
+    `found` are the refusals, also those that the user's code swallowed, `ran` the code of all functions that ran, `elsewhere`
+    that of some which ran in other threads or were called by the garbage collector, and were no part of it,
+    `overlooked` what one of them was left out for, `loggers` what these were asked, `changed` what is to be said of the calls
+    of methods of a list which outlives the call, by its identity, and `appended` how many of them append to it."""
+
+    def __init__(self, outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut,
+                 follower: FollowsRandomStates, collecting: Callable[[], bool]) -> None:  # fmt: skip
+        self.overlooked: Overlooked | None = None
+        self._left_out = left_out
+        self._follower = follower
+        self.found: list[Refusal] = []
+        self.loggers: dict[tuple[int, int | None], Question] = {}
+        self.by_identity: dict[int, CodeType] = {}  # all functions that ran: a code's hash goes through all its instructions
+        self.ran: Collection[CodeType] = self.by_identity.values()
+        self.elsewhere: dict[int, CodeType] = {}
+        self.changed: dict[int, list[Refusal]] = {}
+        self.appended = Counter[int]()
+        self._globals: dict[int, dict[str, Any]] = {}
+        self.caching = caching
+        self.starts = start_names | more.keys()
+        self.more = more
+        self.outer = outer
+        self._thread = threading.get_ident()
+        self._collecting = collecting
+
+    def called(self, function: Any, owner: Any, frame: FrameType) -> None:
+        if function.__name__ == BEGINS_GROUP and self.concerned():
+            with self._refusing(frame):
+                if self._follower.begins_group(frame):
+                    return
+        effect = of_call(function, owner, frame, self.outer)
+        if effect is not None and type(owner) in _LISTS and self.concerned():
+            refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))
+            self.changed.setdefault(identity(owner), []).append(refusal)
+            self.appended[identity(owner)] += function.__name__ == "append"
+        elif not (effect is not None and is_table(owner) and function.__name__ == "__setitem__"):
+            self._judge(effect, frame)
+
+    def started(self, frame: FrameType) -> None:
+        if frame.f_code in ASKING and self.concerned():
+            put = question(frame, self.outer)
+            if put is not None:
+                self.loggers[identity(put[0]), put[1]] = put
+        if frame.f_code in SETS and self.concerned():
+            with self._refusing(frame):
+                self._follower.state_set(frame.f_locals["new_state"], asked(frame))
+        self._judge(of_start(frame, self.more), frame)
+        if identity(frame.f_code) in self.caching:
+            self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
+
+    def returned(self, frame: FrameType, value: Any) -> None:
+        """One of `READS` returns."""
+        if self.concerned():
+            with self._refusing(frame):
+                self._follower.state_read(value, asked(frame))
+
+    @contextmanager
+    def _refusing(self, frame: FrameType) -> Iterator[None]:
+        """A refusal inside the block counts, also if the code that it is raised in catches it."""
+        try:
+            yield
+        except Refusal as refusal:
+            refusal.where = users_line(frame)
+            self.found.append(refusal)
+            raise
+
+    def functions(self) -> list[tuple[CodeType, dict[str, Any]]]:
+        """The code of all functions that ran, and the globals of each."""
+        return [(code, self._globals[key]) for key, code in self.by_identity.items()]
+
+    def is_new(self, code: CodeType) -> bool:
+        """Whether no function with this code has started yet."""
+        return identity(code) not in self.by_identity
+
+    def met(self, frame: FrameType) -> None:
+        """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
+        self._globals[identity(frame.f_code)] = frame.f_globals
+        self.by_identity[identity(frame.f_code)] = frame.f_code
+        left_out = self._left_out(frame)
+        if left_out is not None:
+            if isinstance(left_out, Refusal):
+                self.found.append(left_out)
+            else:
+                self.overlooked = left_out
+            raise left_out
+
+    def _judge(self, effect: Effect | None, frame: FrameType, *, final: bool = True) -> None:
+        if effect is not None and self.concerned():
+            # Where something is refused on its way already, what comes of that (torch logs what is raised in a collective) is
+            # stopped as well, and no reason of its own.
+            first = self._follower.refusal or next(iter(self.found), None)
+            self.found.append(first or effect.kind(effect.reason, effect.remedy, where=users_line(frame), final=final))
+            raise self.found[-1]
+
+    def concerned(self) -> bool:
+        """Whether what runs now is part of the capture."""
+        return (threading.get_ident() == self._thread or on_thread_of_autograds()) and not self._collecting()
+
+
+# -- sys.monitoring
+
+_monitors: Any = getattr(sys, "monitoring", None)
+HEARS_ALL_THREADS = _monitors is not None
+"""Whether what autograd calls on threads of its own is heard as well."""
+
+_TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
+_OF_TYPES = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
+# (Methods that are told their class have a type of their own, which has no other name.)
+_BUILTIN = frozenset({BuiltinFunctionType, type(SimpleQueue().get), MethodWrapperType, *_OF_TYPES})
+
+
+@contextmanager
+def _monitoring(listener: Listener) -> Iterator[None]:
+    tool = next((i for i in _TOOLS if _monitors.get_tool(i) is None), None)
+    if tool is None:
+        raise Refusal("all tools of sys.monitoring are in use", "stop one of them", final=False)
+    events, disable = _monitors.events, _monitors.DISABLE
+    heard: list[CodeType] = []
+
+    def started(code: CodeType, offset: int) -> Any:
+        if listener.is_new(code):
+            if not listener.concerned():
+                listener.elsewhere[identity(code)] = code
+                return None  # another thread, or the collector, is the first to run it: this one is still to be heard
+            listener.met(sys._getframe(1))
+        if identity(code) in listener.caching or identity(code) in _FOLLOWED:
+            return listener.started(sys._getframe(1))
+        if identity(code) in _READ:
+            heard.append(code)
+            return _monitors.set_local_events(tool, code, events.PY_RETURN)
+        if mentions(code.co_filename, code.co_names):
+            if not listener.concerned():
+                return None  # another thread is the first to run it, and may still run when this tool is gone
+            heard.append(code)
+            _monitors.set_local_events(tool, code, events.CALL)
+        if code.co_name not in listener.starts or not refusable(code.co_filename, code.co_name, listener.more):
+            return disable
+        return listener.started(sys._getframe(1))
+
+    def called(code: CodeType, offset: int, function: Any, first: Any) -> None:
+        kind = type(function)
+        if kind is MethodType:  # of C++ objects, methods are built-in functions that are bound like Python's
+            function = function.__func__
+            kind = type(function)
+        if kind in _BUILTIN and function.__name__ in told_names:
+            owner = first if kind in _OF_TYPES else function.__self__
+            listener.called(function, owner, sys._getframe(1))
+
+    def returned(code: CodeType, offset: int, value: Any) -> None:
+        listener.returned(sys._getframe(1), value)
+
+    _monitors.use_tool_id(tool, "phonograph")
+    _monitors.register_callback(tool, events.PY_START, started)
+    _monitors.register_callback(tool, events.CALL, called)
+    _monitors.register_callback(tool, events.PY_RETURN, returned)
+    try:
+        _monitors.set_events(tool, events.PY_START)
+        yield
+    finally:
+        _monitors.set_events(tool, events.NO_EVENTS)
+        for code in heard:
+            _monitors.set_local_events(tool, code, events.NO_EVENTS)
+        for event in (events.PY_START, events.CALL, events.PY_RETURN):
+            _monitors.register_callback(tool, event, None)
+        _monitors.free_tool_id(tool)
+        _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
+
+
+def alone() -> bool:
+    """Whether no code of the user's runs in other threads, or what does is heard."""
+    here = threading.get_ident()
+    return HEARS_ALL_THREADS or not any(
+        is_users(f.f_code.co_filename)
+        for thread, top in sys._current_frames().items()
+        if thread != here
+        for f, _ in traceback.walk_stack(top)
+    )
+
+
+# -- sys.setprofile
+
+_ours: Any = None  # the profile function, while there is one
+
+
+def unheard() -> Any:
+    """Switch our profile function off, if it is on in this thread; ``sys.setprofile`` of the result switches it on."""
+    if _ours is None or sys.getprofile() is not _ours:
+        return None
+    sys.setprofile(None)
+    return _ours
+
+
+@contextmanager
+def _profiling(listener: Listener) -> Iterator[None]:
+    global _ours
+    before: Any = sys.getprofile()
+    outer, starts, caching = _ours, listener.starts, listener.caching
+    met, there = listener.by_identity, listener.outer
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            if arg.__name__ in told_names:
+                owner = arg.__self__
+                if type(owner) not in _CONTAINERS or identity(owner) in there:
+                    listener.called(arg, owner, frame)
+        elif event == "call":
+            code = frame.f_code
+            key = identity(code)
+            if key not in met:
+                if listener.concerned():
+                    listener.met(frame)
+                else:
+                    listener.elsewhere[key] = code
+            if code.co_name in starts or key in caching or key in _FOLLOWED:
+                listener.started(frame)
+        elif event == "return" and arg is not None and identity(frame.f_code) in _READ:
+            listener.returned(frame, arg)
+
+    def chained(frame: FrameType, event: str, arg: Any) -> None:
+        before(frame, event, arg)
+        profile(frame, event, arg)
+
+    with _paused(before):
+        _ours = chained if callable(before) else profile
+        sys.setprofile(_ours)
+        try:
+            yield
+        finally:
+            _ours = outer
+            sys.setprofile(before if callable(before) else None)
+
+
+@contextmanager
+def _paused(profiler: Any) -> Iterator[None]:
+    """A profiler that is no Python function, as cProfile's, cannot be called, or set again: it pauses."""
+    if profiler is None or callable(profiler):
+        yield
+        return
+    if not (hasattr(profiler, "disable") and hasattr(profiler, "enable")):
+        raise Refusal("a profiler is active that cannot be paused", "stop it", final=False)
+    profiler.disable()
+    try:
+        yield
+    finally:
+        profiler.enable()

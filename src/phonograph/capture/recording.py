@@ -1,0 +1,236 @@
+"""A recording: one captured call, frozen, with all that is needed to decide whether it may be played and to play it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..guards.attribute_effects import Left
+from ..guards.guards import Reliances, Setting
+from ..memory.pool import Lease
+from ..memory.spans import Spans
+from ..memory.views import View
+from ..python.identity import identity
+from ..values.pytree import Edit, Node
+
+__all__ = ["BEGINS_ANEW", "MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
+
+MEMORY = "the memory that it used"  # as what a recording has lost
+BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+class Program(Protocol):
+    """What a device made of the call: a CUDA graph, a tape."""
+
+    footprint: Spans
+    owned: Spans
+    """Pool memory in the footprint that tensors outside own (gradients that the call created)."""
+    operators: int
+    amiss: Callable[[], str | None] | None
+    """What is not as it must be for it to run now, by name: random generators have one state that had two when it was made, or
+    the other way round, say. None if that cannot be."""
+
+    own_generators: Sequence[torch.Generator]
+    """Those of compiled code's own from which it draws, and a live call as well."""
+    outs: tuple[torch.Tensor, ...]
+
+    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
+        """Say which results, dense in memory, every run has to copy to memory of the caller's own."""
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        """Run it on the current stream, with the values of `sources` in the slots that are no other's memory, and return new
+        copies of `outs`. Does not wait; `sources` may be dropped or written at once."""
+
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
+        """Replace numbers of the captured call (the keys, which occur nowhere else) by others, from the next launch on: where
+        one is another object than last time. The first time, all have to be given. Returns those that are in the program."""
+
+    def holds(self, numbers: Set[float]) -> bool:
+        """Whether one of these numbers is anywhere in the captured call, as it is."""
+
+    def close(self) -> None:
+        """Free what it owns."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An argument's fixed place.
+
+    `borrowed` slots lie where another recording leaves its output, so that a chain `g(f(x))` needs no copy. `written`
+    slots are copied back to the caller's tensor after a replay; where those that write it leave versions alone, as collectives
+    do, so does that.
+    """
+
+    tensor: torch.Tensor
+    borrowed: bool = False
+    written: bool = False
+    moved: bool = True
+
+
+@dataclass(frozen=True)
+class Output:
+    """How one leaf of the result is made.
+
+    `kind` is one of: ``"value"`` (the Python object `value`), ``"worked"`` (a number that the formula `value` gives),
+    ``"lease"`` (an alias of `template`, which lies on `lease`),
+    ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
+    `index`), ``"outside"`` (the very tensor `value`), ``"given"`` (the caller's own container number `index`), ``"same"``
+    (the object that output `index` became), ``"view"`` (on the
+    memory of output `index`, made by `view`). `consumed` outputs get the history of one whose backward already ran; `lazy`
+    (conjugation, negation) is applied last. The recording's `backward` is that of the `attached` ones.
+    """
+
+    kind: str
+    value: Any = None
+    index: int = -1
+    template: torch.Tensor | None = None
+    lease: Lease | None = None
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    view: View | None = None
+    consumed: bool = False
+    attached: bool = False
+    lazy: Any = None
+
+
+def memory_of(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's storage lies, and how many bytes it has."""
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+class Entangled:
+    """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
+    share; objects, and containers that it fills, likewise, which may not be taken apart. Weakly, but for containers: when a
+    storage is gone, its memory is somebody else's."""
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (), objects: Iterable[Any] = (),
+        filled: Iterable[Any] = (),
+    ) -> None:  # fmt: skip
+        self.filled = {identity(c): c for c in filled}
+        self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
+        self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
+        self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
+        self.spans = Spans(self._storages)
+        """Where they lie: another object after each change."""
+
+    REASON = "gets an argument that it can reach by another name as well, or that shares memory with a tensor it writes"
+
+    def __bool__(self) -> bool:
+        return bool(self._storages or self._ids)
+
+    def __ior__(self, other: Entangled) -> Entangled:
+        self._ids |= other._ids
+        self._objects |= other._objects
+        self.filled |= other.filled
+        self._storages |= other._storages
+        self.spans = Spans(self._storages)
+        return self
+
+    def _forget_the_dead(self) -> None:
+        self._storages = {place: storage for place, storage in self._storages.items() if storage() is not None}
+        self.spans = Spans(self._storages)
+
+    def reaches(self, thing: Any) -> bool:
+        """Whether an object is such a one."""
+        if identity(thing) in self.filled:
+            return True
+        known = self._objects.get(identity(thing))
+        return known is not None and known() is thing
+
+    def has_none(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether none of these is such a one, wherever it lies."""
+        return self._ids.keys().isdisjoint(map(identity, tensors))
+
+    def meets(self, t: torch.Tensor) -> bool:
+        """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
+        known = self._ids.get(identity(t))
+        if known is not None and known() is t:
+            return True
+        if not self._storages:
+            return False
+        at, nbytes = memory_of(t)
+        if not self.spans.meets(at, nbytes) or isinstance(t, torch.nn.Parameter):
+            return False
+        self._forget_the_dead()  # an argument may lie where one of them did
+        return self.spans.meets(at, nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One captured call.
+
+    Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
+    What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way. The backward
+    of another `reads` what that has saved, and may write it then where it `releases` it: the one call whose backward it is may
+    hold that. `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled`
+    memory.
+    `outputs` has more than the result has leaves where these are views of what is no result.
+    `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
+    with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
+    else. `draws` is False if it surely draws no random numbers; it `drops_out` by dropout of cuDNN's, and `communicates` with
+    other ranks. Each time it is played, it leaves what the call has `left` in attributes, and makes its `edits` in the
+    arguments' containers; these arguments have `gained` a gradient, and those of their containers that are
+    tensors, and were `written` in their parts. Those leaves of the result are `numbers` that are read of tensors.
+    """
+
+    name: str
+    key: tuple[Any, ...]
+    device: torch.device
+    program: Program
+    slots: tuple[Slot, ...]
+    shape: Node | None
+    outputs: tuple[Output, ...]
+    leases: tuple[Lease, ...]
+    copied: tuple[Lease, ...]
+    footprint: Spans
+    reliances: Reliances
+    written_outside: tuple[torch.Tensor, ...]
+    effects: str = ""
+    draws: bool = True
+    drops_out: bool = False
+    communicates: bool = False
+    borrow: bool = False
+    backward: Any = field(default=None, repr=False)
+    live_parts: tuple[Any, ...] = ()
+    left: Left = field(default_factory=Left)
+    edits: tuple[Edit, ...] = ()
+    gained: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    releases: frozenset[Lease] = frozenset()
+    reads: Any = field(default=None, repr=False)
+    lent: Spans = field(default_factory=Spans, repr=False)
+    entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
+    spoiled: list[str] = field(default_factory=list, repr=False)
+    rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
+
+    @property
+    def room(self) -> Spans:
+        """What of its footprint it hands out nothing in: free when it has been played."""
+        return self.footprint - Spans((lease.address, lease.nbytes) for lease in self.leases)
+
+    def __str__(self) -> str:
+        slots = ", ".join(_brief(s) for s in self.slots) or "none"
+        outs = ", ".join(o.kind for o in self.outputs) or "none"
+        return (
+            f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
+            f"  slots: {slots}\n  outputs: {outs}\n"
+            + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
+            + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
+            + f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
+        )
+
+
+def _brief(slot: Slot) -> str:
+    t = slot.tensor
+    marks = "".join([" borrowed" if slot.borrowed else "", " written" if slot.written else ""])
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{marks}"

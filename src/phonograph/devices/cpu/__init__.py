@@ -1,0 +1,1 @@
+"""The CPU device: a tape of operators over fixed memory."""

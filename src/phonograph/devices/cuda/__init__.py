@@ -1,0 +1,1 @@
+"""The CUDA device: CUDA graphs in one private memory pool."""

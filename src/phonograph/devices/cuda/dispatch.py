@@ -1,0 +1,549 @@
+"""Watching a call while it is captured as CUDA graphs.
+
+A capture writes down what is launched, with the addresses and numbers that it is launched with. Whatever else the call does
+happens now, once, and would not happen again at a replay. So this watch refuses, besides what no device can record:
+
+* copies from the device to the host. A tensor on the host is a constant of the recording: one that the call makes there of
+  Python values, and draws nothing for; and one that is there outside, whose contents are compared before each replay. Nothing
+  may write to the latter, and what is copied from the host comes from memory of the recording's own (`host_constants`);
+* random numbers that are drawn on the host;
+* a random generator that is met only when the capture has begun, because a graph has to know of it before. That refusal is
+  not final: now it is known, and the next capture begins with it;
+* work on a stream that does not wait for the capture's, which is no part of it and would run now;
+* events of the user's own, on which work outside may wait, and whatever asks or waits for the device's progress.
+
+Not every kernel comes from an operator. Inductor's code and Triton launch theirs by themselves; so the watch hears of the
+Python functions that do (`frames`), and asks what they write. A tensor that they have made is new to it. Whether it is really
+the call's own shows at the end, when the footprint is known: by its address.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from ..._torch import cuda as torch_cuda
+from ..._torch import dynamo as torch_dynamo
+from ..._torch import modes as torch_modes
+from ..._torch import process_groups as torch_process_groups
+from ..._torch.cuda import raw_stream
+from ..._torch.tensors import has_memory, storage_id
+from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
+from ...aten.operators import MASKED, Meaning, meaning, operands, tensors_in
+from ...capture.breaks import Break
+from ...capture.dispatch import OperatorWatch
+from ...capture.effects import ANYONE, Effect, Starts
+from ...capture.recording import memory_of
+from ...capture.value_checks import Check, validates
+from ...distributed import agreement, nccl
+from ...errors import Again, Refusal, Unseen
+from ...guards.objects import LARGE
+from ...guards.reachable import Reach
+from ...memory.pool import Spot
+from ...memory.spans import Spans
+from ...python import containers as places
+from ...python.identity import identity
+from ...python.origin import is_compiled, is_torchs, users_line
+from ...state.compiled_generators import OwnGenerators, among, own_of_caller
+from ...state.rng import Known, Rewind
+from ...values.device_names import is_of
+from ...values.wording import at_work, operator
+from . import driver
+from . import rnn_dropout as cuda_dropout
+from .host_constants import Room, given, moves
+from .value_checks import Answers
+
+__all__ = ["CudaWatch"]
+
+_NEGATIVE = "normal expects all elements of std >= 0.0"
+_SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+_HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
+_RECORDS = Effect(
+    "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
+)
+_BESIDE = Effect("lets a stream wait for work that is not the call's", "let it wait before the call", ANYONE)
+_ASKS = Effect("asks how far the GPU is (query)", by=ANYONE)
+_WAITS = Effect("waits for the GPU (synchronize)", by=ANYONE)
+_CUT = Refusal("draws random numbers from generators of compiled code's own, before what runs live, and again after that",
+               "record the parts by themselves")  # fmt: skip
+_UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
+
+
+_PAIRWISE = frozenset({"send", "recv"})
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+# Who has begun a group in NCCL cannot take it back: a capture that is given up there leaves something of it to later calls.
+_IN_A_GROUP = Effect(refusal("_coalescing_manager").reason, REMEDY, ANYONE)
+
+
+def _begins_group(frame: FrameType) -> bool:
+    """Whether a group begins there and then in which code of anybody's may run; without a device, collectives are collected
+    first."""
+    return frame.f_locals.get("device") is not None and torch_process_groups.batch_of(frame) is None
+
+
+class CudaWatch(OperatorWatch):
+    """Watches one call. Its `cuts` are the live operators at which a graph ended and the next began, with what each reads and
+    gives."""
+
+    def __init__(
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
+        lent: list[Any], free: Spans, rewind: Rewind | None, stream: int,
+    ) -> None:  # fmt: skip
+        super().__init__(device, reach, slots, borrowed)
+        self._rewind = rewind
+        self._rewound = False  # numbers are drawn that the forward has drawn
+        self._draws: set[bool] = set()  # the values that this had when something was drawn
+        self.sets_states = False
+        self._registered = generators
+        self._lent = lent  # those of compiled code's own
+        self._unknown: list[torch.Generator] = []  # those that this capture was not told of
+        self.own: dict[OwnGenerators, bool | None] = {}
+        """Those from which it draws. Whether what their backward draws, the forward has drawn of which this is the backward;
+        None if that draws nothing."""
+        self._own_calls: dict[tuple[OwnGenerators, int], int] = {}  # of compiled forwards: in which graph
+        self._lending = False  # an operator that runs draws from such
+        self.known_states: Known | None = None  # of the generators, as the capture has begun with them
+        self._performing = 0  # operators that run within each other
+        self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
+        self._stream = stream
+        self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
+        self._events: list[Any] = []  # which the call has made
+        self.room: Room | None = None  # for constants of the host's
+        self._hosts: list[torch.Tensor] = []  # those that the operator is given which is about to run
+        self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
+        self.next_segment: Callable[[], None] = _nothing
+        self.answers: Answers | None = None  # of checks, where each run keeps them
+        self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
+        self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn
+        self.begins_dropout = False  # that was about to be made anew
+        self.collectives: dict[str, int] = {}  # by the user's lines: how many
+        self.groups: dict[str, None] = {}  # process groups by their names
+
+    @property
+    def dropout(self) -> cuda_dropout.Dropout | None:
+        """What has to be done for the dropout of cuDNN's."""
+        return None if self._buffer is None else cuda_dropout.Dropout(self._buffer, copied=not self.cuts)
+
+    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
+            self.begins_dropout = True
+            raise Unseen(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}", "seed outside, and not before each call",
+                         final=False)  # fmt: skip
+        if (buffer := cuda_dropout.buffer_of(m.name, args)) is not None:
+            self._see_buffer(m, args, buffer)
+        tensors = super()._see(m, args, kwargs)
+        if raw_stream(self.device.index) != self._stream and not m.metadata_only:
+            self._look_at_stream()
+        self._hosts = [t for t in tensors if t.is_cpu]
+        if self._hosts or m.copies:
+            self._see_hosts(m, args, kwargs, len(self._hosts) < len(tensors))
+        return tensors
+
+    def _see_buffer(self, m: Meaning, args: Any, buffer: torch.Tensor) -> None:
+        """Dropout of cuDNN's is drawn from memory that nothing leads to."""
+        key = storage_id(buffer)
+        self.known[key] = cuda_dropout.BUFFER
+        self.outside.add(key)
+        self.theirs.add(key)
+        self.met_outside(buffer)
+        self.strangers.pop(memory_of(buffer), None)  # autograd has saved it before
+        if cuda_dropout.draws(m.name, args):
+            self._buffer, self.drops_out = buffer, True
+            if self.sets_states:  # in a capture, torch does not take note of that
+                raise self.located(Refusal(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}, because the call has "
+                                           "set the state of the random generator (recompute does, too)",
+                                           "put nn.Dropout between layers of their own, instead of dropout="))  # fmt: skip
+            self.more = self.more or "draws random numbers"
+            self.writes(buffer)
+
+    def only_views(self, m: Meaning, args: Any) -> bool:
+        """Recurrent networks of cuDNN's take their weights as one tensor: a new one that is set to the weights' memory."""
+        if m.name != "aten::set_" or len(args) < 2 or not isinstance(args[1], torch.UntypedStorage):
+            return False
+        t = args[0]
+        own = self.known.get(storage_id(t)) == "" and not t.untyped_storage().nbytes()
+        return own and args[1]._cdata in self.known
+
+    def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, others: bool) -> None:
+        """Refuse a copy to the host, and note which tensors of the host that are there outside are read. Whether there are
+        `others` among the arguments."""
+        if m.copies and others:
+            target = kwargs.get("device")
+            to_host = (target is not None and torch.device(target).type == "cpu") or (
+                m.name == "aten::copy_" and args[0].device.type == "cpu"
+            )
+            if to_host:
+                raise Refusal(f"{at_work(m.name)} copies a tensor from the GPU to the CPU",
+                              "return the tensor, and copy it outside the recorded function")  # fmt: skip
+        for t in self._hosts:
+            self.reads_on_host(t, at_work(m.name))
+        if self._hosts and not others:
+            self.dials_lost([*args, *kwargs.values()])  # what is worked out here is not launched
+
+    def reads_on_host(self, t: torch.Tensor, said: str) -> None:
+        """Its contents are what a recording relies on, if it is a tensor of the host that is there outside."""
+        key = storage_id(t)
+        name = self.known.get(key) if t.is_cpu else ""
+        if not name or key in self.relied_on:
+            return
+        there = [x for x in self._outside if storage_id(x) == key]
+        if any(x.requires_grad for x in there) and torch.is_grad_enabled():
+            raise Refusal(f"{said} uses {name}, a tensor on the CPU that requires a gradient", "move it to the device")
+        if t.untyped_storage().nbytes() > LARGE:
+            raise Refusal(f"{said} uses {name}, a tensor on the CPU of more than {LARGE >> 20} MiB, which nobody could compare "
+                          "before each replay", "move it to the device")  # fmt: skip
+        self.touched.add(key)
+        self.relied_on[key] = place = places.memory(name, t.untyped_storage(), there)
+        self.relies([place])
+
+    def writes(self, t: torch.Tensor, version: int | None = None) -> None:
+        name = self.known.get(storage_id(t)) if t.is_cpu else ""
+        if name:
+            raise self.located(Refusal(f"writes {name}, a tensor on the CPU, which a replay could not repeat",
+                                       "move it to the device, or write it outside"))  # fmt: skip
+        super().writes(t, version)
+
+    def is_constant(self, m: Meaning, args: Any, kwargs: Any) -> bool:
+        """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask."""
+        if not (m.reads_host or m.shape_from_data or m.name in MASKED):
+            return False
+        tensors = operands(args, kwargs)
+        if m.name in MASKED and tensors and not tensors[0].is_cpu:
+            tensors = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        elif torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return False
+        known = [self.known.get(storage_id(t)) is not None for t in tensors if t.is_cpu and has_memory(t)]
+        return len(known) == len(tensors) > 0 and all(known)
+
+    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+        known = COLLECTIVES.get(m.name)
+        if known is None or known.host:
+            raise refusal(m.name, known.host if known is not None else "")
+        self._is_here(m.name, operands(args, kwargs))
+        if known.name != "wait_tensor":
+            self._may_communicate(m.name, [*args, *kwargs.values()])
+            said = f"{called(m.name)} at {users_line(sys._getframe(1))}"
+            self.collectives[said] = self.collectives.get(said, 0) + 1
+        self.communicated = True
+        self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _is_here(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if any(t.device != self.device for t in tensors):
+            raise refusal(name, f" with tensors that are not on {self.device}")
+
+    def _may_communicate(self, name: str, given: list[Any]) -> None:
+        """Refuse an operator of this name that is given a process group whose work is none for a graph, or not yet."""
+        self._see_group(name, given)
+        if called(name) in _PAIRWISE and not self.warm:  # what two ranks alone share, begins with the first message
+            raise Unseen(f"communicates with other ranks ({called(name)}) for the first time", "call it once before",
+                         final=False)  # fmt: skip
+
+    def begins_group(self, frame: FrameType) -> bool:
+        """Sends and receives in a batch: none of them may be refused when the group has begun, in which nobody else's code
+        runs. So all are looked at now."""
+        batch, group, device = torch_process_groups.batch_of(frame), frame.f_locals.get("group"), frame.f_locals.get("device")
+        if batch is None or not isinstance(device, torch.device):
+            return False
+        sends = meaning(torch.ops.c10d.send.default)
+        for message in batch:
+            self._see(sends, ([message.tensor],), {})
+            self._is_here(sends.name, [message.tensor])
+        self._may_communicate(sends.name, [group])
+        self._groups[identity(group)] = device
+        return True
+
+    def _see_group(self, name: str, given: list[Any]) -> None:
+        """Refuse a process group whose work is none for a graph."""
+        group = torch_process_groups.group_among(given)
+        backend = torch_process_groups.backend_of(group, self.device)
+        if backend is None or not torch_process_groups.groups_tell_their_end():
+            raise refusal(name, ", of which this release of torch tells too little")
+        if backend.name() != "nccl":
+            raise refusal(name, f" by way of {backend.name()}")
+        if not torch_process_groups.has_begun(backend):  # the live call that follows begins it
+            raise Unseen(f"communicates with other ranks ({called(name)}) for the first time", "call it once before",
+                         final=False)  # fmt: skip
+        if not self.communicated:
+            nccl.register_nothing(os.environ)
+            version = torch.cuda.nccl.version()
+            far = version < nccl.ACROSS_HOSTS and nccl.several_hosts()
+            expand = os.environ.get(nccl.REGISTERS) != "0" and torch_cuda.segments_expand()  # which takes long to look at
+            others = agreement.unlike(agreement.own(version))
+            for one in nccl.obstacles(os.environ, version, expand, far):
+                raise refusal(name, f" with {one.name}={one.value}, {one.why}", one.remedy)
+            if others:
+                raise refusal(name, f" that are not alike: {others}", "install and set the same on all ranks")
+        self.groups[group.group_name] = None
+
+    def _look_at_stream(self) -> None:
+        """What is launched now goes to the current stream, which may be another than that of the capture."""
+        stream = raw_stream(self.device.index)
+        if stream == self._stream or stream in self.streams:
+            return
+        if not driver.is_capturing(stream):
+            raise self.located(Refusal("works on a stream that does not wait for that of the call",
+                                       "stream.wait_stream(torch.cuda.current_stream())"))  # fmt: skip
+        self.streams[stream] = torch.cuda.current_stream(self.device)
+
+    def frames(self) -> Starts:
+        path, called = torch_dynamo.COMPILED_GRAPH
+        streams = os.path.join("torch", "cuda", "streams.py")
+        return {
+            called: [(path, self._compiled, _UNSAID)],
+            "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
+            "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
+            "wait": [(streams, self._waits_for_others, _BESIDE)],
+            "query": [(streams, _always, _ASKS)],
+            "_coalescing_manager": [(_C10D, _begins_group, _IN_A_GROUP)],
+            "synchronize": [(streams, _always, _WAITS), (os.path.join("torch", "cuda", "__init__.py"), _always, _WAITS)],
+        }
+
+    def _is_beside(self, frame: FrameType) -> bool:
+        """Whether an event is recorded on a stream that does not wait for the call's."""
+        stream = frame.f_locals.get("stream") or torch.cuda.current_stream(self.device)
+        return not driver.is_capturing(stream.cuda_stream)
+
+    def _waits_for_others(self, frame: FrameType) -> bool:
+        """Whether a stream waits for an event that is not the call's. One that waits for such belongs to the capture."""
+        stream = frame.f_locals.get("stream") or torch.cuda.current_stream(self.device)
+        if not any(frame.f_locals.get("self") is own for own in self._events):
+            return True
+        if stream.cuda_stream != self._stream:
+            self.streams[stream.cuda_stream] = stream
+        return False
+
+    def _is_others(self, frame: FrameType) -> bool:
+        """Whether an event is recorded that was there before the call."""
+        event = frame.f_locals.get("self")
+        if event is None or any(event is own for own in self._events):
+            return False
+        if event.cuda_event:  # it has been recorded before
+            return True
+        self._events.append(event)
+        return False
+
+    def _compiled(self, frame: FrameType) -> bool:
+        """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
+        self._look_at_stream()
+        for t in frame.f_locals.get("inputs") or ():
+            if isinstance(t, torch.Tensor) and has_memory(t):
+                self.reads_on_host(t, "compiled code")
+        written = torch_dynamo.written_by_graph(frame)
+        for t in written or ():
+            self.writes(t, version=-1)  # it has been counted on already
+        if self.arrivals is not None:
+            self.arrivals.lose(written or ())
+        return written is None
+
+    def _launched(self, frame: FrameType) -> bool:
+        """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
+        if not self._performing:
+            self._look_at_stream()
+            given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
+            tensors = [t for t in given if isinstance(t, torch.Tensor) and has_memory(t)]
+            for t in tensors:
+                self.writes(t)
+            if self.arrivals is not None:
+                self.arrivals.lose(tensors)
+        return False
+
+    def takes(self, check: Check) -> bool:
+        """Its exception comes late, when what follows the check is done: an update that it was to prevent, say."""
+        return check.validates
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        assert self.answers is not None
+        self._look_at_stream()
+        self.answers.add(check, answer)
+        return super().checks(check, answer)
+
+    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.random and _on_host(args, kwargs):
+            raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
+        if m.random and self._rewind is not None and not self._lending:
+            self._draws.add(self._rewound)
+            if len(self._draws) > 1:
+                raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
+                                           "draw them in the forward"))  # fmt: skip
+        if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
+            with torch_modes.without_modes():
+                failed = (args[0] != 0).any()
+            text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
+            self.checks(Check(False, _SINGULAR, text, users_line()), failed)
+            return None
+        if m.name == "aten::normal" and _has_many_deviations(args) and validates(sys._getframe(1), self.outermost):
+            with torch_modes.without_modes():
+                lowest = args[1].detach().amin() >= 0
+            self.checks(Check(True, RuntimeError, _NEGATIVE, users_line()), lowest)
+            func = _normal
+        hosts, self._hosts = self._hosts, []
+        if moves(m) and not self.states.knows(args[0]):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if m.others and hosts and all(t.is_cpu for t in operands(args, kwargs)):
+            raise Refusal(f"{at_work(m.name)}, an operator of others, works on the CPU", "give it tensors of the device")
+        if hosts and self.room is not None:
+            func, args, kwargs = given(self.room, func, m, args, kwargs)
+        self._performing += 1
+        try:
+            out = super().perform(func, m, args, kwargs)
+        finally:
+            self._performing -= 1
+        if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
+            super().stranger(m, args[0])
+        return out
+
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        if self.sets_states or self.states.held():
+            raise Refusal(f"runs {part.said} live, and keeps a state of a random generator", "call it outside")
+        if self.own and self.has_backward and self._rewind is None:
+            raise self.located(_CUT)
+        self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
+        self.next_segment()
+
+    def _constant(self, t: torch.Tensor) -> torch.Tensor:
+        if self.dials and self.dials.stands_in(t):
+            self.dials.lost = True  # its value would be that of what stands in for a number
+        return super()._constant(t)
+
+    def _has_its_own(self, does: str, of: torch.device) -> None:
+        """Where a generator has another's state, a place in the count is one in the count of that."""
+        default = torch.cuda.default_generators[self.device.index]
+        if of == self.device and self.known_states is not None and not self.known_states.is_own(default):
+            raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
+                          "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self._has_its_own("reads", of)
+        self.states.read(state, self._rewound)
+        self.forks(state)
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        if of.type == "cuda" and of.index != self.device.index:
+            raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
+        self._has_its_own("sets", of)
+        rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
+        if of.type == "cuda":
+            self.sets_states = True
+            self._rewound = rewound
+
+    def stranger(self, m: Meaning, t: torch.Tensor) -> None:
+        # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
+        # address. Host constants need no watching: they are baked in.
+        if t.is_cuda:
+            place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+            if place not in self.strangers and not self._free.covers(*place):
+                self.strangers[place] = (f"`{operator(m.name)}`", self._line())
+        elif m.name != "aten::to" or not self.states.knows(t):
+            super().stranger(m, t)
+
+    def _line(self) -> str:
+        """The user's line, which takes a while to find. Inductor's code for a graph works with hundreds of tensors that it has
+        made itself: it is looked for once for all of them."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_torchs(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None or not is_compiled(frame.f_code.co_filename):
+            return users_line(frame)
+        code = identity(frame.f_code)  # a code's hash goes through all its instructions
+        if code not in self._lines:
+            self._lines[code] = frame.f_code, users_line(frame)
+        return self._lines[code][1]
+
+    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        outer, self._lending = self._lending, any(isinstance(x, torch.Generator) for x in kwargs.values())
+        try:
+            return super()._of_higher_order(func, args, kwargs)
+        finally:
+            self._lending = outer
+
+    def lent(self, generator: torch.Generator) -> torch.Generator:
+        """Compiled code has a pair for each place where its backward draws again what its forward has drawn: they are noted all
+        together, and here and now it is drawn from the default one."""
+        if not is_of(generator, self.device):
+            return super().lent(generator)
+        if among(generator, self.generators):  # the user's
+            return generator
+        called = own_of_caller(sys._getframe(1))
+        if called is None or not among(generator, [*called[0].forward, *called[0].backward]):
+            raise self.located(Refusal("draws random numbers from generators of compiled code's own, and nobody says whose",
+                                       "record it uncompiled"))  # fmt: skip
+        if among(generator, called[0].forward):
+            self._draws_own(*called)
+        else:
+            self._draws_again(*called)
+        new = [g for g in (*called[0].forward, *called[0].backward) if not among(g, self._registered)]
+        self._lent.extend(g for g in (*called[0].forward, *called[0].backward) if not among(g, self._lent))
+        if new:
+            self._registered.extend(new)
+            self._unknown.extend(new)
+            self.refusal = self.refusal or Again("uses random generators that were not known before the capture",
+                                                 "call it once more", final=False)  # fmt: skip
+        if among(generator, self._unknown):
+            return torch.cuda.default_generators[self.device.index].graphsafe_get_state()
+        return generator
+
+    def _draws_own(self, own: OwnGenerators, number: int) -> None:
+        """The forward of a compiled function draws."""
+        if self.has_backward and self._rewind is None and self.cuts:
+            raise self.located(_CUT)
+        if (own, number) not in self._own_calls:
+            own.settle(begun=number)
+            self._own_calls[own, number] = len(self.cuts)
+            self.own.setdefault(own, None)
+
+    def _draws_again(self, own: OwnGenerators, number: int) -> None:
+        """The backward of a compiled function draws what its forward has drawn: in this graph, or in that of which this is the
+        backward."""
+        here = self._own_calls.get((own, number))
+        if here is None and not (self._rewind is not None and self._rewind.has_called(own, number)):
+            raise self.located(Refusal("draws again random numbers of compiled code that was called outside of it",
+                                       "record what contains that call as well"))  # fmt: skip
+        if here is not None and here != len(self.cuts):
+            raise self.located(_CUT)
+        rewinds = here is None
+        if self.own.get(own, rewinds) not in (None, rewinds):
+            raise self.located(Refusal("draws again, in one backward, random numbers of compiled code that was called in it "
+                                       "and of such that was called before", "record the whole step"))  # fmt: skip
+        self.own[own] = rewinds
+
+    def meet(self, generator: torch.Generator) -> None:
+        super().meet(generator)
+        if is_of(generator, self.device) and not among(generator, self._registered):
+            self._registered.append(generator)
+            raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
+                          "variable or global, or pass it as an argument", final=False)  # fmt: skip
+
+
+def _always(_: FrameType) -> bool:
+    return True
+
+
+def _nothing() -> None:
+    """What comes before anything is captured."""
+
+
+def _has_many_deviations(args: Any) -> bool:
+    """Whether these arguments of `aten::normal` have a tensor of standard deviations, at the least of which it looks on the
+    host."""
+    return len(args) == 2 and isinstance(args[1], torch.Tensor) and args[1].numel() > 0 and not args[1].is_complex()
+
+
+def _normal(mean: Any, std: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The same as that, without the look."""
+    many = isinstance(mean, torch.Tensor)
+    size = torch.broadcast_shapes(mean.shape, std.shape) if many else std.shape
+    out = torch.empty(size, dtype=(mean if many else std).dtype, device=std.device).normal_(generator=generator)
+    return out.mul_(std).add_(mean if many else torch.full((), mean, dtype=out.dtype, device=out.device))
+
+
+def _on_host(args: Any, kwargs: Any) -> bool:
+    tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
+    if tensors:
+        return all(t.device.type == "cpu" for t in tensors)
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"

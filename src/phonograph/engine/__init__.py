@@ -1,0 +1,1 @@
+"""Recording and playing: a call's way through a recorded function."""

@@ -1,0 +1,55 @@
+"""What a captured call has returned, taken apart: new containers and objects, and what in them was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from ..python.identity import identity
+from ..values.pytree import Edit, Node, Opening, can_be_opened
+
+__all__ = ["Given", "Returned"]
+
+
+class Given(NamedTuple):
+    """As a leaf of a result: the caller's own container of this number, or, where that is less than 0, a thing that outlives
+    the call."""
+
+    number: int
+    thing: Any = None
+
+
+class Returned(NamedTuple):
+    """A result: its shape, its leaves, and the containers in it. With what the call has done to its arguments (`edits`) it is
+    (the result, [the new values for each]), and with the gradients that arguments have `gained`, (that, [these])."""
+
+    tree: Any
+    shape: Node | None
+    leaves: list[Any]
+    containers: list[Any]
+    opening: Opening
+    edits: tuple[Edit, ...] = ()
+    gained: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    """Of the caller's own containers, the tensors that it has written: their versions move on."""
+
+    @classmethod
+    def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int],
+           filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
+        """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
+        numbers = {identity(c): i for i, c in enumerate(built)}
+        shut = numbers.keys() | filled
+        opening, leaves = Opening(shut, outer), list[Any]()
+        shape = opening.flatten(tree, leaves)
+        for i, leaf in enumerate(leaves):
+            number = numbers.get(identity(leaf), -1)
+            if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
+                leaves[i] = Given(number, None if number >= 0 else leaf)
+        written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
+        return cls(tree, shape, leaves, opening.containers, Opening(shut, outer), tuple(edits), tuple(gained), written)
+
+    def again(self) -> Node | None:
+        """Its shape, found once more."""
+        return self.opening.flatten(self.tree, [])

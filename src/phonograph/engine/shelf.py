@@ -1,0 +1,116 @@
+"""One function's recordings: found by signature, bounded. The least recently played goes first, and only if it is not played
+any more while another signature comes again and again.
+
+A signature may have several recordings. They differ in what they rely on (train and eval, two sets of weights), in the
+memory that they overwrite (two that take turns serve a loop which keeps its last output), or in handing out copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..call.signature import Call
+from ..memory.spans import Spans
+from .player import Player
+
+__all__ = ["Found", "Shelf"]
+
+
+class Found:
+    """The answer of a look-up: a player, or why there is none."""
+
+    __slots__ = ("blocked", "broken", "player", "waiting")
+
+    def __init__(self, player: Player | None, waiting: list[Player], broken: str | None) -> None:
+        self.player = player
+        self.waiting = waiting  # those that would fit but for held outputs in their way
+        self.blocked = len(waiting)
+        self.broken = broken  # what no longer holds, of a recording of this signature
+
+
+class Shelf:
+    """At most `limit` players, by signature, and together no more than `most` bytes that they may overwrite; but one in any
+    case."""
+
+    def __init__(self, limit: int, most: int | None = None) -> None:
+        self.limit = limit
+        self.most = most
+        self._by_key: dict[Any, list[Player]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Any:
+        return (p for players in self._by_key.values() for p in players)
+
+    def find(self, call: Call) -> Found:
+        """A recording of this call's signature that may be played now."""
+        players = self._by_key.get(call.key, ())
+        waiting, broken = list[Player](), None
+        for player in players:
+            player.take(call)
+            now = player.broken()
+            if now is not None:
+                broken = now
+            elif player.blocked(call):
+                waiting.append(player)
+            else:
+                return Found(player, waiting, None)
+        return Found(None, waiting, None if waiting else broken)
+
+    def add(self, key: Any, player: Player) -> list[Player]:
+        """Put a recording on the shelf; returns those that had to go."""
+        players = self._by_key.setdefault(key, [])
+        # One that copies its results may always be played, but those that need not copy come first. Of several that wait for
+        # their backwards at the same time, each keeps clear of the older ones: in that order they are in nobody's way.
+        last = player.recording.copied or player.recording.backward is not None
+        players.insert(len(players) if last else 0, player)
+        gone: list[Player] = []
+        while len(self) > self.limit or (self.most is not None and len(self) > 1 and self._nbytes() > self.most):
+            oldest = min(self._by_key, key=self._last_use)
+            gone.append(next(p for p in reversed(self._by_key[oldest]) if p is not player))
+            self._by_key[oldest].remove(gone[-1])
+            if not self._by_key[oldest]:
+                del self._by_key[oldest]
+        return gone
+
+    def has_room(self, since: int | None) -> bool:
+        """Whether another signature has a place: a free one, or that of a recording which was not played since then (a number
+        as in `Player.used`). Where more of them take turns than have a place, the oldest is the one that is needed next."""
+        if len(self) < self.limit:
+            return True
+        return since is not None and min(map(self._last_use, self._by_key)) < since
+
+    def _last_use(self, key: Any) -> int:
+        return max(player.used for player in self._by_key[key])
+
+    def _nbytes(self) -> int:
+        return Spans(piece for player in self for piece in player.recording.footprint).nbytes
+
+    def of(self, key: Any) -> list[Player]:
+        """The recordings of a signature."""
+        return self._by_key.get(key, [])
+
+    def discard(self, key: Any, unwanted: Callable[[Player], Any]) -> list[Player]:
+        """Take out those recordings of a signature; returns them."""
+        players = self._by_key.get(key, [])
+        gone = [p for p in players if unwanted(p)]
+        players[:] = [p for p in players if p not in gone]
+        if gone and not players:
+            del self._by_key[key]
+        return gone
+
+    def discard_all(self, unwanted: Callable[[Any], bool]) -> list[Player]:
+        """Take out all recordings of such signatures; returns them."""
+        return [player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)]
+
+    def put_back(self, key: Any, players: list[Player]) -> None:
+        """Those that `discard` has taken out, in their order."""
+        if players:
+            self._by_key.setdefault(key, []).extend(players)
+
+    def clear(self) -> list[Player]:
+        gone = list(self)
+        self._by_key.clear()
+        return gone

@@ -1,0 +1,123 @@
+"""Recorded modules that are never called: what is called is another method of theirs, ``agent.act(x)``, which is not recorded.
+
+It is the parts of such a module that hear of it. Until it is called itself, or has not been often enough, calls of its parts go
+through here. (torch keeps what calls of a module go through out of what is pickled or copied.)
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from itertools import islice
+from types import FrameType, FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from .._torch import modules as torch_modules
+from ..errors import Refusal
+from ..python.origin import users_line
+from ..state.reentrancy import inside
+from .recorder import recording_here
+
+__all__ = ["Overhearing", "leave"]
+
+_CALLS = 16  # of one part, in other methods
+_ELSEWHERE = 256  # of parts, by others
+_PARTS = 64
+_OUTWARDS = 32  # frames
+
+
+class Says(Protocol):
+    """What tells people why something runs live."""
+
+    def say(self, refusal: Refusal) -> None: ...
+
+
+class Overhearing:
+    """Hears what is called of a module instead of it."""
+
+    def __init__(self, recorded: Says, module: torch.nn.Module) -> None:
+        self._recorded, self._module = weakref.ref(recorded), weakref.ref(module)
+        self._counted: _Part | None = None  # the part whose calls are counted
+        self._calls = self._elsewhere = 0
+        inner = [part for part in islice(module.modules(), 1, _PARTS) if not isinstance(part, torch.jit.ScriptModule)]
+        self._parts = [_Part(part, self) for part in inner if torch_modules.goes_through(part) is None]
+
+    @staticmethod
+    def of(recorded: Says, module: torch.nn.Module) -> Overhearing | None:
+        """None where there is no other method that somebody would call."""
+        return Overhearing(recorded, module) if any(map(_has_others, type(module).__mro__)) else None
+
+    def stop(self) -> None:
+        parts, self._parts, self._counted = self._parts, [], None
+        for one in parts:
+            if one.part.__dict__.get(torch_modules.CALLED_THROUGH) is one:
+                del one.part.__dict__[torch_modules.CALLED_THROUGH]
+
+    def called(self, part: _Part, frame: FrameType | None) -> None:
+        """Code in this frame calls a part."""
+        if recording_here():  # which must find modules as they were
+            return
+        recorded, module = self._recorded(), self._module()
+        if recorded is None or module is None or inside():
+            self.stop()
+            return
+        method = _method_of(module, frame)
+        self._elsewhere += method is None
+        if method is not None:
+            self._counted = self._counted or part
+            self._calls += part is self._counted
+        if self._elsewhere >= _ELSEWHERE or self._calls >= _CALLS:
+            self.stop()
+        if method is not None and self._calls >= _CALLS:
+            name = method.f_code.co_name
+            other = "call the module itself" if name == "forward" else f"call that, or decorate {name} with @pg.record"
+            remedy = f"only calls of the module itself are recorded, as in model(x): {other}"
+            reason = f"is never called, but {type(module).__qualname__}.{name} is"
+            recorded.say(Refusal(reason, remedy, users_line(method.f_back)))
+
+
+class _Part:
+    """What calls of a part go through."""
+
+    def __init__(self, part: torch.nn.Module, hears: Overhearing) -> None:
+        self.part = part
+        self._call, self._hears = torch_modules.own_call(part), hears
+        part.__dict__[torch_modules.CALLED_THROUGH] = self
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        frame = sys._getframe(1)
+        other = torch_modules.other_calling(frame, self.part)
+        if other is None:
+            self._hears.called(self, frame)
+        return (other or self._call)(*args, **kwargs)
+
+
+def leave(module: torch.nn.Module) -> None:
+    """Calls of this module do not go through here any more."""
+    if isinstance(torch_modules.goes_through(module), _Part):
+        del module.__dict__[torch_modules.CALLED_THROUGH]
+
+
+def _has_others(kind: type) -> bool:
+    """Whether a class has methods that no module has."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return False
+    functions = [name for name, x in vars(kind).items() if type(x) is FunctionType]
+    return any(not name.startswith("_") and not hasattr(torch.nn.Module, name) for name in functions)
+
+
+def _method_of(module: torch.nn.Module, frame: FrameType | None) -> FrameType | None:
+    """Where the outermost method of the module runs, as far as one looks."""
+    found = None
+    for _ in range(_OUTWARDS):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
+            found = frame
+        frame = frame.f_back
+    return found

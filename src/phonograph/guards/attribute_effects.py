@@ -1,0 +1,291 @@
+"""What a call leaves in attributes and containers, and each replay leaves there as well.
+
+``self.steps += 1``, ``self.features = x``, ``features["early"] = h`` and ``history.append(loss)`` are effects that outlive the
+call. A replay can have them, if it is certain that nothing in the call depends on what it finds there, which is something else
+in each call:
+
+* A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
+  adds what the call has added.
+* A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
+  attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
+  always is of items.
+* Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
+* What a list holds that was *filled anew*, with as many tensors as before or where nothing was: they are put there, and what
+  was there is carried, as it is of items.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from operator import is_, is_not
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._torch.tensors import has_memory, storage_id
+from ..python.containers import Holder, is_table, kept, key_label, own_dict, table_of
+from ..python.identity import identity
+from ..python.introspection import MISSING
+from ..values.host_scalars import Numeral
+from .attribute_epochs import states
+from .carried_state import CONTENTS, Carried, Carries, Place, is_filled, is_state, put, tensors_in
+
+if TYPE_CHECKING:
+    from ..python.executed_code import Ran
+
+__all__ = ["APPENDED", "Count", "Found", "Left", "Put", "advance", "before", "kinds", "left_by", "putting"]
+
+APPENDED = MISSING
+"""As the name of what is put into a list."""
+
+
+class Count(NamedTuple):
+    """An attribute in an object's dictionary to which each run of a call adds the same."""
+
+    path: str
+    of: object
+    name: str
+    by: int
+
+
+class Put(NamedTuple):
+    """An attribute, or an item of a dictionary, that each run sets to something of its own: in the capture, to `new`. Or what
+    it has `APPENDED` to a list, or all the `CONTENTS` of one."""
+
+    path: str
+    of: Any
+    name: Any
+    new: Any = None
+
+
+class Left(NamedTuple):
+    """All that a call leaves. What `lists` are called, code may read by that. Some of it is `behind` doors."""
+
+    counts: tuple[Count, ...] = ()
+    puts: tuple[Put, ...] = ()
+    lists: tuple[str, ...] = ()
+    behind: bool = False
+
+    @property
+    def paths(self) -> list[str]:
+        return [count.path for count in self.counts] + [put.path for put in self.puts]
+
+    @property
+    def owners(self) -> list[Any]:
+        return [count.of for count in self.counts] + [put.of for put in self.puts]
+
+    @property
+    def items(self) -> list[Put]:
+        """Those that are put into containers."""
+        return [one for one in self.puts if is_filled(one.of)]
+
+    def after(self) -> Left:
+        """For when the capture is over: without its tensors."""
+        return self._replace(puts=tuple([put._replace(new=None) for put in self.puts]))
+
+
+_Table = tuple[Holder, Any, dict[Any, Any]]
+_List = tuple[Holder, Any, tuple[Any, ...]]
+
+
+class Found(NamedTuple):
+    """What a call finds in attributes and containers, right before it: in objects and dictionaries `tables`, in `lists`."""
+
+    tables: tuple[_Table, ...]
+    lists: tuple[_List, ...]
+
+
+def before(holders: Sequence[Holder]) -> Found:
+    tables, lists = list[Any](), list[Any]()
+    for h in holders:
+        if h.owner is not None and _sets_plainly(type(h.owner)) and not is_table(h.owner):
+            tables.append((h, h.owner, dict(own_dict(h.owner) or {})))
+        tables += [(h, d, dict(d)) for d in h.tables() if is_table(d)]
+        if h.contents is not None and type(of := h.contents.now()) in (list, deque):
+            lists.append((h, of, (*of,)))
+    return Found(tuple(tables), tuple(lists))
+
+
+def left_by(
+    found: Found, ran: Ran, carried: Carried, touched: Set[int], handed_on: Set[int] | None, appended: Mapping[int, int],
+    called: Callable[[Any], tuple[str, bool]], traced: bool,
+) -> Left:  # fmt: skip
+    """What a call in which this code ran has left in attributes and containers, where it had `found` this; they are as before
+    now. Of some of them it is known that they are `carried`. The call has read the storages `touched`, and `handed_on` those;
+    None: any. So many values were `appended` to lists, by identity; what a list is `called`, and whether a module has it, says
+    that function. Of a call that is `traced`, code may read attributes as late as in its backward.
+
+    Raises:
+        Carries: others are.
+    """
+    counts, puts, unknown, behind = list[Count](), list[Put](), list[Place](), False
+    moved = [table for table in found.tables if not _is_as_before(table_of(table[1]), table[2])]
+    given = touched | handed_on | _put_anywhere(moved, found.lists) if handed_on is not None else None
+
+    def read(t: torch.Tensor) -> bool:
+        return given is None or storage_id(t) in given
+
+    stood = {identity(of): old for _, of, old in found.tables} | {
+        identity(of): {CONTENTS: [*was]} for _, of, was in found.lists
+    }
+    for place in carried.unread():  # others of its calls read what there is
+        value = stood.get(identity(place.of), {}).get(place.name)
+        tensors = tensors_in(value) if is_state(value) else []
+        may_be_late = traced and not is_filled(place.of) and not ran.is_torchs(place.name)
+        unknown += [place] if any(map(read, tensors)) or (may_be_late and tensors) else []
+    for holder, of, old in moved:
+        own = table_of(of)
+        if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
+            continue
+        pairs = [(name, old.get(name, MISSING), b) for name, b in own.items() if b is not old.get(name, MISSING)]
+        again = [name for name, a, b in pairs if own is not of and _is_again(a, b) and ran.is_torchs(name)]
+        for name in again:  # as `DistributedDataParallel` does with its buffers
+            own[name] = old[name]
+        pairs = [pair for pair in pairs if pair[0] not in again]
+        if not pairs:
+            continue
+        item, module = own is of, issubclass(type(of), torch.nn.Module)  # `isinstance` asks the object
+        counted = {name: b - a for name, a, b in pairs
+                   if not item and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
+        sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
+        may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
+        state = [(name, a, b) for name, a, b in pairs
+                 if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
+        if len(counted) + len(sets) + len(state) == len(pairs):
+            late = {name for name, *_ in state if traced and not item and not ran.is_torchs(name)}
+            unknown += _not_known(holder, of, state, carried, read, late)
+            counts += [Count(f"{holder.path}.{name}", of, name, by) for name, by in counted.items()]
+            sets |= {name: b for name, _, b in state}
+            puts += [Put(_path(holder, name), of, name, new) for name, new in sets.items()]
+            behind = behind or holder.behind is not None
+            for name, a, _ in pairs:
+                if a is MISSING:
+                    del own[name]
+                else:
+                    own[name] = a
+    lists = list[str]()
+    for holder, of, was in found.lists:
+        count, now = appended.get(identity(of), 0), (*of,)
+        new = now[len(now) - count :]
+        expected = (*was, *new)
+        if type(of) is deque and of.maxlen is not None:
+            expected = expected[max(0, len(expected) - of.maxlen) :]
+        fits = 0 < count <= len(now) and [*map(identity, expected)] == [*map(identity, now)]
+        name, of_module = called(of) if fits else ("", False)
+        if name and ran.fills(name, of_module=of_module):
+            lists.append(name)
+            puts += [Put(holder.path, of, APPENDED, value) for value in new]
+            holder.restore(was)
+        elif _is_filled_anew(was, now) and carried.may_learn_of(of):
+            unknown += _not_known(holder, of, [(CONTENTS, [*was], [*now])], carried, read, frozenset())
+            puts.append(Put(holder.path, of, CONTENTS, [*now]))
+            holder.restore(was)
+    if unknown:
+        raise Carries(unknown)
+    return Left(tuple(counts), tuple(puts), tuple(lists), behind)
+
+
+def _is_as_before(now: dict[Any, Any] | None, old: dict[Any, Any]) -> bool:
+    """Whether a dictionary has the same keys and values, in the same order. (Most have, which C code tells.)"""
+    return now is not None and len(now) == len(old) and all(map(is_, now.values(), old.values())) and all(map(is_, now, old))
+
+
+def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
+    """The storages of the tensors that are in places in which they were not found."""
+    new = [b for _, of, old in tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
+    new += [x for _, of, was in lists for x in of if len(of) != len(was) or any(map(is_not, of, was))]
+    values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
+    return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
+
+
+def _is_filled_anew(was: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether a list holds other tensors than before, and as many, or where nothing was. (One that grows would be another in
+    each call.)"""
+    others = len(was) != len(now) or any(map(is_not, was, now))
+    return others and len(was) in (0, len(now)) and is_state([*was]) and is_state([*now])
+
+
+def _path(holder: Holder, name: Any) -> str:
+    if name is CONTENTS:
+        return holder.path
+    return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
+
+
+def _is_again(old: Any, new: Any) -> bool:
+    """Whether a list or dictionary has what another had, each in its place."""
+    if type(old) is not type(new) or type(new) not in (list, dict) or len(old) != len(new):
+        return False
+    values = (old, new) if type(new) is list else (old.values(), new.values())
+    return (type(new) is list or [*old] == [*new]) and not any(map(is_not, *values))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether this is a new container that may be what others fill later: an equal one is not it."""
+    return type(value) in (list, dict) and not value
+
+
+def _not_known(
+    holder: Holder, of: Any, state: Sequence[tuple[Any, Any, Any]], carried: Carried, read: Callable[[torch.Tensor], bool],
+    late: Set[str],
+) -> Iterator[Place]:  # fmt: skip
+    """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
+    for name, old, _ in state:
+        tensors = tensors_in(old) if old is not MISSING else []
+        reads = any(map(read, tensors)) or (name in late and bool(tensors))
+        if not carried.has(of, name) or (reads and not carried.reads(of, name)):
+            yield Place(_path(holder, name), of, name, reads)
+
+
+def _sets_plainly(kind: type) -> bool:
+    """Whether to set a number or a tensor as an attribute of such an object is to put it into the object's dictionary."""
+    sets: Any = kind.__setattr__
+    return sets is object.__setattr__ or sets is torch.nn.Module.__setattr__
+
+
+def _is_tensor(value: Any) -> bool:
+    return (type(value) is torch.Tensor and has_memory(value)) or type(value) is Numeral
+
+
+def kinds(path: str, of: object, names: Sequence[str]) -> Holder:
+    """Of what types some attributes of an object are, whatever their values."""
+
+    def read() -> tuple[Any, ...]:
+        own = own_dict(of) or {}
+        return tuple([type(own.get(n)) for n in names])
+
+    return kept(path, read)._replace(named=lambda path, i, _: f"{path}.{names[i]}")
+
+
+def advance(counts: Sequence[Count]) -> None:
+    """A replay has run."""
+    for count in counts:
+        own = own_dict(count.of)
+        assert own is not None
+        own[count.name] += count.by
+
+
+def putting(left: Left, rebuild: Callable[[list[Any]], Any], *, more: int = 0) -> Callable[[list[Any]], Any]:
+    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
+    many `more` such pairs."""
+    where = [(put.of, put.name) for put in left.puts]
+    opened = states.opened if left.behind else None
+
+    def rebuilt(leaves: list[Any]) -> Any:
+        result, rest = rebuild(leaves), []
+        for _ in range(more):
+            result, last = result
+            rest.append(last)
+        result, tensors = result
+        for (of, name), value in zip(where, tensors, strict=True):
+            if name is APPENDED:
+                of.append(value)
+            else:
+                put(of, name, value)
+        if opened is not None:
+            opened()
+        for last in reversed(rest):
+            result = (result, last)
+        return result
+
+    return rebuilt

@@ -1,0 +1,241 @@
+"""State that a function carries from call to call by rebinding: ``self.v = self.v * 0.9 + x``, ``shadow[name] = …``, or by
+filling a list anew: ``losses.clear(); losses.extend(…)``.
+
+What stands there before a call is one more argument, and what stands there after it one more result. So it is part of the
+signature (whether it is there, its shape, its kind), has a slot that is filled from whatever stands there, and each replay
+leaves there what it has made: a tensor of the caller's like any other result. Somebody may read it, keep it, put another
+there (`net.reset()`) or take it away between two calls.
+
+That an attribute, an item or what a list holds is such is learned in a capture, which is taken back: it has found nothing
+there, None, or tensors (perhaps in a tuple or a list), and has left others. Where no operator has read the tensors that were
+there, and the call hands none of them on (features that a hook sets, the weights of `weight_norm`), they are no argument; only
+what they looked like counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch.tensors import has_memory
+from ..call.signature import has_gradient_or_hooks
+from ..python.containers import is_table, table_of
+from ..python.identity import identity
+from ..python.introspection import MISSING
+from ..values.pytree import flatten
+
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "is_filled", "is_state", "put", "tensors_in"]
+
+
+CONTENTS = object()
+"""As the name of a place in a list: all that it holds."""
+
+_LISTS = (list, deque)
+
+
+def is_filled(of: Any) -> bool:
+    """Whether what is put into this is found there by no name of an attribute: a dictionary, a list."""
+    return is_table(of) or type(of) in _LISTS
+
+
+def put(of: Any, name: Any, value: Any) -> None:
+    """Let this stand there: an attribute, an item, or all that a list holds."""
+    if name is CONTENTS:
+        of.clear()
+        of.extend(value)
+    else:
+        own = table_of(of)
+        assert own is not None
+        own[name] = value
+
+
+class Place(NamedTuple):
+    """An attribute of an object, an item of a dictionary, or the `CONTENTS` of a list; whether what stands there before a call
+    may be read."""
+
+    path: str
+    of: Any
+    name: Any
+    read: bool
+
+
+class Carries(Exception):
+    """A capture has left tensors in places which are not known to be carried. Never reaches the user: the capture is taken
+    back, and made again."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        super().__init__()
+        self.places = tuple(places)
+
+
+class _Known(NamedTuple):
+    label: str
+    of: Callable[[], Any]
+    name: Any
+    read: bool
+
+
+class Carried:
+    """The places in which one function carries state. It may be that it `learns` of no others."""
+
+    def __init__(self, learns: bool = True) -> None:
+        self.learns = learns
+        self._known: dict[tuple[int, Any], _Known] = {}
+        self._learned = Counter[int]()  # how often something new, by what it was in
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def learn(self, places: Sequence[Place], met: Iterable[Any] = ()) -> bool:
+        """Whether something of this is new. Containers that are not among what was `met` are forgotten."""
+        there, new = {*map(identity, met)}, False
+        for key in [key for key, known in self._known.items() if type(known.of) is not weakref.ref and key[0] not in there]:
+            del self._known[key]
+        for place in places:
+            known = self._find(place.of, place.name)
+            if known is None or (place.read and not known.read):
+                label = known.label if known is not None else self._label(place.path)
+                of = weakref.ref(place.of) if type(place.of).__weakrefoffset__ else _always(place.of)
+                self._known[identity(place.of), place.name] = _Known(label, of, place.name, place.read)
+                new = True
+        self._learned.update({identity(place.of) for place in places})
+        for key in [key for key in self._known if self._varies(key[0])]:
+            del self._known[key]
+        return new
+
+    def may_learn_of(self, of: Any) -> bool:
+        """Whether something in this may be carried: not where it has other names time and again."""
+        return self.learns and not self._varies(identity(of))
+
+    def _varies(self, of: int) -> bool:
+        return self._learned[of] > _LEARNS
+
+    def _find(self, of: Any, name: Any) -> _Known | None:
+        known = self._known.get((identity(of), name))
+        return known if known is not None and known.of() is of else None
+
+    def _label(self, path: str) -> str:
+        taken = {known.label for known in self._known.values()}
+        while path in taken:
+            path += "'"
+        return path
+
+    def now(self) -> dict[str, Any]:
+        """What stands there, as arguments: tensors that are read; of everything else, what it is like."""
+        return {known.label: _as_argument(known) for known in self._known.values()}
+
+    def has(self, of: Any, name: Any) -> bool:
+        return self._find(of, name) is not None
+
+    def reads(self, of: Any, name: Any) -> bool:
+        known = self._find(of, name)
+        return known is not None and known.read
+
+    def standing(self) -> list[Any]:
+        """What stands there and is an argument: tensors, and what holds them."""
+        return [x for known in self._known.values() if known.read and is_state(x := _value(known)) and x is not None]
+
+    def unread(self) -> list[Place]:
+        """Those places of which it is not known that what stands there is read, as if it were."""
+        return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
+
+    def places(self) -> list[tuple[Any, Any]]:
+        """The places themselves."""
+        return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None]
+
+    def stand(self, arguments: dict[str, Any]) -> Callable[[], None]:
+        """Take those of these arguments that are carried, and let them stand where they are found. Returns what puts back what
+        stood there, unless something else does by then."""
+        stood = list[tuple[_Known, Any, Any]]()
+        for known in self._known.values():
+            argument, before = arguments.pop(known.label, None), _value(known)
+            if known.read and before is not MISSING and argument is not None and type(argument) is not str:
+                stood.append((known, before, argument))
+                put(known.of(), known.name, argument)
+
+        def put_back() -> None:
+            for known, before, argument in stood:
+                if _is(_value(known), argument, known.name):
+                    put(known.of(), known.name, before)
+
+        return put_back
+
+
+def _always(of: Any) -> Callable[[], Any]:
+    return lambda: of
+
+
+_LEARNS = 8  # times that something new may be learned of one object, or dictionary
+_MANY = 256  # tensors that one place may hold
+_HOLDING = (tuple, list, dict)
+
+
+def is_state(value: Any) -> bool:
+    """Whether this may be carried: nothing yet, None, a plain tensor, or a tuple, list or dictionary of such."""
+    return value is None or value is MISSING or _is_plain(value) or (type(value) in _HOLDING and _holds_state(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and has_memory(value)
+
+
+def _holds_state(value: Any) -> bool:
+    leaves: list[Any] = []
+    try:
+        flatten(value, leaves)
+    except RecursionError:
+        return False
+    return len(leaves) <= _MANY and all(x is None or _is_plain(x) for x in leaves)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _value(known: _Known) -> Any:
+    of = known.of()
+    return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
+
+
+def _is(value: Any, other: Any, name: Any) -> bool:
+    """Whether this is what stood in a place of that name: of a list, the same in it."""
+    return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
+
+
+def _as_argument(known: _Known) -> Any:
+    value = _value(known)
+    if type(value) is torch.Tensor and not known.read and has_memory(value):
+        return value if _has_its_own(value) else _look(value)
+    if value is MISSING or not is_state(value):
+        return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
+    if value is None or known.read or any(map(_has_its_own, tensors_in(value))):
+        return value
+    leaves: list[Any] = []
+    return sys.intern(f"{flatten(value, leaves)!r} of {['' if x is None else _look(x) for x in leaves]}")
+
+
+def _has_its_own(t: torch.Tensor) -> bool:
+    """Whether somebody has given a tensor what cannot be said of an argument: it makes the call run live."""
+    return bool(t.__dict__) or has_gradient_or_hooks(t)
+
+
+_looks: dict[tuple[Any, ...], str] = {}
+_LOOKS = 1024
+
+
+def _look(t: torch.Tensor) -> str:
+    """What a tensor is like that is not read."""
+    what = (t.dtype, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), t.is_conj(), t.is_neg(), t.device)
+    found = _looks.get(what)
+    if found is None:
+        if len(_looks) >= _LOOKS:
+            _looks.clear()
+        found = _looks[what] = sys.intern(str(what))
+    return found

@@ -1,0 +1,342 @@
+"""Numbers that change from call to call: a coefficient that is annealed, a temperature, the learning rate of an optimizer of
+the user's. They are followed as those of torch's optimizers are (`dials`), wherever the function reads them.
+
+A number is followed once it has changed: until then it is a value like any other, on which a recording relies. From then on a
+capture puts a dial in its place, where all code sees it. That code may do anything with it, so nothing is taken for granted:
+
+* Python's own arithmetic gives dials, comparisons and truth become conditions, and everything else that Python can do with a
+  number (`int`, `round`, a format, a key) gets the real one, and is noted.
+* `math` reads a number where no method is asked: for the time of the capture, its functions are replaced by such as give dials.
+* To torch a dial may only go as an argument of a function that hands it on, as it is, to an operator of the same name
+  (`_PLAIN`); a mode looks at all of torch's functions for that. What else takes a number may work out others with it, or
+  decide by it, unseen: ``cross_entropy(label_smoothing=)``.
+* Each use by an operator has a probe of its own, which has to be found in what that very operator has launched.
+
+A number of which anything else becomes is baked in after all, with the reason noted, and a change makes a new recording.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import wraps
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._torch.dynamo import ran_compiled, uncompiled
+from ..errors import Refusal
+from ..python.containers import Holder, Spot
+from ..python.origin import is_ours, is_torchs, is_users
+from ..values.counters import Followed, Tally, said
+from ..values.formulas import Worked
+from .hyperparameters import Dial, Dials, reals
+from .reachable import Reach
+
+__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "takes"]
+
+At = tuple[int, Any]
+
+_TRIES = 2  # captures in which a number could not be followed
+
+_BASES = ("add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max", "fill", "full",
+          "full_like", "new_full", "masked_fill", "gt", "lt", "ge", "le", "eq", "ne", "pow")  # fmt: skip
+_FOREACH = tuple([f"_foreach_{name}" for name in _BASES[:8] if name != "rsub"])
+_PLAIN = frozenset(
+    [*(f"{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), "subtract", "multiply", "divide", "true_divide",
+     "multiply_", "divide_", "subtract_", "true_divide_", "greater", "less", "__rsub__", "__rdiv__", "__rtruediv__", "__rmul__",
+     "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__pow__",
+     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"])  # fmt: skip
+"""Functions of torch's that hand a number on to an operator as it is."""
+_OPERATORS = frozenset(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_"))
+"""Operators whose kernels have a number among their parameters as it is, or in one of the forms that are looked for."""
+_WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__"})  # autograd works out other numbers with these
+
+_SPECIAL: dict[str, Callable[[float], bool]] = {
+    "aten::pow": lambda x: 2 * x == int(2 * x) if math.isfinite(x) else True,
+    **dict.fromkeys(("aten::addcmul", "aten::addcmul_", "aten::addcdiv", "aten::addcdiv_"), lambda x: x == 1.0),
+}  # fmt: skip
+_SPECIAL["aten::pow_"] = _SPECIAL["aten::pow"]
+
+# What takes numbers in C, or asks of which class they are, in code that names it.
+_UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_into", "Decimal", "timedelta", "array", "ops",
+                     "type", "__class__", "id"})  # fmt: skip
+# By what code asks whether something looks at torch's functions: whoever does not hand over to that then goes another way. Of
+# torch's own, autocast and devices ask for modes of theirs.
+_ASKS = "has_torch_function"
+_ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
+# What of Python's own library runs between others, and looks at none of what it hands on.
+_HARMLESS = frozenset(file for name in (
+    "abc", "collections", "_collections_abc", "contextlib", "copy", "enum", "functools", "inspect", "linecache", "logging",
+    "os", "re", "threading", "traceback", "types", "typing", "warnings", "weakref", "_weakrefset")
+    for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
+_PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
+
+
+class Following:
+    """Which numbers the recordings of one function follow: those that have changed."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[At, str] = {}  # with their names
+        self._failed: Counter[At] = Counter()
+        self.why: dict[str, str] = {}
+        """By the names of those that cannot be followed: why."""
+        self.arguments: set[Any] = set()
+        """Those that are arguments: (the structure of all arguments, the place)."""
+        self._advanced: set[At] = set()
+        self._fixed: set[Any] = set()
+        self._differed: Counter[Any] = Counter()
+
+    def want_arguments(self, places: Iterable[Any]) -> None:
+        """A call has come that differs in these from the one before: a third number makes one that changes."""
+        self._differed.update(places)
+        self.arguments |= {place for place, n in self._differed.items() if n >= _TRIES} - self._fixed
+
+    def fix(self, places: Iterable[Any]) -> None:
+        """These arguments are to be part of the signature again."""
+        self._fixed |= {*places}
+        self.arguments -= self._fixed
+
+    def want(self, changed: Iterable[tuple[At, str]]) -> None:
+        self._wanted.update((at, name) for at, name in changed if self._failed[at] < _TRIES)
+
+    def advances(self, set_there: Iterable[tuple[At, str]], baked: Set[At]) -> bool:
+        """A call sets numbers there. Whether some of them are to be followed that were not."""
+        new = {at: name for at, name in set_there if at not in self._wanted and at not in baked and self._failed[at] < _TRIES}
+        self._wanted |= new
+        self._advanced |= new.keys()
+        return bool(new)
+
+    def wanted(self) -> frozenset[At]:
+        return frozenset(self._wanted)
+
+    def doubtful(self) -> frozenset[At]:
+        """Those without which it may be possible to record what cannot be with them."""
+        return self.wanted() - self._advanced
+
+    def fail(self, at: At, why: str) -> None:
+        """A capture has shown that it cannot be followed, at least now."""
+        self._failed[at] += 1
+        if at in self._wanted:
+            self.why[self._wanted[at]] = why
+            if self._failed[at] >= _TRIES:
+                del self._wanted[at]
+
+
+class Fixed(Refusal):
+    """Numbers among the arguments cannot be followed: from the next call on they are part of the signature."""
+
+    def __init__(self) -> None:
+        super().__init__("has numbers among its arguments that cannot be followed", "pass them as tensors", this_call=True)
+
+
+class Unfollowed(Exception):
+    """A capture is taken back and made again without these numbers; with the reasons."""
+
+    def __init__(self, spots: dict[At, str]) -> None:
+        super().__init__()
+        self.spots = spots
+
+
+def of_arguments(call: Any) -> tuple[list[Spot], list[Any]]:
+    """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
+    or played."""
+    values = [call.leaves[at] * 1.0 for at in call.numbers]  # objects of their own, as in `marked`
+
+    def spot(i: int) -> Spot:
+        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value))
+
+    return [spot(i) for i in range(len(values))], values
+
+
+def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
+    """Where the wanted numbers lie. There each is an object of its own from now on, which stands nowhere else: by that it is
+    known."""
+    if not wanted or any(map(is_compiled, reach.met)):
+        return []
+    found: dict[At, Spot] = {}
+    for holder in reach.holders:
+        if holder.spot is None:
+            continue
+        values = holder.read()
+        for i, value in enumerate(values):
+            if type(value) in (int, float) and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
+                found.setdefault(spot.at, spot)
+    for spot in found.values():
+        spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
+    return [*found.values()]
+
+
+def _spot(holder: Holder, i: int, values: tuple[Any, ...]) -> Spot | None:
+    """Where the i-th of these values lies. How many there are lies nowhere."""
+    assert holder.spot is not None
+    try:
+        spot = holder.spot(i, values)
+        return spot if spot.get() is values[i] else None
+    except (IndexError, TypeError):
+        return None
+
+
+def is_compiled(x: Any) -> bool:
+    """Whether this is what `torch.compile` gave: Dynamo would look at dials, and at the mode."""
+    if issubclass(type(x), torch.nn.Module):
+        return uncompiled(x) is not None
+    code = getattr(uncompiled(x), "__code__", None) if type(x) is FunctionType else None
+    return code is not None and is_users(code.co_filename)
+
+
+def takes(dials: Dials, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What an operator is given in place of these arguments, where there are numbers among them that are followed."""
+    numbers = {n for n in _floats((*args, *kwargs.values())) if n in dials.wide}
+    if not numbers:
+        return None
+    why = None if name in _OPERATORS and kwargs.get("rounding_mode") is None else f"is taken by {name}"
+    aliases = dials.taken(numbers, why, _SPECIAL.get(name))
+    return tuple([_with(x, aliases) for x in args]), {k: _with(x, aliases) for k, x in kwargs.items()}
+
+
+def _floats(values: Any) -> Iterator[float]:
+    for v in values:
+        kind = type(v)
+        if kind is float:
+            yield v
+        elif kind in (list, tuple) and v and not isinstance(v[0], torch.Tensor):
+            yield from _floats(v)
+
+
+def _with(value: Any, numbers: dict[float, float]) -> Any:
+    kind = type(value)
+    if kind is float:
+        return numbers.get(value, value)
+    if kind in (list, tuple) and value and not isinstance(value[0], torch.Tensor):
+        return kind(_with(v, numbers) for v in value)
+    return value
+
+
+class _Guard(TorchFunctionMode):
+    """Looks at what torch's functions are given."""
+
+    def __init__(self, dials: Dials) -> None:
+        super().__init__()
+        self._dials = dials
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:  # in which the user's hooks may run
+            with self:
+                return _backward(*args, **kwargs)
+        self._dials.blind = self._dials.blind or func is torch.autograd.grad
+        dials = [*_dials_in((args, kwargs))]
+        if not dials:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
+        whole = any(type(x) is Tally for x in dials)
+        if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
+            return func(*args, **kwargs)
+        why = f"is given to {name}" + (", through which gradients go" if graded else "")
+        return func(*reals(args, why), **reals(kwargs, why))
+
+
+def _backward(
+    self: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _dials_in(value: Any) -> Iterator[Dial | Tally]:
+    if type(value) in (Dial, Tally):
+        yield value
+    elif type(value) in (list, tuple):
+        for v in value:
+            yield from _dials_in(v)
+    elif type(value) is dict:
+        yield from _dials_in([*value.values()])
+
+
+@contextmanager
+def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
+    """During the block, what takes numbers is looked at."""
+    if not dials.spots:
+        yield
+        return
+    instead = {f: _derived(dials, f) for f in vars(math).values() if type(f) is BuiltinFunctionType}
+    spaces = [vars(math), *{id(f.__globals__): f.__globals__ for f in reach.met if type(f) is FunctionType}.values()]
+    own = [(space, name, f) for space in spaces for name, f in space.items() if type(f) is BuiltinFunctionType]
+    before = [(space, name, f) for space, name, f in own if f in instead]
+    for space, name, f in before:
+        space[name] = instead[f]
+    try:
+        if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
+            dials.stray_all("may be given to a function of math that is no global variable")
+        with _Guard(dials):
+            yield
+    finally:
+        for space, name, f in before:
+            if space.get(name) is instead[f]:
+                space[name] = f
+
+
+def _derived(dials: Dials, function: Any) -> Any:
+    """A function of math, which gives a dial where it is given one."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = [*_dials_in((args, kwargs))]
+        if not any(type(x) is Tally or x.wide for x in given):
+            return function(*args, **kwargs)
+        if kwargs or len(given) != sum(isinstance(x, Followed) for x in args) or function.__name__ in _NO_FLOATS:
+            why = f"is given to math.{function.__name__}"
+            return function(*reals(args, why), **reals(kwargs, why))
+        key = (function.__name__, tuple(map(said, args)))
+        formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args]))
+        return dials.derive(key, lambda: function(*map(_stands, args)), formula, wide=True)
+
+    return called
+
+
+def _stands(x: Any) -> Any:
+    """By what it is told which of several forms of a number a program holds."""
+    return x.probe if isinstance(x, Dial) else x.value if type(x) is Tally else x
+
+
+def _unseen_by(code: CodeType) -> frozenset[str]:
+    """What of that this code names; but for `device.type`."""
+    found = _UNSEEN.intersection(code.co_names)
+    if "type" not in found or "builtins" in code.co_names:
+        return found
+    named = {i.opname for i in dis.get_instructions(code) if i.argval == "type" and i.opname != "LOAD_CONST"}
+    return found - {"type"} if named <= {"LOAD_ATTR", "LOAD_METHOD"} else found
+
+
+_NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil", "trunc", "frexp", "modf", "gcd", "lcm",
+                        "isqrt", "comb", "perm", "factorial", "fsum", "prod", "dist", "sumprod"})  # fmt: skip
+
+
+def judged(
+    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, Any]]], hooked: bool, more: Iterable[Any], training: bool
+) -> None:  # fmt: skip
+    """This code has run: whether some of it may have got at a number unseen. `hooked`: there may have been hooks. Functions
+    among `more` may have run as well. In `training` no module of torch's goes by what it asks."""
+    if ran_compiled([code for code, _ in ran]):
+        dials.stray_all("may be read by compiled code")
+    if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
+        dials.stray_all("may be read by code that runs in torch.autograd.grad")
+    for code in (*(code for code, _ in ran), *(f.__code__ for f in more if type(f) is FunctionType)):
+        asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
+        goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
+        if goes_by and any(name.startswith(asks) for name in code.co_names):
+            dials.stray_all("is read where code asks for modes")
+        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
+            continue
+        if unseen := _unseen_by(code):
+            dials.stray_all(f"may be taken by {min(unseen)}")
+        elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
+            dials.stray_all("may be formatted by %")

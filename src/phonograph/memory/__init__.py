@@ -1,0 +1,1 @@
+"""The memory that recordings share: who may overwrite what, views of it, and loans."""

@@ -1,0 +1,1 @@
+"""Python's own objects: code, frames, modules, containers, and who wrote them."""

@@ -1,0 +1,595 @@
+"""What code does with names, told from its instructions: which variables and attributes it reads, what it imports, and where it
+may get at some by names that do not stand in it.
+
+In doubt it is said to do so. What an instruction is called differs from one version of Python to the next; how values are
+pushed and taken off does not, so that the arguments of a call are told by that (`_arguments`).
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+from collections.abc import Iterable, Iterator, Set
+from types import CodeType
+from typing import NamedTuple
+
+from .code_cache import of_code
+
+__all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction", "looks_around",
+           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in",
+           "words_of"]  # fmt: skip
+
+Instructions = list[dis.Instruction]
+
+SPACES = frozenset({"globals", "f_globals", "f_locals", "f_builtins", "__globals__", "__builtins__"})
+"""By which code gets at a dictionary of global variables."""
+MODULES = frozenset({"import_module", "__import__", "resolve_name", "getmodule"})
+"""By which it gets at a module, besides `sys.modules`."""
+LOOKUPS = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir", "eval", "exec", "__getattribute__",
+                     "__setattr__", "__delattr__"})  # fmt: skip
+"""Functions by which it may read or write attributes that it does not name, and attributes that are such functions."""
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_AROUND = frozenset({"vars", "dir", "eval", "exec", "copy", "deepcopy", "asdict", "astuple", "pickle", "inspect", "getmembers",
+                     "getmembers_static", "getattr_static"})  # fmt: skip
+_AROUND_OF_MODULES = _AROUND - {"copy", "eval", "exec", "dir", "pickle", "inspect"} | {"dumps"}  # `x.eval()` is another thing
+_OF_ANY = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir"})  # which are given an object first
+_AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
+                                "__reduce_ex__"})  # fmt: skip
+
+_WAYS_AROUND = _AROUND_ATTRIBUTES | _AROUND | _BY_NAME | {"dumps"}
+
+_SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RESUME"})
+_CALLS = frozenset({"CALL", "PRECALL", "CALL_FUNCTION", "CALL_METHOD"})  # with arguments by position
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_LOCALS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+
+
+def all_within(code: CodeType) -> Iterator[CodeType]:
+    """A code object, and those of the functions that it defines."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from all_within(const)
+
+
+def names_in(code: CodeType, *, tuples: bool = True) -> Set[str]:
+    """The names that a code object uses, and the words that it may look something up by. (Among `tuples` are the names of
+    keyword arguments in calls.)"""
+    return (_names_in if tuples else _names_beside_tuples)(code).now()
+
+
+def words_in(code: CodeType) -> Set[str]:
+    """The words among its constants by which code may look something up (``getattr(package, "RATE")``)."""
+    return _words_in(code).now()
+
+
+class _Words(NamedTuple):
+    """Names, and the words of these texts: what they are, depends on which modules there are."""
+
+    names: frozenset[str]
+    texts: frozenset[str]
+    settled: frozenset[str]
+
+    @staticmethod
+    def of(names: Iterable[str], texts: Iterable[str]) -> _Words:
+        """Of all that has one word only, it is known."""
+        found = {text: _parts(text) for text in texts}
+        settled = frozenset(names).union(text for text, parts in found.items() if parts == {text})
+        open_ = frozenset(text for text, parts in found.items() if parts != {text})
+        return _Words(settled, open_, settled.union(*(found[text] for text in open_)))
+
+    def now(self) -> frozenset[str]:
+        if any(map(sys.modules.__contains__, self.texts)):
+            return self.names.union(*map(words_of, self.texts))
+        return self.settled
+
+
+@of_code
+def _names_in(code: CodeType) -> _Words:
+    within = [*all_within(code)]
+    names = [name for inner in within for name in inner.co_names]
+    return _Words.of(names, _texts([inner.co_consts for inner in within]))
+
+
+@of_code
+def _names_beside_tuples(code: CodeType) -> _Words:
+    within = [*all_within(code)]
+    return _Words.of([name for inner in within for name in inner.co_names], _strings_in(within))
+
+
+@of_code
+def _words_in(code: CodeType) -> _Words:
+    return _Words.of((), _strings_in(all_within(code)))
+
+
+def _strings_in(codes: Iterable[CodeType]) -> Iterator[str]:
+    return (const for code in codes for const in code.co_consts if isinstance(const, str))
+
+
+def _texts(constants: Iterable[object]) -> Iterator[str]:
+    """The strings among constants, and within their tuples."""
+    for const in constants:
+        if isinstance(const, (tuple, frozenset)):
+            yield from _texts(const)
+        elif isinstance(const, str):
+            yield const
+
+
+def words_of(text: str) -> Set[str]:
+    """The words of a string by which something may be looked up."""
+    return {text} if text in sys.modules else _parts(text)
+
+
+def _parts(text: str) -> set[str]:
+    parts = re.split("[.:]", text)
+    if all(part.isidentifier() for part in parts):
+        return set(parts)  # also attrgetter("model.scale"), resolve_name("module:RATE")
+    return set(re.findall(r"[^\W\d]\w*", text)) if "{" in text else set()  # "{config.scale}".format(...)
+
+
+class Used(NamedTuple):
+    """What code does with names.
+
+    `attributes` are those that it reads, or writes, of what has which name: `package.settings.rate` gives (package, settings)
+    and (settings, rate); of what has no name, the result of a call, say, with "", and of a local variable with "?" as well.
+    `variables` are the global variables that it reads, assigns or deletes, `sets` those of which it does the latter, and
+    `asked` those that it looks up in `globals()` by names that stand there. `spaces` says that it does so in any other way, or
+    in another's, `computes` that it may do so by names that do not stand in it (`globals()[name]`), and `modules` that it so
+    gets at modules. `around` are the globals of which it may so read attributes: of `getattr(x, name)` it has x, of
+    `vars(x.y)` x.y. It has "self" for a method's own object, and "" for all else. `bare` are the names of that with which it
+    does something else than to read an attribute, those of attributes as ".name". `imports` are (how many levels up, name,
+    what of it) of its `import` statements.
+    """
+
+    attributes: frozenset[tuple[str, str]]
+    variables: frozenset[str]
+    sets: frozenset[str]
+    asked: frozenset[str]
+    spaces: bool
+    computes: bool
+    modules: bool
+    around: frozenset[str]
+    bare: frozenset[str]
+    imports: frozenset[tuple[int, str, tuple[str, ...]]]
+
+
+@of_code
+def used_in(code: CodeType) -> Used:
+    """What code and the functions that it defines do with names."""
+    found = [_Reading(inner) for inner in all_within(code)]
+    sets = frozenset[str]().union(*(one.sets for one in found))
+    return Used(
+        frozenset().union(*(one.attributes for one in found)),
+        sets.union(*(one.variables for one in found)),
+        sets,
+        frozenset().union(*(one.asked for one in found)),
+        any(one.spaces for one in found),
+        any(one.computes for one in found),
+        any(one.modules for one in found),
+        frozenset().union(*(one.around for one in found)),
+        frozenset().union(*(one.bare for one in found)),
+        frozenset().union(*(one.imports for one in found)),
+    )
+
+
+class _Reading:
+    """Goes through the instructions of one code object."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.attributes, self.imports = set[tuple[str, str]](), set[tuple[int, str, tuple[str, ...]]]()
+        self.variables, self.sets, self.asked = set[str](), set[str](), set[str]()
+        self.around, self.bare = set[str](), set[str]()
+        self.spaces = self.computes = self.modules = False
+        self._code = code
+        self._all = [*dis.get_instructions(code)]
+        self._last = ""  # the name of what was loaded last
+        self._local = False  # it is a local variable, of which nothing else is known
+        self._also: dict[str, str] = {}  # the names of what local variables are...
+        self._various: set[str] = set()  # ...and those that are other things as well
+        self._from = ""  # the module of which names are imported
+        self._asks = False  # something that looks attributes up was loaded
+        assigns = _ASSIGN if code.co_name != "<module>" else (*_ASSIGN, "STORE_NAME", "DELETE_NAME")
+        heard = [k for k, i in enumerate(self._all) if i.opname not in _SILENT]
+        self._heard = [self._all[k] for k in heard]
+        for n, i in enumerate(self._heard):
+            self._names(n, i)  # once before: a variable may be read above the line that assigns it
+        for n, (k, i) in enumerate(zip(heard, self._heard, strict=True)):
+            if i.opname in assigns:
+                self.sets.add(i.argval)
+            elif i.opname.startswith(_OF_GLOBALS):
+                self.variables.add(i.argval)
+            if i.opname != "LOAD_CONST" and type(i.argval) is str:
+                self._looks(n, k, i)
+            elif type(i.argval) is str and i.argval in SPACES:  # getattr(f, "__globals__")
+                self.spaces = self.computes = True
+            self._names(n, i)
+            if self._last and i.opname.startswith(("LOAD_", "IMPORT_FROM", "STORE_FAST_LOAD_FAST")):
+                after = self._heard[n + 1 : n + 2]
+                if not after or after[0].opname not in _ATTRIBUTES:
+                    self.bare.add(f".{self._last}" if i.opname in (*_ATTRIBUTES, "IMPORT_FROM") else self._last)
+        if not {"eval", "exec"}.isdisjoint(code.co_names):
+            texts = [const for const in code.co_consts if isinstance(const, str)]
+            self.attributes |= {("?", word) for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+
+    def _looks(self, n: int, k: int, i: dis.Instruction) -> None:
+        """Whether the instruction loads something by which more can be read than stands here."""
+        name, rest = i.argval, self._all[k + 1 :]
+        if not i.opname.startswith(("LOAD_", "IMPORT_FROM")):
+            return
+        if name in SPACES:
+            word = "" if i.opname == "IMPORT_FROM" else _one_of_space(self._heard, n)
+            self.computes = self.computes or not word
+            if word and name == "globals":
+                self.asked.add(word)
+            else:
+                self.spaces = True
+        elif name in MODULES:
+            given = _arguments(rest) or []
+            self.modules = self.modules or not (given and _is_word(given[0]) and _is_dotted(given[0][0].argval))
+        elif name == "modules" and not i.opname.startswith(_OF_GLOBALS + _LOCALS):
+            called = _arguments(rest) == []  # `model.modules()`
+            self.modules = self.modules or not (called or _one_of_space(self._heard, n))
+        goes = _goes_around(i, rest)
+        if goes is not None and not _forwards(self._code, i, rest):
+            self.around.add(goes)
+
+    def _names(self, n: int, i: dis.Instruction) -> None:
+        """Which attribute is read of what."""
+        if i.opname in _ATTRIBUTES:
+            self.attributes.add((self._last, i.argval))
+            if self._local:
+                self.attributes.add(("?", i.argval))
+            self._last, self._local = i.argval, False
+        elif i.opname == "IMPORT_NAME":
+            level, names = (x.argval for x in self._heard[n - 2 : n])
+            self.imports.add((level, i.argval, tuple(names or ())))
+            self._from = self._last = (i.argval if names else i.argval.partition(".")[0]).rpartition(".")[2]
+            self._asks, self._local = self._asks or self._last in _BY_NAME, False
+        elif i.opname == "IMPORT_FROM":
+            self.attributes.add((self._from, i.argval))
+            self._last, self._local = i.argval, False
+        elif i.opname.startswith(_LOCALS) or i.opname == "STORE_FAST_LOAD_FAST":
+            if i.opname == "STORE_FAST_LOAD_FAST":
+                self._is_now(i.argval[0])
+            name: str = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
+            self._local = (name not in self._also or name in self._various) and name not in ("self", "cls")
+            self._last, self._asks = self._also.get(name, name), self._asks or name in _BY_NAME
+        elif i.opname.startswith(_OF_GLOBALS):
+            self._last, self._local, self._asks = i.argval, False, self._asks or i.argval in _BY_NAME
+        elif i.opname == "LOAD_CONST" and self._asks and isinstance(i.argval, str):
+            self.attributes.add((self._last, i.argval))  # getattr(package, "RATE", 1.0)
+            self._last, self._asks, self._local = "", False, False
+        elif i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_NAME")):
+            for name in i.argval if isinstance(i.argval, tuple) else (i.argval,):
+                self._is_now(name)
+        elif i.opname.startswith("MATCH_CLASS"):  # case Settings(rate=r)
+            names = self._heard[n - 1].argval
+            self.attributes |= {("?", name) for name in (names if isinstance(names, tuple) else ())}
+            self._last, self._local = "", False
+        else:
+            self._last, self._local = "", False
+
+    def _is_now(self, name: str) -> None:
+        """What was loaded last is assigned to a local variable."""
+        now = self._last if not self._local else ""
+        if self._also.setdefault(name, now) != now or not now:
+            self._various.add(name)
+
+
+class Slight(NamedTuple):
+    """Names of attributes by how little code does with them: it `counts` some up or down (``x.n += 1``), it `calls` what has
+    some (``x.step()``), some it `sets`, and reads only what it has set before of the same object, if at all; and the `rest` it
+    uses in any other way."""
+
+    counts: frozenset[str]
+    calls: frozenset[str]
+    sets: frozenset[str]
+    rest: frozenset[str]
+
+
+@of_code
+def slight_use_in(code: CodeType) -> Slight:
+    """Of code and the functions that it defines."""
+    counts, calls, sets, rest = set[str](), set[str](), set[str](), set(_tuples_and_words(code))
+    for inner in all_within(code):
+        heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
+        stored = set[int]()  # where what was counted is put back
+        surely = set[tuple[str, str]]()  # what was set so far, in any case
+        for n, i in enumerate(heard):
+            if i.opname.startswith(("IMPORT_FROM", "LOAD_SUPER")):
+                rest.add(i.argval)
+            if i.opname not in _ATTRIBUTES or n in stored:
+                continue
+            of = _variable(inner, heard[n - 1]) if n else ""
+            if i.opname == "STORE_ATTR":
+                sets.add(i.argval)
+                if of and not _may_be_skipped(inner, heard, n):
+                    surely.add((of, i.argval))
+            elif of and (of, i.argval) in surely and i.opname != "DELETE_ATTR":
+                pass
+            elif i.opname == "LOAD_METHOD" or (i.opname == "LOAD_ATTR" and _MARKED & (i.arg or 0)):
+                calls.add(i.argval)
+            elif _is_counted(heard[n - 1 : n + 5] if n else []):
+                stored.add(n + 4)
+                counts.add(i.argval)
+            else:
+                rest.add(i.argval)
+    sets -= counts | calls | rest
+    return Slight(frozenset(counts - rest), frozenset(calls - rest), frozenset(sets), frozenset(rest))
+
+
+@of_code
+def used_in_full(code: CodeType) -> frozenset[str]:
+    """The names of attributes and variables with which code, or a function that it defines, does anything else than to fill
+    what they hold: to append to it (``x.losses.append(y)``), or to what it holds (``logs["loss"].append(y)``), or set
+    an item."""
+    found = set(_tuples_and_words(code))
+    for inner in all_within(code):
+        every = [*dis.get_instructions(inner)]
+        heard = [i for i in every if i.opname not in _SILENT]
+        for n, i in enumerate(heard):
+            if i.opname.startswith((*_ATTRIBUTES, *_ANY_VARIABLE)) and not _is_filled(every, heard, n):
+                found.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return frozenset(found)
+
+
+_ANY_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_SUPER", "STORE_GLOBAL",
+                 "STORE_NAME", "STORE_DEREF", "DELETE_", "IMPORT_")  # fmt: skip
+_LOADS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
+
+
+def _is_filled(every: Instructions, heard: Instructions, n: int) -> bool:
+    """Whether all that is done with what the n-th instruction that is `heard`, of `every` one, loads is to append to it, or to
+    what it holds, or to set an item."""
+    if not heard[n].opname.startswith("LOAD_") or heard[n].opname in ("LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        return False
+    while True:
+        after = heard[n + 1 : n + 2]
+        if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "append":
+            return len(_arguments([i for i in every if i.offset > after[0].offset]) or ()) == 1
+        n = _after_a_key(heard, n + 1)
+        if heard[n : n + 1] and heard[n].opname == "STORE_SUBSCR":
+            return True
+        if not (heard[n : n + 1] and (heard[n].opname == "BINARY_SUBSCR" or heard[n].argrepr == "[]")):
+            return False
+
+
+def _after_a_key(heard: Instructions, n: int) -> int:
+    """Where the instructions end that begin there, if they load one value, an attribute of a variable, say."""
+    if not heard[n : n + 1] or not heard[n].opname.startswith(_LOADS) or isinstance(heard[n].argval, tuple):
+        return len(heard)
+    n += 1
+    while heard[n : n + 1] and heard[n].opname == "LOAD_ATTR" and not _MARKED & (heard[n].arg or 0):
+        n += 1
+    return n
+
+
+def _variable(code: CodeType, loading: dis.Instruction) -> str:
+    """The local variable that this loads alone, if it is always the same object."""
+    loads = loading.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")) and "CLEAR" not in loading.opname
+    name = (loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval) if loads else ""
+    return name if name in code.co_varnames[: code.co_argcount] and name not in _assigned(code) else ""
+
+
+@of_code
+def _assigned(code: CodeType) -> frozenset[str]:
+    """The local variables to which code assigns, or which it deletes."""
+    found = set[str]()
+    for i in dis.get_instructions(code):
+        if i.opname.startswith(("STORE_FAST", "DELETE_FAST")):
+            names = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            found.update(names[:1] if i.opname.startswith("STORE_FAST_LOAD") else names)
+    return frozenset(found)
+
+
+def _may_be_skipped(code: CodeType, heard: Instructions, n: int) -> bool:
+    """Whether code may come by what follows an instruction without that."""
+    at = heard[n].offset
+    jumps = any(i.opcode in _JUMPS and i.argval > at for i in heard[:n])
+    return jumps or bool(getattr(code, "co_exceptiontable", b"")) or any(i.opname.startswith("SETUP_") for i in heard[:n])
+
+
+_MARKED = 1 if sys.version_info >= (3, 12) else 0  # the bit by which LOAD_ATTR says that it loads what is called
+
+
+def _tuples_and_words(code: CodeType) -> set[str]:
+    """(Whatever modules there are: a text may be the name of one.)"""
+    return {word for text in _texts([inner.co_consts for inner in all_within(code)]) for word in (text, *_parts(text))}
+
+
+def _is_counted(around: Instructions) -> bool:
+    """Whether these instructions, of which the second loads an attribute, add a number that stands there to it."""
+    if len(around) < 6 or any(i.is_jump_target for i in around[1:]):
+        return False
+    twice, _, number, adds, swap, back = around
+    return (
+        twice.opname in ("COPY", "DUP_TOP")
+        and number.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
+        and type(number.argval) is int
+        and (adds.opname in ("INPLACE_ADD", "INPLACE_SUBTRACT") or adds.argrepr in ("+=", "-="))
+        and swap.opname in ("SWAP", "ROT_TWO")
+        and back.opname == "STORE_ATTR"
+        and back.argval == around[1].argval
+    )
+
+
+def _one_of_space(instructions: Instructions, n: int) -> str:
+    """The one name that stands there by which something is looked up in what the n-th instruction loads: a dictionary, or the
+    function that gives one. "" if it is used in any other way. (In doubt it is.)"""
+    begin, rest = n, instructions[n + 1 : n + 6]
+    while begin and instructions[begin].opname in _ATTRIBUTES:  # ("name" in sys.modules)
+        begin -= 1
+    before = instructions[begin - 1 : begin]
+    if rest and rest[0].opname.startswith("CALL"):
+        rest = rest[1:]
+    if rest and rest[0].opname == "CONTAINS_OP":
+        return str(before[0].argval) if _is_word(before) and not instructions[begin].is_jump_target else ""
+    if rest and rest[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and rest[0].argval in ("get", "pop", "setdefault"):
+        word, names = rest[1:2], [i.opname for i in rest[1:]]
+        default = names[1:2] != [] and names[1].startswith((*_LOCALS, *_OF_GLOBALS, "LOAD_CONST", "LOAD_SMALL_INT"))
+        called = any(name.startswith("CALL") for name in names[1 + default : 2 + default])
+        return str(word[0].argval) if called and _is_word(word) else ""
+    looked_up = any("SUBSCR" in i.opname or i.argrepr == "[]" for i in rest[1:2])
+    return str(rest[0].argval) if looked_up and _is_word(rest[:1]) else ""
+
+
+def _is_word(loading: Instructions) -> bool:
+    return len(loading) == 1 and loading[0].opname == "LOAD_CONST" and isinstance(loading[0].argval, str)
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def looks_around(code: CodeType) -> bool:
+    """Whether code may read or write attributes by names that do not stand in it: uses `vars`, or `getattr` and its like other
+    than with a literal name."""
+    return _names_a_way_around(code) and bool(used_in(code).around)
+
+
+@of_code
+def _names_a_way_around(code: CodeType) -> bool:
+    within = [*all_within(code)]
+    named = (names for c in within for names in (c.co_names, c.co_varnames, c.co_cellvars, c.co_freevars))
+    return any(not _WAYS_AROUND.isdisjoint(names) for names in named)
+
+
+def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
+    """Of what attributes may be read, by names that do not stand here, with what an instruction loads: as `Used.around` has it.
+    None if that is no way to read any."""
+    name = i.argval
+    if name in _AROUND_ATTRIBUTES or (i.opname == "IMPORT_FROM" and name in (_AROUND | _BY_NAME)):
+        return ""
+    if name in _AROUND:
+        if i.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):  # inspect.getmembers(x), builtins.vars(x)
+            return "" if name in _AROUND_OF_MODULES and _arguments(following) else None
+        if not i.opname.startswith(_OF_GLOBALS):
+            return None
+    elif name == "dumps":
+        return "" if _arguments(following) else None
+    elif name not in _BY_NAME:
+        return None
+    given = _arguments(following)
+    if not given or (name in _BY_NAME and _is_literal(name, [*map(_is_word, given)])):
+        return None if given else ""
+    return _named(given[0]) if name in _OF_ANY else ""
+
+
+def _forwards(code: CodeType, i: dis.Instruction, following: Instructions) -> bool:
+    """Whether this is `getattr(x, name)` in a ``__getattr__(self, name)``, the argument as it was given: whoever reads such an
+    attribute names it."""
+    if i.argval != "getattr" or code.co_name != "__getattr__" or code.co_argcount != 2:
+        return False
+    if code.co_varnames[1] in _assigned(code):
+        return False
+    given = _arguments(following) or []
+    last = given[1] if len(given) >= 2 else []
+    return len(last) == 1 and last[0].opname.startswith("LOAD_FAST") and _variable_loaded(last[0]) == code.co_varnames[1]
+
+
+def _variable_loaded(loading: dis.Instruction) -> str:
+    """The variable that is loaded, or the last of two."""
+    return str(loading.argval[-1] if isinstance(loading.argval, tuple) else loading.argval)
+
+
+def _is_literal(name: str, words: list[bool]) -> bool:
+    """Whether all names stand there by which something is looked up, going by which arguments are words."""
+    return all(words) if name == "attrgetter" else words[0] if name == "methodcaller" else words[1:2] == [True]
+
+
+def _arguments(following: Instructions) -> list[Instructions] | None:
+    """What a function is given that has just been loaded, and which these instructions follow: for each argument those that
+    load it. None if it is handed on itself, or is not called with arguments by position."""
+    depth, done = 0, list[tuple[dis.Instruction, int]]()  # how many values are there besides
+    for n, i in enumerate(following):
+        if i.opname == "PUSH_NULL" and not done:
+            continue
+        if i.opname in _CALLS and i.arg == depth:
+            return _split(done, depth)
+        if i.opcode in _JUMPS or (n and i.is_jump_target):
+            return None
+        depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        if depth < 0:
+            return None
+        done.append((i, depth))
+    return None
+
+
+def _split(done: list[tuple[dis.Instruction, int]], count: int) -> list[Instructions]:
+    """Those instructions that load each of so many values, given with how many values there are after each."""
+    if not count:
+        return []
+    begins = [0, *(1 + max((k for k, (_, depth) in enumerate(done) if depth <= n), default=-1) for n in range(1, count))]
+    ends = [*begins[1:], len(done)]
+    parts = [[i for i, _ in done[a:b] if i.opname not in _SILENT] for a, b in zip(begins, ends, strict=True)]
+    return [part or parts[k + 1][:1] for k, part in enumerate(parts)]  # (two variables may be loaded at once)
+
+
+def _named(loading: Instructions) -> str:
+    """What these instructions load, as `Used.around` has it."""
+    if not loading or any(i.opname not in ("LOAD_ATTR", "LOAD_METHOD") for i in loading[1:]):
+        return ""
+    first, *rest = loading
+    if first.opname.startswith(_OF_GLOBALS):
+        return ".".join(str(i.argval) for i in loading)
+    if rest or not first.opname.startswith(_LOCALS):
+        return ""
+    name = first.argval[0] if isinstance(first.argval, tuple) else first.argval
+    return "self" if name in ("self", "cls") else ""
+
+
+_CATCHING = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "SETUP_FINALLY", "MATCH_")
+
+
+@of_code
+def catches(code: CodeType) -> bool:
+    """Whether code may go on where something was not there: after an exception (but for `with`), or in a `match`."""
+    for inner in all_within(code):
+        instructions = [*dis.get_instructions(inner)]
+        for i, after in zip(instructions, [*instructions[1:], None], strict=True):
+            bare = i.opname == "PUSH_EXC_INFO" and after is not None and after.opname == "POP_TOP"
+            if bare or i.opname.startswith(_CATCHING):
+                return True
+    return False
+
+
+@of_code
+def matches(code: CodeType) -> bool:
+    """Whether code reads attributes of what it matches by their places (``case State(a, b)``)."""
+    return any(has_instruction(inner, "MATCH_CLASS") for inner in all_within(code))
+
+
+def has_instruction(code: CodeType, name: str) -> bool:
+    """Whether there is one of this name in a code object itself."""
+    opcode = dis.opmap.get(name)
+    return opcode is not None and opcode in code.co_code[::2] and any(i.opcode == opcode for i in dis.get_instructions(code))
+
+
+def set_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code gives a value to an attribute, an item, a global or a variable of an outer function of this
+    name."""
+    begins, line, found, before = dict(dis.findlinestarts(code)), 0, list[int](), None
+    for i in dis.get_instructions(code):
+        line = begins.get(i.offset) or line
+        item = i.opname == "STORE_SUBSCR" and before == name
+        if item or (i.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF") and i.argval == name):
+            found.append(line)
+        before = i.argval if i.opname != "CACHE" else before
+    return found
+
+
+def read_at(code: CodeType, name: str) -> list[int]:
+    """The lines on which code reads a variable, an attribute or an item of this name, its inner functions included."""
+    found = list[int]()
+    for inner in all_within(code):
+        begins, line = dict(dis.findlinestarts(inner)), inner.co_firstlineno
+        for i in dis.get_instructions(inner):
+            line = begins.get(i.offset) or line
+            loaded = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            if i.opname.startswith("LOAD_") and name in loaded:
+                found.append(line)
+    return found

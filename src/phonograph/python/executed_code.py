@@ -1,0 +1,139 @@
+"""What the code that ran in a call names: only of that can a replay depend, among the attributes of the user's own objects.
+
+Before a call it is not known what will run. So all that has the name of what is called is looked at, and a trainer's `train()`
+is, because the step calls the model's. Afterwards it is known. What an attribute holds that no code that ran names does not
+count, if nothing that ran reads attributes that it does not name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import copyreg
+import dataclasses
+import functools
+import inspect
+import pickle
+from collections.abc import Collection, Set
+from types import CodeType
+from typing import NamedTuple
+
+from .bytecode import looks_around, matches, names_in, slight_use_in, used_in_full
+from .names_in_code import likeness
+from .origin import LIBRARY, is_torchs, is_users, origin
+
+__all__ = ["Ran", "is_resumed"]
+
+_NONE = frozenset[str]()
+_FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
+_FIELDS = frozenset({"__dataclass_fields__"})
+_OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
+# By which code may read what a function is bound to, though it does not run.
+_REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
+                       "get_objects", "get_referents", "get_referrers"})  # fmt: skip
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class _Use(NamedTuple):
+    """Whether all that code does with an attribute is to count it, to call it, to set it."""
+
+    counts: bool
+    calls: bool
+    sets: bool
+
+
+class Ran:
+    """All code that ran in a call."""
+
+    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType]) -> None:
+        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say."""
+        codes = [*called, *elsewhere]
+        others = [code for code in codes if not is_torchs(code.co_filename)]
+        users = [code for code in others if is_users(code.co_filename)]
+        by_users = _NONE.union(*map(names_in, users))
+        self._likenesses = {*map(likeness, codes)}
+        self._names: Set[str] = _NONE.union(*map(names_in, others))
+        self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
+        self._others = others
+        self._uses: dict[str, _Use] = {}
+        self._elsewhere = _NONE.union(*map(names_in, elsewhere))
+        around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
+        self.looks_around = around or any(map(_goes_through_objects, others))
+        """Whether it may read attributes that it does not name."""
+        self.reflects = not by_users.isdisjoint(_REFLECTS)
+        self.reads_fields = any(map(_reads_fields, others))
+        """Whether it may read all that a dataclass, or a parser's result, has."""
+        self.matches = any(map(matches, others))
+
+    def has(self, code: CodeType) -> bool:
+        """Whether it is, or may be, among it: from Python 3.12 on only the start of a generator is heard."""
+        return likeness(code) in self._likenesses or is_resumed(code)
+
+    def names(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it may read such an attribute. Torch's own code knows those of modules only."""
+        return attribute in self._names or (of_module and attribute in self._torchs)
+
+    def is_torchs(self, attribute: str) -> bool:
+        """Whether nobody's code but torch's names such an attribute."""
+        return attribute not in self._names
+
+    def counts(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it does nothing with such an attribute but to add numbers to it, and to call what has it."""
+        return self._use_of(attribute).counts and not (of_module and attribute in self._torchs)
+
+    def sets(self, attribute: str, *, of_module: bool) -> bool:
+        """Whether it sets it, and does not read it before it has."""
+        return self._use_of(attribute).sets and not (of_module and attribute in self._torchs)
+
+    def fills(self, name: str, *, of_module: bool) -> bool:
+        """Whether all that it does with what has this name, an attribute or a variable, is to append to it, or to set items."""
+        if self.looks_around or self.reads_fields or (of_module and name in self._torchs):
+            return False
+        return name not in self._used_in_full and name not in self._elsewhere
+
+    @functools.cached_property
+    def _used_in_full(self) -> frozenset[str]:
+        return _NONE.union(*map(used_in_full, self._others))
+
+    def slightly(self, attribute: str, value: object, *, of_module: bool) -> bool:
+        """Whether no more than the kind of what this attribute holds can matter: a number that is counted, or what is no
+        function, where code calls what has this name in another object."""
+        if type(value) is int and self.counts(attribute, of_module=of_module):
+            return True
+        return self._use_of(attribute).calls and not callable(value) and not (of_module and attribute in self._torchs)
+
+    def _use_of(self, attribute: str) -> _Use:
+        """What it does with such an attribute: told from the code that names it, where that is asked for."""
+        use = self._uses.get(attribute)
+        if use is None:
+            found = [slight_use_in(code) for code in self._naming.get(attribute, ())]
+            counts, calls, sets = (any(attribute in one[i] for one in found) for i in range(3))
+            rest = attribute in self._elsewhere or any(attribute in one.rest for one in found)
+            use = self._uses[attribute] = _Use(counts and not (sets or rest), calls and not (counts or sets or rest),
+                                               sets and not (counts or calls or rest))  # fmt: skip
+        return use
+
+    @functools.cached_property
+    def _naming(self) -> dict[str, list[CodeType]]:
+        """By names, the code that has them."""
+        found: dict[str, list[CodeType]] = {}
+        for code in self._others:
+            for name in names_in(code):
+                found.setdefault(name, []).append(code)
+        return found
+
+
+def is_resumed(code: CodeType) -> bool:
+    """Whether a function with this code goes on where it was before."""
+    return bool(code.co_flags & _RESUMED)
+
+
+def _goes_through_objects(code: CodeType) -> bool:
+    """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
+    of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
+    return of_inspect or code.co_filename in (copy.__file__, copyreg.__file__, pickle.__file__)
+
+
+def _reads_fields(code: CodeType) -> bool:
+    installed = origin(code.co_filename) == LIBRARY
+    return code.co_filename in _OF_FIELDS or not _FIELDS.isdisjoint(code.co_names) or (installed and looks_around(code))

@@ -1,0 +1,137 @@
+"""What functions and classes tell about themselves without being run: the functions that a class is made of, the slots of its
+instances, and whether a class is the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import sys
+import weakref
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
+from typing import Any
+
+import torch
+import torch.distributions
+import torch.utils.data
+
+from .bytecode import all_within, has_instruction, names_in
+from .code_cache import of_code
+from .origin import is_users
+
+__all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_users_class",
+           "is_users_function", "slots_of", "takes_parameters_only"]  # fmt: skip
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Any = _Missing()
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C extension that does likewise
+
+# Objects of torch's, of the standard library's or built in that are looked into like those of the user's classes.
+_LOOKED_INTO = (
+    torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.amp.autocast, torch.distributions.Distribution,
+    torch.distributions.Transform, torch.utils.data.Dataset, contextlib.nullcontext, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, weakref.WeakSet, BaseException,
+)  # fmt: skip
+_OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
+           "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
+           "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
+
+
+def contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+# By which code may read any entry of a parameter group, or hand on all of them.
+_ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "values", "keys", "get", "pop", "setdefault",
+                      "update", "copy", "deepcopy", "dict", "vars", "__dict__", "__getitem__", "itemgetter",
+                      "state_dict"})  # fmt: skip
+_HANDED_ON = frozenset({"DICT_MERGE", "DICT_UPDATE", "STORE_SUBSCR"})  # (**group)
+
+
+@of_code
+def takes_parameters_only(code: CodeType) -> bool:
+    """Whether code that takes an optimizer's parameter groups seems to want the parameters in them, and no other entry."""
+    names = names_in(code)
+    if "params" not in names or not names.isdisjoint(_ENTRIES):
+        return False
+    for inner in all_within(code):
+        before = ""
+        for instruction in dis.get_instructions(inner):
+            name = instruction.opname
+            subscript = name == "BINARY_SUBSCR" or (name == "BINARY_OP" and instruction.argrepr == "[]")
+            if name in _HANDED_ON or (subscript and not before.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))):
+                return False
+            before = name
+    return True
+
+
+@of_code
+def asks_identity(code: CodeType) -> bool:
+    """Whether code compares objects by identity (``a is b``), or asks for what stands for it."""
+    inner = any(asks_identity(const) for const in code.co_consts if isinstance(const, CodeType))
+    names = not {"id", "data_ptr", "is_set_to"}.isdisjoint(code.co_names)
+    return inner or names or has_instruction(code, "IS_OP")
+
+
+def functions_with(code: CodeType) -> list[FunctionType]:
+    """All functions there are that run this code (but those that `gc.freeze` has put out of sight)."""
+    return [f for f in gc.get_referrers(code) if type(f) is FunctionType and f.__code__ is code]
+
+
+def functions_of(member: Any) -> list[Any]:
+    """What runs when a member of a class is used: of a property, the getter, the setter and the deleter."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return [member.__func__]
+    if isinstance(member, property):
+        return [f for f in (member.fget, member.fset, member.fdel) if f is not None]
+    return [member] if isinstance(member, FunctionType) else []
+
+
+def slots_of(kind: type) -> list[tuple[str, Any]]:
+    """The attributes that a class itself keeps in slots: their names as written, and their descriptors."""
+    slots = vars(kind).get("__slots__", ())
+    slots = (slots,) if isinstance(slots, str) else tuple(slots)
+    prefix = f"_{kind.__name__.lstrip('_')}"
+    mangled = [(s, prefix + s if s.startswith("__") and not s.endswith("__") else s) for s in slots]
+    found = [(name, vars(kind).get(m)) for name, m in mangled]
+    return [(name, d) for name, d in found if isinstance(d, MemberDescriptorType)]
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is defined in the user's own code."""
+    if _is_builtin(kind):
+        return False
+    module = sys.modules.get(kind.__module__)
+    if module is None:  # loaded in a way of the user's own: its functions know their file
+        return any(_is_users_code(f) for v in vars(kind).values() for f in functions_of(v))
+    return is_users(getattr(module, "__file__", None) or "<string>")
+
+
+def _is_users_code(f: Any) -> bool:
+    return isinstance(f, FunctionType) and is_users(f.__code__.co_filename)
+
+
+def is_users_function(f: Any) -> bool:
+    """Whether this is a function of the user's, or one of their methods bound to an object."""
+    f = f.__func__ if type(f) is MethodType else f
+    return type(f) is FunctionType and is_users(f.__code__.co_filename)
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether objects of a class have attributes that a program's results may depend on."""
+    if issubclass(kind, _LOOKED_INTO) or kind.__module__.startswith("numpy.polynomial") or kind.__name__ == "poly1d":
+        return True
+    return not _is_builtin(kind) and kind.__module__.partition(".")[0] not in _OPAQUE
+
+
+def _is_builtin(kind: type) -> bool:
+    return kind.__module__ == "builtins" and not kind.__flags__ & _HEAP_TYPE  # `exec` in a bare dict makes heap types

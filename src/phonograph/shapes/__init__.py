@@ -1,0 +1,1 @@
+"""Many sizes, few recordings: arguments are padded to declared sizes."""

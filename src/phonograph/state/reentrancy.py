@@ -1,0 +1,38 @@
+"""Whether code runs as part of a recorded function: then recorded functions that it calls simply run."""
+
+from __future__ import annotations
+
+import threading
+
+from .._torch.autograd import on_thread_of_autograds
+
+__all__ = ["Within", "inside"]
+
+_thread = threading.local()
+
+
+def inside() -> bool:
+    """Whether this thread is warming up or capturing some recorded function, or runs an operator of one live; or is autograd's
+    while some thread does: then it runs the backward of that function."""
+    return Within.running > 0 and (getattr(_thread, "depth", 0) > 0 or on_thread_of_autograds())
+
+
+class Within:
+    """While entered, recorded functions that are called run as part of the one that called them. `waits`: what runs is the
+    user's code, which may wait for another thread, so that none should wait for this one."""
+
+    running = 0  # in any thread
+    waiting = 0
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self._waits = waits
+
+    def __enter__(self) -> None:
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        Within.running += 1
+        Within.waiting += self._waits
+
+    def __exit__(self, *_: object) -> None:
+        _thread.depth -= 1
+        Within.running -= 1
+        Within.waiting -= self._waits

@@ -1,0 +1,57 @@
+"""A recorded function, or a module whose calls go through one: what stands in the place of what people have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from .._torch import dynamo as torch_dynamo
+from .._torch import modules as torch_modules
+from ..engine.recorded import Recorded
+from ..engine.uncalled_modules import leave
+from ..options import Options
+from ..shapes.buckets import Padded
+
+__all__ = ["wrap"]
+
+
+def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
+    """What `record` returns for a function or module; `kind` makes the recorded function."""
+    if not callable(fn):
+        raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
+    if isinstance(fn, Recorded):
+        fn = fn.__wrapped__
+    make = Padded if options.shapes else kind
+    if isinstance(fn, torch.nn.Module):
+        leave(fn)
+        before = torch_modules.goes_through(fn)  # `module.compile()`, or an earlier pg.record
+        call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_modules.own_call(fn)
+        name = options.name or type(fn).__qualname__
+        _hear_of_compilers()
+        torch_modules.call_through(fn, make(call, replace(options, name=name)).of(fn))
+        return fn
+    return make(fn, options)
+
+
+@cache
+def _hear_of_compilers() -> None:
+    """What `torch.compile` does with recorded modules, it does past them."""
+    torch_dynamo.hear_of_traced(_traced)
+    torch_dynamo.hear_of_compiled(_compiled)
+
+
+def _traced(call: Any) -> None:
+    if isinstance(call, Recorded):
+        call.taken_as_plain()
+
+
+def _compiled(module: torch.nn.Module, before: Any) -> None:
+    """`module.compile()` was called: it puts the compiled code in the place of what was recorded. That is recorded then, as if
+    the module had been compiled first."""
+    if isinstance(before, Recorded):
+        before.reset()
+        torch_modules.call_through(module, before.again(torch_modules.goes_through(module)).of(module))
