@@ -10,6 +10,7 @@ from .api import explain, live, prepare, record, reset, stats
 from .engine.recorded import Recorded
 from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
 from .statistics import Stats
+from .version import __version__
 from .wrappers.callables import make_graphed_callables
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "StaleOutput",
     "Stats",
     "Unrecordable",
+    "__version__",
     "explain",
     "live",
     "make_graphed_callables",
@@ -29,6 +31,8 @@ __all__ = [
     "stats",
 ]
 
-__version__ = "0.1.0"
-
 hide()
+
+
+def __dir__() -> list[str]:
+    return __all__

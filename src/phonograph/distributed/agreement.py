@@ -34,7 +34,7 @@ _found: list[str] = []  # what has come of it, when all had spoken
 
 def own(nccl_release: tuple[int, ...]) -> dict[str, str]:
     """What this process has."""
-    from .. import __version__
+    from ..version import __version__
 
     releases = {"phonograph": __version__, "torch": torch.__version__, "NCCL": ".".join(map(str, nccl_release))}
     return releases | {name: os.environ.get(name, "not set") for name in _SETTINGS}
