@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from tests.examples.test_examples import EXAMPLES, LOOPS
+from tests.examples.test_examples import EXAMPLES, LOOPS, ON_RANKS
 from tests.helpers import reasons
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of themselves and of each other
@@ -52,7 +52,7 @@ def forget_device() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=[name for name in LOOPS if name not in ON_RANKS])
 def loop(request: pytest.FixtureRequest, one_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """An example, imported, for this device."""
     package(LOOPS[request.param])

@@ -35,7 +35,7 @@ class History:
         self.repeats = False  # it has come again
         self.averages = False  # a live call has averaged gradients with other ranks
         self.ran_backward = False  # a live call has had a backward, from all of its results
-        self.warm_again: set[str] = set()  # what has changed of what recordings rely on, and a live call was made since
+        self.warm_again: set[bool] = set()  # a live call was made since gradients (True), or anything else, changed
         self.failed = False  # a capture has, so that a live call was made
         self.attached = False  # results are attached to the graph of autograd, and have a backward outside
         self.split = split  # operators that run live between segments

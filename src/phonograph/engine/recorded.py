@@ -424,7 +424,8 @@ class Recorded(Observed, Generic[P, R]):
                 gone = found.broken == GRAD and not self._marked
                 gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
                 gone = gone or found.broken == MEMORY  # to which nothing of the user's has happened
-                seen = history.failed or found.broken in history.warm_again
+                gradients = found.broken == GRAD
+                seen = history.failed or gradients in history.warm_again
                 if found.broken is not None and not (seen or gone) and self.options.warmup:
                     # What runs for the first time because something has changed must not do so in a dry run. (Nothing does
                     # because gradients are gone; and a live call would leave others, at other addresses. But marked functions
@@ -432,7 +433,7 @@ class Recorded(Observed, Generic[P, R]):
                     self._count_change(found.broken, history, call)
                     for player in self._shelf.of(call.key):
                         self._following.want(player.recording.reliances.numbers_changed())
-                    history.warm_again.add(found.broken)
+                    history.warm_again.add(gradients)
                     return True, self._warm_up(call, args, kwargs)
                 history.warm_again.clear()
                 history.failed = False

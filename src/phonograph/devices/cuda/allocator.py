@@ -35,7 +35,7 @@ from ..._torch.cuda import segments
 from ..._torch.functions import Handle
 from ...memory.spans import Spans
 
-__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "free_bytes", "hold", "hold_all", "hold_large", "is_part", "outside",
+__all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "cached", "free_bytes", "hold", "hold_all", "hold_large", "is_part", "outside",
            "pool_bytes", "taken", "unused"]  # fmt: skip
 
 SMALL = 1 << 20
@@ -94,6 +94,13 @@ def outside(device: int, stream: int) -> list[int]:
         s["allocated_size"] for s in torch.cuda.memory_snapshot()
         if s["stream"] == stream and s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)
     ]  # fmt: skip
+
+
+def cached(device: int) -> int:
+    """The bytes of segments that are cached as a whole, also in pools. Nothing is looked at for that."""
+    stats = torch.cuda.memory_stats(device)
+    reserved, active, split = (stats[f"{kind}_bytes.all.current"] for kind in ("reserved", "active", "inactive_split"))
+    return int(reserved - active - split)
 
 
 def unused(device: int) -> list[int]:

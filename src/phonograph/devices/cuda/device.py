@@ -303,8 +303,8 @@ class CudaDevice:
     def release_unused(self) -> None:
         """Give back what is cached outside of pools and used by nobody, where that is much: a call in the pool will not use it,
         and may need as much there."""
-        reserved = torch.cuda.memory_reserved(self.index)
-        if sum(cuda_memory.unused(self.index)) > max(cuda_memory.SEGMENT, reserved // _MUCH):
+        least = max(cuda_memory.SEGMENT, torch.cuda.memory_reserved(self.index) // _MUCH)
+        if cuda_memory.cached(self.index) > least and sum(cuda_memory.unused(self.index)) > least:
             torch.cuda.empty_cache()
 
     @contextmanager
