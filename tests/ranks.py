@@ -1211,10 +1211,11 @@ def _anew(folder: Path, rank: int, backend: str) -> dict[str, Any]:
 def _is_of_another_release() -> dict[str, Any]:
     """One rank is, and where a recording is made, all see that."""
     import phonograph as pg
+    from phonograph import version
     from phonograph.distributed import agreement
 
     if dist.get_rank():
-        pg.__version__ = "0.0.0"
+        version.__version__ = "0.0.0"
     if dist.get_backend() == "gloo":  # which has no graphs: there it does not matter
         return {"wrong": [], "reasons": agreement.unlike(agreement.own((0, 0)))}
     recorded = pg.record(all_reduce)

@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
+from phonograph._torch.modules import goes_through
 from phonograph.devices import device_for
 from phonograph.testing import aliasing, assert_same
 from tests.fuzz.programs import Choose, noted, results_up_to, shrunk
@@ -706,7 +707,7 @@ class Machine:
     def _reset(self, action: Reset) -> None:
         i = self._at(action.model)
         if self.eager is not None:
-            if pg.torch_private.goes_through(self.nets[i]) is not None:
+            if goes_through(self.nets[i]) is not None:
                 pg.reset(self.nets[i])
             if action.again:
                 self._record(i)
