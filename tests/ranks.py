@@ -1103,7 +1103,7 @@ def _recorded(net: torch.nn.Module) -> Any:
     import phonograph as pg
 
     if _now and _now[-1] is not None:
-        pg.record(net)
+        pg.record(net, keep="always")
         _inner[:] = [net]
     return net
 

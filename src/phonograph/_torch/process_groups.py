@@ -35,6 +35,7 @@ __all__ = [
     "own_rank",
     "rank_in",
     "ranks_of",
+    "several",
     "sharding_of",
     "stands_for_work",
     "stop_coalescing",
@@ -48,6 +49,12 @@ __all__ = [
 def _c10d(name: str) -> Any:
     """Where torch is built for several ranks, and they are in use."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
+
+
+def several() -> bool:
+    """Whether this process is one of several ranks."""
+    groups: Any = torch.distributed
+    return bool(groups.is_available() and groups.is_initialized() and groups.get_world_size() > 1)
 
 
 def groups_of_ranks() -> tuple[type, ...]:

@@ -19,6 +19,7 @@ others run meanwhile, nothing is noticed. (All of torch's own ways to wait do.)
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import math
 import os
@@ -43,6 +44,7 @@ _TICK = 1.0  # seconds
 _KEPT = 64  # launches; of more that are under way, the first are forgotten
 _NAMED = 6  # places where collectives are begun
 _GRACE = 1.5  # seconds for ranks that began to wait a little later
+_ABORTS = 20.0  # seconds that an exit waits for an abort
 _KEY = "phonograph/waits/{}"
 
 
@@ -221,8 +223,9 @@ def _time_out(one: _Launch, waited: float, timeout: float) -> None:
         faulthandler.dump_traceback(_stderr())
         os.abort()
     if handling == _CLEANS_UP:
-        for name in one.what.groups:  # on a thread that an exit waits for: who has waited goes on at once, perhaps to its end
-            aborting = threading.Thread(target=torch_process_groups.abort, args=(name, one.what.device), daemon=False)
+        for name in one.what.groups:  # who has waited goes on at once, perhaps to its end: an exit waits for this a while
+            aborting = threading.Thread(target=torch_process_groups.abort, args=(name, one.what.device), daemon=True)
+            atexit.register(aborting.join, _ABORTS)
             aborting.start()
             aborting.join()
 

@@ -14,27 +14,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed
-
 from .._torch.process_groups import before_groups_end
 from ..capture.recording import Recording
 from ..devices import lock
 from ..distributed import agreement
 from ..distributed.watchdog import call_it
 
-__all__ = ["follow", "follow_program", "let_go", "several"]
+__all__ = ["follow", "follow_program", "let_go"]
 
 _PATIENCE = 10.0  # seconds for another thread's capture or replay
 
 _programs: weakref.WeakSet[Any] = weakref.WeakSet()
 _recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []  # what hears of the end of groups
-
-
-def several() -> bool:
-    """Whether this process is one of several ranks."""
-    groups: Any = torch.distributed
-    return bool(groups.is_available() and groups.is_initialized() and groups.get_world_size() > 1)
 
 
 def follow_program(program: Any) -> None:

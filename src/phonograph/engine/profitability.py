@@ -35,12 +35,12 @@ from typing import Any
 
 import torch
 
+from .._torch.process_groups import several
 from ..capture.recording import Recording
 from ..errors import Refusal
 from ..options import Options
 from .history import History
 from .player import Player
-from .process_groups import several
 from .standing_refusals import Grounds
 
 __all__ = ["SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock", "gradients_move",

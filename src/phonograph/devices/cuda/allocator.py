@@ -36,7 +36,7 @@ from ..._torch.functions import Handle
 from ...memory.spans import Spans
 
 __all__ = ["SEGMENT", "SMALL", "Hold", "blocks", "cached", "free_bytes", "hold", "hold_all", "hold_large", "is_part", "outside",
-           "pool_bytes", "taken", "unused"]  # fmt: skip
+           "pool_bytes", "taken"]  # fmt: skip
 
 SMALL = 1 << 20
 """Bytes: what is not larger comes from segments of its own kind."""
@@ -97,18 +97,10 @@ def outside(device: int, stream: int) -> list[int]:
 
 
 def cached(device: int) -> int:
-    """The bytes of segments that are cached as a whole, also in pools. Nothing is looked at for that."""
+    """The bytes of segments that are cached as a whole, also in pools."""
     stats = torch.cuda.memory_stats(device)
     reserved, active, split = (stats[f"{kind}_bytes.all.current"] for kind in ("reserved", "active", "inactive_split"))
     return int(reserved - active - split)
-
-
-def unused(device: int) -> list[int]:
-    """The segments outside of all graphs' pools that are cached as a whole, in bytes."""
-    return [
-        s["total_size"] for s in torch.cuda.memory_snapshot()
-        if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0) and not s["active_size"]
-    ]  # fmt: skip
 
 
 class Hold:
