@@ -700,9 +700,11 @@ def test_c06_an_optimizer_that_holds_others_and_has_no_groups(device):
     assert counts(both)[2] >= 4, reasons(both)
 
 
+@may_run_live
 @pytest.mark.parametrize("lists", [True, False], ids=["lists", "single tensors"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_c08_a_backward_through_weights_that_a_replay_has_written_raises_as_in_eager(device, kind, lists):
+@pytest.mark.parametrize(("fallback", "calls"), [("live", 4), ("split", 0), ("split", 4)])
+def test_c08_a_backward_through_weights_that_a_call_has_written_raises_as_in_eager(device, kind, lists, fallback, calls):
     """`foreach=True` moves versions on the CPU, where torch takes the tensors one by one, and leaves them on a GPU."""
 
     def raises(wrap):
@@ -719,7 +721,7 @@ def test_c08_a_backward_through_weights_that_a_replay_has_written_raises_as_in_e
             return loss.detach()
 
         x = torch.randn(3, 4, device=device)
-        for _ in range(4):
+        for _ in range(calls):
             step(x)
         result = layer(torch.randn(3, 4, device=device, requires_grad=True)).square().sum()
         step(x)
@@ -729,4 +731,4 @@ def test_c08_a_backward_through_weights_that_a_replay_has_written_raises_as_in_e
             return "modified by an inplace operation" in str(e)
         return False
 
-    assert raises(functools.partial(pg.record, keep="always")) == raises(lambda f: f)
+    assert raises(functools.partial(pg.record, keep="always", fallback=fallback)) == raises(lambda f: f)

@@ -18,7 +18,7 @@ from ..values.wording import MARKED, at_work
 from .collectives import COLLECTIVES, communicates
 
 __all__ = ["MASKED", "Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "remedy",
-           "tensors_in", "written_by"]  # fmt: skip
+           "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -226,6 +226,14 @@ def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
     for name in m.writes_named & kwargs.keys():
         tensors_in(kwargs[name], found)
     return found
+
+
+def written_one_by_one(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """What an operator on lists writes on the CPU. There torch calls the operator on single tensors for each, which moves its
+    version on; but not under a dispatch mode, which is shown the lists."""
+    if not m.name.startswith("aten::_foreach_"):
+        return []
+    return [t for t in written_by(m, args, kwargs) if t.device.type == "cpu" and not t.is_inference()]
 
 
 def made_integers(args: Sequence[Any], out: Any) -> bool:

@@ -124,7 +124,7 @@ class OperatorWatch(TorchDispatchMode):
         self.touched: set[int] = set()
         self.written: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}  # before that
-        self._by_single: set[int] = set()  # written by operators on lists, which take tensors one by one here
+        self._by_single: set[int] = set()  # whose version moves on, though nothing is seen of that here
         self._shown: dict[int, list[list[bool]]] = {}
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}  # of unknown origin: (address, bytes): operator, line
         self.generators: list[torch.Generator] = list(reach.generators)
@@ -463,8 +463,7 @@ class OperatorWatch(TorchDispatchMode):
             raise Refusal(f"{at_work(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
             self.writes(t)
-            if t.device.type == "cpu" and m.name.startswith("aten::_foreach_"):
-                self._by_single.add(storage_id(t))
+        self._by_single.update(map(storage_id, operators.written_one_by_one(m, args, kwargs)))
 
     def caught(self, *, any_kind: bool) -> bool:
         """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of

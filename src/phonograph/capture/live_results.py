@@ -25,7 +25,7 @@ from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
-from ..aten.operators import Meaning, meaning, operands, written_by
+from ..aten.operators import Meaning, meaning, operands, written_by, written_one_by_one
 from ..call.live_function import Marked
 from ..guards.guards import changed, relied, state_of
 from ..guards.reachable import Reach
@@ -322,13 +322,16 @@ class _Noting(TorchDispatchMode):
             m = meaning(func)
             if called(m.name) != "wait_tensor":
                 return self._notes.arrive(func, m, args, kwargs or {})
-        kwargs, casts = kwargs or {}, self._casts.within(meaning(func))
+        m, kwargs = meaning(func), kwargs or {}
+        casts = self._casts.within(m)
         with Casts.restored(casts) if casts else nullcontext():
             if func in self._notes.operators and not self._notes.within:
                 return self._notes.call(func, args, kwargs)
             if func in NUMBER_READERS and self._notes.decisive and not self._notes.within:
                 self._notes.number(site_of(sys._getframe(1)), args[0])
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        bump(written_one_by_one(m, args, kwargs))
+        return result
 
 
 _thread = threading.local()
