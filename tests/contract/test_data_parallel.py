@@ -2,15 +2,12 @@
 up, wherever it stood, leaves a wrapper that averages as before (C12). The programs are in `tests/ranks_ddp.py`."""
 
 import functools
-import tempfile
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests import ranks, ranks_ddp
+from tests import ranks_ddp
+from tests.contract.two_ranks import BACKENDS, run
 
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 REFUSED = {
     "step_that_asks_for_unused": "contains DistributedDataParallel with find_unused_parameters",
     "step_of_a_static_graph": "contains DistributedDataParallel with static_graph",
@@ -26,10 +23,7 @@ ONCE = [case for case in ranks_ddp.CASES if case not in REFUSED and not any(name
 @functools.cache
 def found(backend: str, *cases: str) -> list[dict]:
     """What both ranks have found in all programs, or in these."""
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
-        return ranks.start(backend, Path(folder), cases or [*ranks_ddp.CASES], module="tests.ranks_ddp")
+    return run(backend, "tests.ranks_ddp", cases or ranks_ddp.CASES)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests import ends
+from tests.contract.two_ranks import BACKENDS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
 
 
 CLEAN = [way for way in ends.WAYS if way not in ("raises_on_one_rank", "dies_on_one_rank")]

@@ -2,10 +2,7 @@
 `fully_shard` on the CPU, with what stands for it). What is kept between steps ends as it has begun, and what has changed there
 is noticed."""
 
-import functools
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +10,9 @@ import torch.distributed as dist
 
 import phonograph as pg
 from phonograph.guards.attribute_epochs import gradients
-from tests import ranks, sharded
+from tests import sharded
+from tests.contract.two_ranks import BACKENDS, Programs
 
-BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
 RECORDED = ["default", "reshards", "keeps", "mixed", "recomputes", "recomputes_dropout", "accumulates", "accumulates_mixed",
             "foreach", "plain", "momentum", "prefetches", "freezes", "slows_down", "loads", "trains_alone",
             "clips", "parametrized", "parametrized_foreach", "parametrized_clips"]  # fmt: skip
@@ -28,22 +25,8 @@ NOTICED = {
 # The CPU would tell the same of all others.
 ON_THE_CPU = {"default", "keeps", "mixed", "recomputes_dropout", "accumulates_mixed", "prefetches", *NOTICED, "gives_up",
               "clips", "parametrized"}  # fmt: skip
-
-
-def on_each(cases):
-    """Each of these cases on each backend that is to run it."""
-    both = [(backend, case) for backend in ("gloo", "nccl") for case in cases if backend == "nccl" or case in ON_THE_CPU]
-    marks = {"gloo": (), "nccl": pytest.mark.cuda}
-    return [pytest.param(case, backend, marks=marks[backend], id=f"{case}-{backend}") for backend, case in both]
-
-
-@functools.cache
-def found(backend: str) -> list[dict]:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-sharded-") as folder:
-        cases = [case for case in sharded.CASES if backend == "nccl" or case in ON_THE_CPU]
-        return ranks.start(backend, Path(folder), cases, "tests.sharded")
+PROGRAMS = Programs("tests.sharded", sharded.CASES, ON_THE_CPU)
+found, on_each = PROGRAMS.found, PROGRAMS.on_each
 
 
 @pytest.mark.parametrize(("case", "backend"), on_each(sharded.CASES))

@@ -2,16 +2,11 @@
 over ranks: each step is eager's on each rank, and what is recorded is what docs/several-gpus.md says. The programs are in
 `tests/inside.py`."""
 
-import functools
-import tempfile
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests import inside, ranks
+from tests import inside
+from tests.contract.two_ranks import BACKENDS, Programs
 
-BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
 # The CPU would tell the same of all others, or compiles for long.
 ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "module_that_communicates",
               "module_that_communicates_in_its_backward",
@@ -33,22 +28,8 @@ LIVE_ON_GPUS = {
     "module_that_may_have_unused": "lies in DistributedDataParallel with find_unused_parameters",
     "module_of_a_static_graph": "lies in DistributedDataParallel with static_graph",
 }
-
-
-def on_each(cases):
-    """Each of these cases on each backend that is to run it."""
-    both = [(backend, case) for backend in ("gloo", "nccl") for case in cases if backend == "nccl" or case in ON_THE_CPU]
-    marks = {"gloo": (), "nccl": pytest.mark.cuda}
-    return [pytest.param(case, backend, marks=marks[backend], id=f"{case}-{backend}") for backend, case in both]
-
-
-@functools.cache
-def found(backend: str) -> list[dict]:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-inside-") as folder:
-        cases = [case for case in inside.CASES if backend == "nccl" or case in ON_THE_CPU]
-        return ranks.start(backend, Path(folder), cases, "tests.inside", lasts=150)
+PROGRAMS = Programs("tests.inside", inside.CASES, ON_THE_CPU, lasts=150)
+found, on_each = PROGRAMS.found, PROGRAMS.on_each
 
 
 @pytest.mark.parametrize(("case", "backend"), on_each(inside.CASES))

@@ -216,3 +216,27 @@ def test_c06_c09_losses_in_a_list_of_the_callers_and_a_model_that_lists_its_feat
         found, stats = trained(whole, True)
         assert all(map(same, expected, found))
         assert stats.replayed >= CALLS - 3 or not whole
+
+
+def test_c11_a_list_that_grows_by_several_values_in_each_call_runs_live(device):
+    """It would be another in each call: a recording of each would be played never."""
+    kept, plain = [], []
+
+    @pg.record
+    def step(x):
+        kept.extend([x + 1, x + 2])
+        return x * 2
+
+    def call(n):
+        x = torch.full((3,), float(n), device=device)
+        step(x)
+        plain.extend([x + 1, x + 2])
+
+    call(0)
+    with pytest.warns(pg.RunsLive, match="list that outlives the call"):
+        call(1)
+    for n in range(2, 6):
+        call(n)
+    assert all(map(torch.equal, kept, plain))
+    assert len(kept) == len(plain)
+    assert pg.stats(step).recorded == 0, pg.explain(step)

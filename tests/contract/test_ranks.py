@@ -6,16 +6,13 @@ The programs are in `tests/ranks.py`; two processes run all of them, once for ea
 
 import functools
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
 import phonograph as pg
 from tests import ranks
-
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
+from tests.contract.two_ranks import BACKENDS, run
 
 NOT_IN_GRAPHS, FUNCTIONS = ranks.NOT_IN_GRAPHS, ranks.FUNCTIONS
 RECORDED = tuple(case for case in FUNCTIONS if case not in NOT_IN_GRAPHS)  # on both devices
@@ -41,12 +38,8 @@ ALONE = ["peer_is_missing", "is_of_another_release", "anew"]  # cases that are n
 @functools.cache
 def found(backend: str, *cases: str, **environment: str) -> list[dict]:
     """What both ranks have found in all programs, or in these."""
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-ranks-") as folder:
-        last = ["steady", *(ALONE if backend == "gloo" else [])]
-        cases = cases or (*[c for c in ranks.CASES if has(backend, c)], *last)
-        return ranks.start(backend, Path(folder), cases, **environment)
+    last = ["steady", *(ALONE if backend == "gloo" else [])]
+    return run(backend, "tests.ranks", cases or (*[c for c in ranks.CASES if has(backend, c)], *last), **environment)
 
 
 def has(backend: str, case: str) -> bool:

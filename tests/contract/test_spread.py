@@ -5,16 +5,11 @@ The programs are in `tests/spread.py`; two processes run all of them, once for e
 `-n 0` or `--dist=loadfile`.)"""
 
 import functools
-import tempfile
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests import ranks, spread
-
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.cuda)]
-
+from tests import spread
+from tests.contract.two_ranks import BACKENDS, run
 
 # Modules that are called twice in each call of the program, and how many recordings that takes.
 TWICE = {"tp_module_adds_up": 1, "tp_module_waits_for_two": 2}
@@ -23,10 +18,7 @@ TWICE = {"tp_module_adds_up": 1, "tp_module_waits_for_two": 2}
 @functools.cache
 def found(backend: str) -> list[dict]:
     """What both ranks have found in all programs."""
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-spread-") as folder:
-        return ranks.start(backend, Path(folder), spread.CASES, module="tests.spread", lasts=120)
+    return run(backend, "tests.spread", spread.CASES)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

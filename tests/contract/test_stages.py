@@ -1,36 +1,17 @@
 """C23: steps of training in stages of a pipeline (`torch.distributed.pipelining`) on two ranks, recorded whole, with what the
 stages send to each other. What a schedule keeps between steps counts, and what it sets up with the others runs live."""
 
-import functools
-import tempfile
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests import ranks, stages
+from tests import stages
+from tests.contract.two_ranks import BACKENDS, Programs
 
-BACKENDS = [pytest.param("gloo"), pytest.param("nccl", marks=pytest.mark.cuda)]
 NOT_WHOLE = {"evaluates", "turns_back"}
 # The CPU would tell the same of all others.
 ON_THE_CPU = {"one_forward_one_backward", "all_forwards_first", "clips", "keeps_losses", "recomputes_dropout", "interleaved",
               "no_bubble", *NOT_WHOLE}  # fmt: skip
-
-
-def on_each(cases):
-    """Each of these cases on each backend that is to run it."""
-    both = [(backend, case) for backend in ("gloo", "nccl") for case in cases if backend == "nccl" or case in ON_THE_CPU]
-    marks = {"gloo": (), "nccl": pytest.mark.cuda}
-    return [pytest.param(case, backend, marks=marks[backend], id=f"{case}-{backend}") for backend, case in both]
-
-
-@functools.cache
-def found(backend: str) -> list[dict]:
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="phonograph-stages-") as folder:
-        cases = [case for case in stages.CASES if backend == "nccl" or case in ON_THE_CPU]
-        return ranks.start(backend, Path(folder), cases, "tests.stages", lasts=120)
+PROGRAMS = Programs("tests.stages", stages.CASES, ON_THE_CPU)
+found, on_each = PROGRAMS.found, PROGRAMS.on_each
 
 
 def counts(told: dict) -> tuple[int, int, int]:

@@ -531,3 +531,29 @@ def test_c08_a_distributed_parameter_is_exchanged_and_noticed(device, mesh):
     for n in range(5):
         both(fixed(device, 4, 6, seed=n))
     assert counts(both)[2] >= 5, reasons(both)
+
+
+def test_c08_a_part_of_what_a_forward_has_saved_is_replaced_before_the_backward(device, mesh):
+    """Autograd has saved the parameter, and would read what it consists of then. A recorded backward reads what was there: it
+    says that it cannot."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            _, (net, _) = spread(device, mesh, 1)
+            self.first, self.scale = net[0], nn.Parameter(DTensor.from_local(fixed(device, 6), mesh, [Replicate()]))
+
+        def forward(self, x):
+            return (self.first(DTensor.from_local(x, mesh, [Replicate()])) * self.scale).to_local()
+
+    net = pg.record(Scaled(), keep="always")
+    for n in range(5):
+        net.zero_grad()
+        net(fixed(device, 4, 6, seed=n)).square().mean().backward()
+    assert pg.stats(net).replayed >= 3, pg.explain(net)
+    net.zero_grad()
+    result = net(fixed(device, 4, 6)).square().mean()
+    net.scale._local_tensor = fixed(device, 6, seed=50)
+    with pytest.raises(RuntimeError, match="between the forward of a recorded function and its backward"):
+        result.backward()
