@@ -1154,12 +1154,14 @@ def _versions(args: list[Any], state: Callable[[], list[Any]]) -> list[int]:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same, a, b))
-    return _bits(a) == _bits(b) if isinstance(a, torch.Tensor) else a == b
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return bool(a == b)
+    alike = (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+    return alike and torch.equal(_bits(a), _bits(b))
 
 
-def _bits(t: torch.Tensor) -> Any:
-    """Of a tensor all that can be told apart."""
-    return t.dtype, t.shape, t.device, t.contiguous().flatten().view(torch.uint8).tolist()
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().flatten().view(torch.uint8)
 
 
 def _told(case: Case) -> dict[str, Any]:

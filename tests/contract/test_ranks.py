@@ -268,6 +268,16 @@ def test_c17_recordings_go_before_their_process_group_and_are_made_anew_for_anot
 
 
 @pytest.mark.cuda
+def test_c23_what_two_ranks_alone_share_begins_with_a_live_call():
+    """NCCL would fail in a capture, and leave an address in the store at which the next call would wait for ever."""
+    for told in found("nccl"):
+        first = told["sends_for_the_first_time"]
+        assert first["recorded"] == 1, first["reasons"]
+        assert first["replayed"] >= ranks.CALLS - 2
+        assert "for the first time" in first["reasons"]
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("how", ["in_a_cycle", "exits"])
 def test_c17_a_process_ends_with_recordings_that_communicate(how):
     for told in found("nccl", how):

@@ -5,6 +5,7 @@ import weakref
 
 import torch
 
+import phonograph as pg
 from phonograph.capture.dispatch import OperatorWatch
 from phonograph.guards.reachable import Reach
 
@@ -24,3 +25,18 @@ def test_it_goes_with_its_capture():
     finally:
         gc.enable()
     assert made[0] == 3
+
+
+def test_it_knows_whether_such_a_call_has_run_live_before(monkeypatch):
+    """What two ranks alone share must not begin in a capture."""
+    said: list[bool] = []
+    monkeypatch.setattr(
+        OperatorWatch, "warm", property(lambda self: True, lambda self, value: said.append(value)), raising=False
+    )
+    for warmup, before in [(0, False), (1, True)]:
+        said.clear()
+        recorded = pg.record(lambda x: x * 2, warmup=warmup)
+        for _ in range(warmup + 1):
+            recorded(torch.ones(3))
+        assert pg.stats(recorded).recorded == 1
+        assert said[1:] == [before]  # the first is what it is made with

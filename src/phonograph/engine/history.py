@@ -25,15 +25,16 @@ class History:
     """Of one signature."""
 
     __slots__ = ("attached", "attempts", "averages", "changes", "crowded", "decisive", "device", "diverged", "failed",
-                 "failing", "held", "left", "met", "notes", "over", "patience", "pays", "ran_backward", "refusal", "repeats",
-                 "replays", "room", "since_diverged", "spared", "split", "standing", "torn", "tried", "unsettled", "untold",
-                 "waits", "warm", "warm_again")  # fmt: skip
+                 "failing", "held", "left", "met", "notes", "over", "patience", "pays", "ran", "ran_backward", "refusal",
+                 "repeats", "replays", "room", "since_diverged", "spared", "split", "standing", "torn", "tried",
+                 "unsettled", "untold", "waits", "warm", "warm_again")  # fmt: skip
 
     def __init__(self, split: frozenset[Any], marked: bool) -> None:
         self.warm = 0
         self.met: int | None = None  # when it came first (see `Player.used`)
         self.repeats = False  # it has come again
         self.averages = False  # a live call has averaged gradients with other ranks
+        self.ran = False  # a live call has come to its end: what begins with the first one has begun
         self.ran_backward = False  # a live call has had a backward, from all of its results
         self.warm_again: set[bool] = set()  # a live call was made since gradients (True), or anything else, changed
         self.failed = False  # a capture has, so that a live call was made

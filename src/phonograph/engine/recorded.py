@@ -768,6 +768,7 @@ class Recorded(Observed, Generic[P, R]):
         steps = begun_by(modules)
         with Within(waits=True), place, noting(notes):
             result = self._function(*args, **kwargs)
+        history.ran = True
         history.averages = history.averages or begun_by(modules) > steps
         history.left = max(0, device.allocated - before)
         key = (*call.key[:-1], modes())
@@ -844,7 +845,10 @@ class Recorded(Observed, Generic[P, R]):
         notes = refusal.history.notes if isinstance(refusal, Diverged) else None
         again = nullcontext() if notes is None else Within(waits=True)
         with again, noting(notes):
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
+        if refusal.history is not None:
+            refusal.history.ran = True
+        return result
 
     def _refused(self, refusal: Refusal, args: Any, kwargs: Any) -> R:
         """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
@@ -1056,7 +1060,7 @@ class Recorded(Observed, Generic[P, R]):
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
             terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
-                          numbers=self.options.fallback == "split",
+                          ran=history.ran, numbers=self.options.fallback == "split",
                           expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
                           carried=self._carried, following=self._following, averages=history.averages)  # fmt: skip
             self._packages.before()

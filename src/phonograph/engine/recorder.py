@@ -127,10 +127,11 @@ class Terms:
     What it means that a recording keeps `apart`, or takes `turns`: see `_clearance`. With `borrow`, it hands out its own
     memory, small results too. `follow` these hyper-parameters where possible, instead of baking them in. With `tracing`,
     results may be attached to the graph of autograd, and the recording has a `backward` for them. `notes` tell of the
-    operators that ran live in a call of this signature. `retain` what is saved, though this is the last backward that reads it.
-    So many bytes are `expected` to be needed. It may hand on `numbers` of tensors, which each replay reads. `sibling` is
-    another recording of this signature. Some arguments are what is `carried`. `following` says which numbers are to be
-    followed, and is told which cannot be; without those in `baked`. Modules that average gradients take part (`averages`).
+    operators that ran live in a call of this signature. One such call `ran` live to its end. `retain` what is saved, though
+    this is the last backward that reads it. So many bytes are `expected` to be needed. It may hand on `numbers` of tensors,
+    which each replay reads. `sibling` is another recording of this signature. Some arguments are what is `carried`.
+    `following` says which numbers are to be followed, and is told which cannot be; without those in `baked`. Modules that
+    average gradients take part (`averages`).
     """
 
     blocked: int = 0
@@ -140,6 +141,7 @@ class Terms:
     follow: tuple[str, ...] = (*LIVE, *CYCLED)
     tracing: Tracing | None = None
     notes: Notes | None = None
+    ran: bool = False
     retain: bool = False
     expected: int = 0
     numbers: bool = False
@@ -668,7 +670,7 @@ def _capture(
     def run(slots: list[torch.Tensor], watch: Any) -> Any:
         watches.append(watch)
         watch.noticed = said
-        watch.warm = terms.notes is not None
+        watch.warm = terms.ran
         watch.relies = snapshot.also
         watch.outermost = sys._getframe().f_code
         watch.has_backward = tracing is not None or isinstance(function, Backward)
