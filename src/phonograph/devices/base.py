@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from ..python.loggers import Question
 from ..state.rng import Rewind
 from ..values.wording import Failure
 
-__all__ = ["Captured", "Device", "Made"]
+__all__ = ["CapturePlan", "Captured", "Device", "Made"]
 
 
 class Made(NamedTuple):
@@ -29,6 +30,38 @@ class Made(NamedTuple):
 
     address: int
     nbytes: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CapturePlan:
+    """Terms on which a device captures one call."""
+
+    call: Callable[[list[torch.Tensor], OperatorWatch], Any]
+    """Runs the function on the slots, and returns its result."""
+    results: Callable[[Any], list[torch.Tensor]]
+    """Tensors in that result, but for gradients that stay where they are."""
+    saved: Callable[[], list[torch.Tensor]]
+    """Tensors that autograd has saved for a backward outside. No run copies what shares memory with these."""
+    reach: Reach
+    """Objects that the function can refer to."""
+    dials: Dials
+    """Numbers that a replay can set anew."""
+    arguments: Sequence[torch.Tensor]
+    """Tensors among the call's arguments. The next two go by their order."""
+    borrowed: Sequence[bool]
+    """Arguments that are slots themselves: parameters, and results of other recordings."""
+    shared: Sequence[torch.Tensor | None]
+    """Slots of another recording that serve this one as well."""
+    protected: Spans
+    """Addresses at which no memory is taken, shared slots among them."""
+    releasable: Sequence[tuple[int, int]] = ()
+    """Protected places (address, bytes) that `watch.give_back` frees one by one."""
+    expected: int = 0
+    """Bytes that the capture will need: taken in one piece where the pool has less."""
+    copied: float = 0
+    """Bytes of results, at most, that each run copies to memory of the caller's own."""
+    rewind: Rewind | None = None
+    """Random states that a forward has read, and its backward, which this is, may set again."""
 
 
 class Captured(NamedTuple):
@@ -123,30 +156,8 @@ class Device(Protocol):
     def anchor(self, place: Spans) -> Any:
         """What owns the pool's memory at a place: it stays for as long as this is referred to."""
 
-    def capture(
-        self,
-        arguments: list[torch.Tensor],
-        borrowed: list[bool],
-        shared: list[torch.Tensor | None],
-        expected: int,
-        reach: Reach,
-        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
-        outputs_of: Callable[[Any], list[torch.Tensor]],
-        kept_of: Callable[[], list[torch.Tensor]],
-        protected: Spans,
-        dials: Dials,
-        copied: float,
-        rewind: Rewind | None,
-        apart: Sequence[tuple[int, int]] = (),
-    ) -> Captured:
-        """Dry-run ``call(slots, watch)`` and keep what it did as a program.
-
-        `arguments` whose `borrowed` is True are used as slots themselves. Others have a slot in common with another recording
-        where there is a `shared` one. No memory is taken at `protected` addresses, shared slots among them. So many bytes are
-        `expected` to be needed: they are taken in one piece, if they are not there.
-        Results of at most `copied` bytes in all are copied out by each run, but for those that share memory with what is
-        kept for a backward (`kept_of`). The call is the backward of one that has read random states, and may set
-        them again (`rewind`). Places that are protected, and `apart` from what is around them, `watch.give_back` may free.
+    def capture(self, plan: CapturePlan) -> Captured:
+        """Dry-run the call of a plan, and keep what it did as a program.
 
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """

@@ -49,6 +49,7 @@ from ..capture.effects import Starts, together
 from ..capture.live_results import Notes
 from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching_python
 from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
+from ..devices.base import CapturePlan
 from ..devices.segments import Cuts
 from ..errors import Again, Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
 from ..guards import fsdp_state as shards
@@ -798,10 +799,12 @@ def _capture(
         kept = tracing.kept if tracing is not None else list
         rewind = function.recompute.rewind if isinstance(function, Backward) else None
         with transforms_undone(lambda: chain(*ran)):
-            captured = device.capture(
-                arguments, fixed, shared, terms.expected, reach, run, leaving, kept, protected, dials, most, rewind,
-                () if release is None else release.places,
+            plan = CapturePlan(
+                call=run, results=leaving, saved=kept, reach=reach, dials=dials, arguments=arguments, borrowed=fixed,
+                shared=shared, protected=protected, releasable=() if release is None else release.places,
+                expected=terms.expected, copied=most, rewind=rewind,
             )  # fmt: skip
+            captured = device.capture(plan)
         backward = any(code.co_name == BACKWARD for code in chain(*ran))
         sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
         hooks = sets_hook.__code__ in chain(*ran) or any("hook" in name for name in reach.mentions.names)

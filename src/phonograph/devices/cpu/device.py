@@ -37,7 +37,6 @@ from ...capture.recording import Program, Recording, Tensors, memory_of
 from ...capture.value_checks import Check
 from ...errors import Elsewhere, Refusal
 from ...guards.guards import changed
-from ...guards.hyperparameters import Dials
 from ...guards.reachable import Reach
 from ...memory.pool import Fill, Pool, extent, once, unowned
 from ...memory.spans import Spans
@@ -45,7 +44,7 @@ from ...python.identity import identity
 from ...python.origin import users_line
 from ...state.rng import Rewind
 from ...values.wording import Failure, at_work
-from ..base import Captured, Made
+from ..base import Captured, CapturePlan, Made
 from ..host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
 from ..segments import Segments
 from .arena import Arena
@@ -110,7 +109,7 @@ class _Step:
 class Tape(OperatorWatch):
     """Runs each operator for real, notes it, and remembers how to undo what it wrote outside."""
 
-    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool],
+    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
                  arena: Arena) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
         self._arena = arena
@@ -681,47 +680,32 @@ class CpuDevice:
         with torch.inference_mode(False):
             return _filled(torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride()), t)
 
-    def capture(
-        self,
-        arguments: list[torch.Tensor],
-        borrowed: list[bool],
-        shared: list[torch.Tensor | None],
-        expected: int,
-        reach: Reach,
-        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
-        outputs_of: Callable[[Any], list[torch.Tensor]],
-        kept_of: Callable[[], list[torch.Tensor]],
-        protected: Spans,
-        dials: Dials,
-        copied: float,
-        rewind: Rewind | None,
-        apart: Sequence[tuple[int, int]] = (),
-    ) -> Captured:
-        self._arena.open(protected)
+    def capture(self, plan: CapturePlan) -> Captured:
+        self._arena.open(plan.protected)
         slots = [t if b else _filled(unowned(s), t) if s is not None else self.slot(t)
-                 for t, b, s in zip(arguments, borrowed, shared, strict=True)]  # fmt: skip
-        tape = Tape(self.torch_device, reach, slots, borrowed, self._arena)
-        tape.follow(dials)
+                 for t, b, s in zip(plan.arguments, plan.borrowed, plan.shared, strict=True)]  # fmt: skip
+        tape = Tape(self.torch_device, plan.reach, slots, plan.borrowed, self._arena)
+        tape.follow(plan.dials)
         tape.give_back = self._arena.give_back
         try:
             with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value):
-                result = call(slots, tape)
+                result = plan.call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal
             tape.all_arrived()
-            kept = {storage_id(t) for t in kept_of()}
-            leaving = {storage_id(t) for t in outputs_of(result)} | kept
+            kept = {storage_id(t) for t in plan.saved()}
+            leaving = {storage_id(t) for t in plan.results(result)} | kept
             tape.close_arrays(leaving)
             others = tape.others(leaving)
             made = tape.close(leaving)
-            footprint = Spans([*self._arena.used, *(memory_of(s) for s in shared if s is not None)])
-            filled = [s for s, b in zip(slots, borrowed, strict=True) if not b]
+            footprint = Spans([*self._arena.used, *(memory_of(s) for s in plan.shared if s is not None)])
+            filled = [s for s, b in zip(slots, plan.borrowed, strict=True) if not b]
             program = tape.program(footprint, filled, (self._arena.under(footprint), slots))
         finally:
             tape.undo()
             tape.let_go()
         free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
-        out = tuple(free) if sum(free.values()) <= copied else ()
+        out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:

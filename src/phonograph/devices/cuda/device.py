@@ -36,7 +36,6 @@ from ...capture.dispatch import OperatorWatch
 from ...capture.recording import MEMORY, Program, Recording, memory_of
 from ...distributed.watchdog import OWN_THREADS
 from ...errors import Again, Refusal
-from ...guards.hyperparameters import Dials
 from ...guards.reachable import Reach
 from ...memory.pool import Pool, Spot, extent, unowned
 from ...memory.spans import Spans
@@ -46,7 +45,7 @@ from ...state.rng import CudaState, Known, Rewind, held, put, reset, share_state
 from ...values.device_names import is_of, named
 from ...values.pytree import flatten, unflatten
 from ...values.wording import MARKED, Failure
-from ..base import Captured, Made
+from ..base import Captured, CapturePlan, Made
 from ..host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, of_the_host
 from ..segments import Segments
 from . import allocator as cuda_memory
@@ -361,23 +360,8 @@ class CudaDevice:
 
     # -- captures
 
-    def capture(
-        self,
-        arguments: list[torch.Tensor],
-        borrowed: list[bool],
-        shared: list[torch.Tensor | None],
-        expected: int,
-        reach: Reach,
-        call: Callable[[list[torch.Tensor], OperatorWatch], Any],
-        outputs_of: Callable[[Any], list[torch.Tensor]],
-        kept_of: Callable[[], list[torch.Tensor]],
-        protected: Spans,
-        dials: Dials,
-        copied: float,
-        rewind: Rewind | None,
-        apart: Sequence[tuple[int, int]] = (),
-    ) -> Captured:
-        states = self._states(reach)
+    def capture(self, plan: CapturePlan) -> Captured:
+        states = self._states(plan.reach)
         self._leave_backwards()
         self._release_cached()
         self.release_unused()
@@ -385,23 +369,24 @@ class CudaDevice:
             self._checks = CudaChecks(self.torch_device)
         self._checks.make_room()
         room = self._room_for_constants()
-        with self._on_stream(), self._undisturbed(protected, apart) as held:
+        with self._on_stream(), self._undisturbed(plan.protected, plan.releasable) as held:
             handle = self._anchor.handle
-            made_room = self._make_room(expected)
+            made_room = self._make_room(plan.expected)
             before = cuda_memory.blocks(handle) if held is None or made_room else held.there
             owned = Spans((b.address, b.nbytes) for b in before if not b.free)
             with self._allocations() as allocated:
                 with torch_cuda.route_to_pool(self.index, handle), torch.inference_mode(False):
-                    common = [s is not None and owned.covers(*memory_of(s)) for s in shared]  # the pool may be another by now
-                    slots = [t if b else unowned(s) if c and s is not None else _slot(t)
-                             for t, b, s, c in zip(arguments, borrowed, shared, common, strict=True)]  # fmt: skip
+                    # The pool may be another by now.
+                    common = [s is not None and owned.covers(*memory_of(s)) for s in plan.shared]
+                    entries = zip(plan.arguments, plan.borrowed, plan.shared, common, strict=True)
+                    slots = [t if b else unowned(s) if c and s is not None else _slot(t) for t, b, s, c in entries]
                 free = Spans((b.address, b.nbytes) for b in before if b.free)
                 stream = self._stream.cuda_stream
-                watch = CudaWatch(self.torch_device, reach, slots, borrowed, self._generators, self._lent, free, rewind,
-                                  stream)  # fmt: skip
-                watch.follow(dials)
-                filled = [(slot, t) for slot, t, b in zip(slots, arguments, borrowed, strict=True) if not b]
-                graphs = Graphs(self._stream, handle, self._generators, states, dials)
+                watch = CudaWatch(self.torch_device, plan.reach, slots, plan.borrowed, self._generators, self._lent, free,
+                                  plan.rewind, stream)  # fmt: skip
+                watch.follow(plan.dials)
+                filled = [(slot, t) for slot, t, b in zip(slots, plan.arguments, plan.borrowed, strict=True) if not b]
+                graphs = Graphs(self._stream, handle, self._generators, states, plan.dials)
                 watch.answers = graphs.answers = self._checks.answers()
                 watch.next_segment, watch.streams, watch.known_states = graphs.next, graphs.others, states
                 watch.room = room
@@ -412,7 +397,7 @@ class CudaDevice:
                     reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, *NUMBERS), of_the_host)
                     with watch, reads, seen_from_the_host():
                         try:
-                            result = call(slots, watch)
+                            result = plan.call(slots, watch)
                         except Again:
                             self._room = room.wanted
                             raise
@@ -420,7 +405,7 @@ class CudaDevice:
                         raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
                     graphs.join()
                     graphs.look_at_answers()
-                    out = self._small(watch, outputs_of(result), {storage_id(t) for t in kept_of()}, copied)
+                    out = self._small(watch, plan.results(result), {storage_id(t) for t in plan.saved()}, plan.copied)
                     graphs.segments[-1].edges.copy_out(list(out.values()))
                     surplus = self._surplus() if watch.sets_states else 0
                 self._end_workspace()
@@ -431,17 +416,17 @@ class CudaDevice:
             footprint |= Spans(memory_of(s) for s, c in zip(slots, common, strict=True) if c)
         self._no_strangers(watch, footprint)
         made = {}
-        leaving = [*outputs_of(result), *kept_of()]
+        leaving = [*plan.results(result), *plan.saved()]
         for t in leaving:
             storage = t.untyped_storage()
             if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in slots]
-        graphs.segments[0].edges.slots = [s for s, b in zip(final, borrowed, strict=True) if not b]
+        graphs.segments[0].edges.slots = [s for s, b in zip(final, plan.borrowed, strict=True) if not b]
         kind = CommunicatingProgram if watch.communicated else GraphProgram
         kept = (self._anchor, room if room else None, watch.workplaces)
         programs = [
-            kind(segment, footprint, watch, kept, self.index, rewind,
+            kind(segment, footprint, watch, kept, self.index, plan.rewind,
                  surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip

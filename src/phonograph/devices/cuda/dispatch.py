@@ -91,7 +91,7 @@ class CudaWatch(OperatorWatch):
     gives."""
 
     def __init__(
-        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: list[bool], generators: list[Any],
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool], generators: list[Any],
         lent: list[Any], free: Spans, rewind: Rewind | None, stream: int,
     ) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
