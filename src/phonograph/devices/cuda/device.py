@@ -26,7 +26,6 @@ import torch
 
 from ..._torch import cuda as torch_cuda
 from ..._torch import functions as torch_functions
-from ..._torch import process_groups as torch_process_groups
 from ..._torch.autograd import backward_id
 from ..._torch.cuda import OnStream, current_device, raw_stream
 from ..._torch.tensors import storage_id
@@ -302,10 +301,9 @@ class CudaDevice:
 
     def release_unused(self) -> None:
         """Give back what is cached outside of pools and used by nobody, where that is much: a call in the pool will not use it,
-        and may need as much there. Not where there are other ranks: memory is given back when all work is done, and the driver
-        is locked meanwhile. A message may be under way whose receiver cannot be set up then."""
+        and may need as much there."""
         least = max(cuda_memory.SEGMENT, torch.cuda.memory_reserved(self.index) // _MUCH)
-        if not torch_process_groups.several() and cuda_memory.cached(self.index) > least:
+        if cuda_memory.cached(self.index) > least:
             torch.cuda.empty_cache()
 
     @contextmanager
