@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
+import llama
+
 WIDTH, LAYERS, BATCH = 1024, 12, 64
 LR = 1e-3
+TWO, FOUR = (2,), (4, 8)  # GPUs
 
 
 @dataclass
@@ -28,6 +31,20 @@ class Size:
     width: int = WIDTH
     layers: int = LAYERS
     batch: int = BATCH
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often a step is timed: so many turns of so many calls, and so many single calls."""
+
+    turns: int = 7
+    calls: int = 10
+    single: int = 500
+
+
+def features(size: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, target = (torch.randn((size.batch, size.width), generator=generator) for _ in range(2))
+    return x, target
 
 
 @dataclass
@@ -63,7 +80,11 @@ class Case:
     make: Callable[..., Training]
     steps_by_hand: bool = True  # it can be captured by hand
     inside: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    gpus: tuple[int, ...] = TWO  # on as many it is run, if nothing else is said
+    tensor_parallel: int = 1  # so many neighbours have the same batch; 0: all
+    batch: Callable[[Size, torch.Generator], tuple[Tensor, Tensor]] = features
+    rounds: Rounds = Rounds()
+    widens: bool = True  # it can be made in another width
 
 
 class Block(nn.Module):
@@ -89,6 +110,10 @@ def network(size: Size, device: torch.device, block: type[Block] = Block, norm: 
     return nn.Sequential(*blocks).to(device)
 
 
+def compile_inside(module: nn.Module, device: torch.device) -> None:
+    module.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+
+
 def mesh_of(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
@@ -98,20 +123,28 @@ def mesh_of(device: torch.device) -> DeviceMesh:
 
 def stepping(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: bool = False, accumulate: int = 1, autocast: bool = False,
-    syncing: Callable[[bool], Any] | None = None,
+    syncing: Callable[[bool], Any] | None = None, measure: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
 ) -> Training:  # fmt: skip
     """The usual step. `syncing(whether)` says, before a part of the batch, whether its gradients are reduced."""
+
+    def one(x: Tensor, target: Tensor) -> Tensor:
+        if autocast:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                loss = measure(model(x).float(), target) / accumulate
+        else:
+            loss = measure(model(x).float(), target) / accumulate
+        loss.backward()
+        return loss.detach()
 
     def step(x: Tensor, target: Tensor) -> Tensor:
         optimizer.zero_grad()
         total = torch.zeros((), device=x.device)
         for n, (part, wanted) in enumerate(zip(x.chunk(accumulate), target.chunk(accumulate), strict=True)):
-            last = n == accumulate - 1
-            with syncing(last) if syncing is not None else contextlib.nullcontext():
-                with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                    loss = F.mse_loss(model(part).float(), wanted) / accumulate
-                loss.backward()
-            total += loss.detach()
+            if syncing is None:
+                total += one(part, wanted)
+            else:
+                with syncing(n == accumulate - 1):
+                    total += one(part, wanted)
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -122,7 +155,15 @@ def stepping(
 
 def adam(model: nn.Module, device: torch.device, kind: str = "fused") -> torch.optim.Optimizer:
     fused = {"fused": True, "capturable": device.type == "cuda"} if kind == "fused" else {}
-    return torch.optim.AdamW(model.parameters(), lr=LR, **fused)
+    return torch.optim.AdamW(by_mesh(model), lr=LR, **fused)
+
+
+def by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters in groups that one kernel can update: those of one mesh, and those of none."""
+    groups: dict[Any, list[Tensor]] = {}
+    for p in model.parameters():
+        groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return [{"params": each} for each in groups.values()]
 
 
 def ddp(
@@ -158,28 +199,53 @@ def ddp(
     return Case(make, inside=inside)
 
 
+class Pair(nn.Module):
+    """Two linear layers, in tensor parallel the first split by columns, the second by rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Tensor = x + self.down(F.gelu(self.up(x)))
+        return given
+
+
+def pairs(size: Size, device: torch.device, mesh: DeviceMesh, sequence: bool = False) -> nn.Sequential:
+    """As many linear layers, in tensor parallel; with `sequence` rows are split between the pairs."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Pair(size.width) for _ in range(size.layers // 2)]).to(device)
+    rows = Shard(0) if sequence else None
+    plan = {"up": ColwiseParallel(input_layouts=rows), "down": RowwiseParallel(output_layouts=rows)}
+    for each in model:
+        parallelize_module(each, mesh, plan)
+    return model
+
+
 def fsdp(
     *, reshard: bool | None = None, bf16: bool = False, block: type[Block] = Block, accumulate: int = 1, compiled: bool = False,
-    tensor_parallel: int = 1, kind: str = "fused", **step: Any,
+    replicate: bool = False, tensor_parallel: int = 1, kind: str = "fused", gpus: tuple[int, ...] = TWO, **step: Any,
 ) -> Case:  # fmt: skip
+    """`replicate`: pairs of ranks share the parameters, and all pairs have the same."""
+
     def make(size: Size, device: torch.device) -> Training:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        model = network(size, device, block)
         options: dict[str, Any] = {"reshard_after_forward": reshard} if reshard is not None else {}
         if bf16:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if tensor_parallel > 1:
-            both = init_device_mesh(
-                device.type, (dist.get_world_size() // tensor_parallel, tensor_parallel), mesh_dim_names=("data", "model")
-            )
-            parallelize(model, both["model"])
-            mesh = both["data"]
+            both = two_dimensions(device, tensor_parallel)
+            mesh, model = both["outer"], pairs(size, device, both["inner"])
         else:
-            mesh = mesh_of(device)
+            mesh = two_dimensions(device, 2) if replicate else mesh_of(device)
+            model = network(size, device, block)
         for each in model:
             if compiled:
-                each.compile()
+                compile_inside(each, device)
             fully_shard(each, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
 
@@ -191,58 +257,24 @@ def fsdp(
         syncs = syncing if accumulate > 1 else None
         return stepping(model, adam(model, device, kind), accumulate=accumulate, syncing=syncs, **step)
 
-    return Case(make)
+    return Case(make, gpus=gpus, tensor_parallel=tensor_parallel)
 
 
-class Pair(nn.Module):
-    """Two linear layers, the first split by columns, the second by rows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        given: Tensor = x + self.down(F.gelu(self.up(x)))
-        return given
+def two_dimensions(device: torch.device, inner: int) -> DeviceMesh:
+    """Neighbours, `inner` of them, are in a row of the mesh."""
+    return init_device_mesh(device.type, (dist.get_world_size() // inner, inner), mesh_dim_names=("outer", "inner"))
 
 
-def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for n, each in enumerate(model):
-        if isinstance(each, Pair):
-            parallelize_module(each, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        elif n % 2 == 0:
-            parallelize_module(each, mesh, {"linear": ColwiseParallel(output_layouts=_replicated())})
-
-
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
-def tp(*, sequence: bool = False, kind: str = "fused", **step: Any) -> Case:
+def tp(*, sequence: bool = False, kind: str = "fused", gpus: tuple[int, ...] = TWO, **step: Any) -> Case:
     def make(size: Size, device: torch.device) -> Training:
-        from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        torch.manual_seed(0)
-        model = nn.Sequential(*[Pair(size.width) for _ in range(size.layers // 2)]).to(device)
-        mesh = mesh_of(device)
-        if sequence:
-            plan = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
-            for each in model:
-                parallelize_module(each, mesh, plan)
-        else:
-            parallelize(model, mesh)
+        model = pairs(size, device, mesh_of(device), sequence)
         made = stepping(model, adam(model, device, kind), **step)
         if sequence:
             whole, rank, ranks = made.step, dist.get_rank(), dist.get_world_size()
             made.step = lambda x, target: whole(x.chunk(ranks)[rank], target.chunk(ranks)[rank])
         return made
 
-    return Case(make)
+    return Case(make, gpus=gpus, tensor_parallel=0)
 
 
 class Gathered(nn.Module):
@@ -272,7 +304,7 @@ def simple_fsdp(**step: Any) -> Case:
     return Case(make)
 
 
-def pipeline(schedule: str, microbatches: int = 4) -> Case:
+def pipeline(schedule: str, microbatches: int = 4, gpus: tuple[int, ...] = TWO) -> Case:
     def make(size: Size, device: torch.device) -> Training:
         from torch.distributed import pipelining
 
@@ -297,7 +329,7 @@ def pipeline(schedule: str, microbatches: int = 4) -> Case:
 
         return Training(step, [model, optimizer])
 
-    return Case(make)
+    return Case(make, gpus=gpus)
 
 
 class Experts(nn.Module):
@@ -326,13 +358,76 @@ class Experts(nn.Module):
         return x + weight[:, None] * spread
 
 
-def moe() -> Case:
+def moe(gpus: tuple[int, ...] = TWO) -> Case:
     def make(size: Size, device: torch.device) -> Training:
         torch.manual_seed(dist.get_rank())
         model = nn.Sequential(*[Experts(size.width) for _ in range(max(1, size.layers // 6))]).to(device)
         return stepping(model, adam(model, device))
 
-    return Case(make)
+    return Case(make, gpus=gpus)
+
+
+# ---- a Llama of a billion parameters ---------------------------------------------------------------
+
+SMALL = llama.Shape(words=64, width=32, layers=2, heads=8, key_heads=4, hidden=64, sequence=8)
+
+
+def shape_of(size: Size) -> llama.Shape:
+    return llama.Shape() if size.width >= WIDTH else SMALL
+
+
+def sentence(size: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """So few words that the GPU waits for Python."""
+    shape = shape_of(size)
+    words = torch.randint(shape.words, (1, shape.sequence + 1), generator=generator)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+def next_word(logits: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+
+def split(model: llama.Llama, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    columns = ("attention.query", "attention.key", "attention.value", "feed.gate", "feed.up")
+    rows = ("attention.out", "feed.down")
+    for layer in model.layers:
+        plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        parallelize_module(layer, mesh, plan)
+    whole = Replicate()
+    ends = {"embedding": RowwiseParallel(input_layouts=whole), "head": ColwiseParallel(output_layouts=whole)}
+    parallelize_module(model, mesh, ends)
+
+
+def billion(*, sharded: bool = True, tensor_parallel: int = 1, compiled: bool = False) -> Case:
+    def make(size: Size, device: torch.device) -> Training:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward may sum in another order each time
+        torch.manual_seed(0)
+        with device:
+            model = llama.Llama(shape_of(size))
+        if not sharded:
+            split(model, mesh_of(device))
+        elif tensor_parallel > 1:
+            both = two_dimensions(device, tensor_parallel)
+            mesh = both["outer"]
+            split(model, both["inner"])
+        else:
+            mesh = mesh_of(device)
+        for layer in model.layers:
+            if compiled:
+                compile_inside(layer, device)
+            if sharded:
+                fully_shard(layer, mesh=mesh)
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        return stepping(model, adam(model, device), measure=next_word)
+
+    together = tensor_parallel if sharded else 0
+    return Case(make, gpus=FOUR, tensor_parallel=together, batch=sentence, rounds=Rounds(4, 4, 100), widens=False)
 
 
 CASES: dict[str, Case] = {
@@ -350,7 +445,10 @@ CASES: dict[str, Case] = {
     "ddp, compiled": ddp(compiled=True),
     "module inside ddp": ddp(inside=True),
     "module inside ddp, no_sync": ddp(inside=True, accumulate=4),
-    "fsdp2": fsdp(),
+    "fsdp2 + tp": fsdp(tensor_parallel=2, gpus=FOUR),
+    "fsdp2": fsdp(gpus=TWO + FOUR),
+    "llama, fsdp2": billion(),
+    "hsdp": fsdp(replicate=True, gpus=FOUR),
     "fsdp2, plain Adam": fsdp(kind="plain"),
     "fsdp2, always": fsdp(reshard=True),
     "fsdp2, keep": fsdp(reshard=False),
@@ -358,13 +456,18 @@ CASES: dict[str, Case] = {
     "fsdp2, recompute": fsdp(block=Recomputed),
     "fsdp2, accumulate": fsdp(accumulate=4),
     "fsdp2, clipping": fsdp(clip=True),
-    "fsdp2, compiled": fsdp(compiled=True),
+    "fsdp2, compiled": fsdp(compiled=True, gpus=TWO + FOUR),
     "simple fsdp": simple_fsdp(),
-    "tp": tp(),
+    "tp": tp(gpus=TWO + FOUR),
     "tp, plain Adam": tp(kind="plain"),
     "tp, sequence": tp(sequence=True),
     "tp, clipping": tp(clip=True),
-    "1f1b": pipeline("Schedule1F1B"),
+    "1f1b": pipeline("Schedule1F1B", gpus=TWO + FOUR),
     "gpipe": pipeline("ScheduleGPipe"),
-    "moe": moe(),
+    "moe": moe(gpus=TWO + FOUR),
+    "llama, fsdp2 + tp": billion(tensor_parallel=2),
+    "llama, tp": billion(sharded=False),
+    "llama, fsdp2, compiled": billion(compiled=True),
+    "fsdp2 + tp, compiled": fsdp(tensor_parallel=2, compiled=True, gpus=FOUR),
+    "llama, fsdp2 + tp, compiled": billion(tensor_parallel=2, compiled=True),
 }

@@ -1,6 +1,7 @@
 """Whole training steps on several GPUs of one host (`parallel.py`), eager, captured by hand, and recorded by one line.
 
-    python benchmarks/ranks.py --nproc 2                              # all of them
+    python benchmarks/ranks.py --nproc 2                              # all that are for two GPUs: results/ranks.json
+    python benchmarks/ranks.py --nproc 4                              # those for four: results/ranks_4.json
     python benchmarks/ranks.py --only fsdp2 'fsdp2, clipping' --quick
     python benchmarks/ranks.py --device cpu --quick                   # with gloo, small: right or not
 
@@ -10,10 +11,15 @@ Each case has two passes on all ranks, with fresh models from the same seeds:
     Calls, replays, recordings and reasons are of it.
 2.  Eager, by hand, and recorded, all at once, taking turns. A time is the median over the turns of the slowest rank's mean.
     Then 500 single steps, by hand and recorded: p99 over p50; and the NCCL kernels that a step has, from torch.profiler.
+    (`Case.rounds` is how often; less often for a large model.)
 
 Then the most memory that the allocator reserves within some steps, eager and recorded, each in processes of its own, several
 cases at once: in one process each would find what the others have left. Once at the size of the cases, where what the allocator
-takes at a time (20 MiB) and cuBLAS's workspaces (64 MiB) are a large part of it; once wide, where they are not.
+takes at a time (20 MiB) and cuBLAS's workspaces (64 MiB) are a large part of it; once wide, where they are not. With
+`--no-memory` it is what the first pass has reserved, where eager comes first.
+
+Every rank has a batch of the same size, however many there are, so that between four ranks and two the time ought not to change
+(`ranks_table.py`). The file is written as each case ends. With `--add` other cases that are in it stay.
 
 Where a module is recorded inside a wrapper, by hand is torch.cuda.make_graphed_callables, and the rest of the step runs live.
 
@@ -55,7 +61,7 @@ TARGET = (
     f"at most {MEMORY} x eager's memory; p99/p50 at most {STEADY}; a module inside a wrapper at most eager's time"
 )
 EAGER, HAND, OURS = "eager", "by hand", "phonograph"
-TURNS, CALLS, SINGLE = 7, 10, 500
+QUICK = 3  # turns
 TRIED = 120  # steps after which it is known whether what is recorded inside pays
 WIDE = 4096  # features
 TOGETHER = 4  # cases, of which memory is measured at once
@@ -80,18 +86,21 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def batch(self, n: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.rank + n)
-        shape = (self.size.batch, self.size.width)
-        return tuple(torch.randn(shape, generator=generator).to(self.device) for _ in range(2))  # type: ignore[return-value]
+    def batch(self, case: Case, n: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * (self.rank // (case.tensor_parallel or dist.get_world_size())) + n)
+        x, target = case.batch(self.size, generator)
+        return x.to(self.device), target.to(self.device)
 
     def memory(self, case: Case, kind: str) -> dict[str, int]:
         """MiB that are reserved at most in some steps, and after them."""
         self.begin()
         _training, step, _recorded = self.made(case, ours=kind == OURS)
         for n in range(8):
-            step(*self.batch(n))
+            step(*self.batch(case, n))
         self.synchronize()
+        return self.reserved()
+
+    def reserved(self) -> dict[str, int]:
         return {"most": torch.cuda.max_memory_reserved() >> 20, "in the end": torch.cuda.memory_reserved() >> 20}
 
     def begin(self) -> None:
@@ -104,17 +113,19 @@ class Rank:
         dist.barrier()
 
     def run(self, case: Case) -> dict[str, Any]:
-        row: dict[str, Any] = {"inside": case.inside}
+        row: dict[str, Any] = {"inside": case.inside, "MiB": {}}
         given: dict[str, list[Tensor]] = {}
         for kind in (EAGER, OURS):
             self.begin()
             training, step, recorded = self.made(case, ours=kind == OURS)
             losses, began = [], time.perf_counter()
             for n in range(STEPS):
-                loss = step(*self.batch(n))
+                loss = step(*self.batch(case, n))
                 losses.append(loss.detach().cpu() if isinstance(loss, Tensor) else torch.zeros(()))
             self.synchronize()
             row[f"seconds, {kind}"] = time.perf_counter() - began
+            if self.device.type == "cuda":
+                row["MiB"][kind] = self.reserved()
             given[kind] = [*losses, *[t.cpu() for t in training.tensors()]]
             if kind == OURS:
                 stats = pg.stats(recorded)
@@ -132,7 +143,7 @@ class Rank:
     def measure(self, case: Case, row: dict[str, Any]) -> None:
         self.begin()
         steps: dict[str, Callable[[], Any]] = {}
-        batch = self.batch(0)
+        batch, rounds = self.batch(case, 0), case.rounds
         _, live, _ = self.made(case, ours=False)
         steps[EAGER] = lambda: live(*batch)
         _, ours, recorded = self.made(case, ours=True)
@@ -150,19 +161,19 @@ class Rank:
         if not self.all_have(HAND in steps):
             steps.pop(HAND, None)
         times: dict[str, list[float]] = {kind: [] for kind in steps}
-        for turn in range(1 + (3 if self.quick else TURNS)):
+        for turn in range(1 + (QUICK if self.quick else rounds.turns)):
             for kind, step in steps.items():
                 dist.barrier()
                 self.synchronize()
                 began = time.perf_counter()
-                for _ in range(CALLS):
+                for _ in range(rounds.calls):
                     step()
                 self.synchronize()
                 if turn:
-                    times[kind].append((time.perf_counter() - began) / CALLS)
+                    times[kind].append((time.perf_counter() - began) / rounds.calls)
         row["us"] = {kind: [1e6 * t for t in each] for kind, each in times.items()}
         if not self.quick:
-            row["single us"] = {kind: self.single(steps[kind]) for kind in (HAND, OURS) if kind in steps}
+            row["single us"] = {kind: self.single(steps[kind], rounds.single) for kind in (HAND, OURS) if kind in steps}
             row["kernels"] = {kind: self.kernels(steps[kind]) for kind in (EAGER, OURS)}
         pg.reset(recorded)
         for graph in graphs:
@@ -221,17 +232,17 @@ class Rank:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
-    def single(self, step: Callable[[], Any]) -> dict[str, float]:
+    def single(self, step: Callable[[], Any], times_over: int) -> dict[str, float]:
         """Steps of which each is waited for."""
         times = []
         dist.barrier()
-        for _ in range(SINGLE):
+        for _ in range(times_over):
             began = time.perf_counter()
             step()
             self.synchronize()
             times.append(1e6 * (time.perf_counter() - began))
         times.sort()
-        return {"p50": times[SINGLE // 2], "p99": times[int(SINGLE * 0.99)]}
+        return {"p50": times[times_over // 2], "p99": times[int(times_over * 0.99)]}
 
     def kernels(self, step: Callable[[], Any]) -> int:
         from torch.profiler import ProfilerActivity, profile
@@ -303,7 +314,7 @@ def memories(names: list[str], arguments: argparse.Namespace, folder: Path) -> d
     """What some cases reserve, eager and recorded: by width and kind, MiB on each rank."""
     running = []
     for name in names:
-        for width in (WIDTH, WIDE):
+        for width in (WIDTH, WIDE) if CASES[name].widens else (WIDTH,):
             for kind in (EAGER, OURS):
                 own = Path(tempfile.mkdtemp(dir=folder))
                 processes = started([name], arguments, own, "--memory", kind, "--width", str(width))
@@ -330,7 +341,9 @@ def over_eager(found: dict[str, Any], which: str) -> float | None:
     return max(ours[which] / max(1, eager[which]) for eager, ours in zip(found[EAGER], found[OURS], strict=True))
 
 
-def together(names: list[str], arguments: argparse.Namespace, folder: Path) -> list[str]:
+def together(
+    names: list[str], arguments: argparse.Namespace, folder: Path, found: Callable[[str, list[dict[str, Any]]], None]
+) -> list[str]:
     """Run these cases in processes of their own, and give those that are left after one that took too long, or failed."""
     processes = started(names, arguments, folder)
     left, since = [*names], time.monotonic() + STARTING
@@ -340,7 +353,7 @@ def together(names: list[str], arguments: argparse.Namespace, folder: Path) -> l
             ended = time.monotonic() - since > arguments.limit or any(states) or None not in states
             if ended or all((folder / f"{left[0]}-{rank}.json").exists() for rank in range(arguments.nproc)):
                 rows = rows_of(name := left.pop(0), folder, arguments.nproc)
-                print(line_of(name, rows), flush=True)
+                found(name, rows)
                 if any("error" in row for row in rows):
                     print("".join((folder / f"{rank}.log").read_text()[-600:] for rank in range(arguments.nproc)), flush=True)
                     return left
@@ -400,6 +413,7 @@ def judged(rows: list[dict[str, Any]], memory: dict[int, Any]) -> dict[str, Any]
     if any("error" in row for row in rows):
         return {"error": [row.get("error") for row in rows]}
     hand, ours, eager = (slowest(rows, kind) for kind in (HAND, OURS, EAGER))
+    passes = {kind: [row["MiB"][kind] for row in rows] for kind in rows[0]["MiB"]}
     return {
         "inside": rows[0]["inside"],
         "equal": all(row["equal"] for row in rows),
@@ -415,7 +429,8 @@ def judged(rows: list[dict[str, Any]], memory: dict[int, Any]) -> dict[str, Any]
         "memory over eager in the end": over_eager(memory.get(WIDTH, {}), "in the end"),
         "memory over eager, wide": over_eager(memory.get(WIDE, {}), "most"),
         "memory over eager in the end, wide": over_eager(memory.get(WIDE, {}), "in the end"),
-        "memory, MiB": memory,
+        "memory over eager, first pass": over_eager(passes, "most"),
+        "memory, MiB": memory or passes,
         "p99/p50": unsteady(rows, OURS),
         "p99/p50 by hand": unsteady(rows, HAND),
         "NCCL kernels": rows[0].get("kernels"),
@@ -433,12 +448,54 @@ def met(case: dict[str, Any]) -> bool:
     )  # fmt: skip
 
 
+class Results:
+    """The file, written anew with each case."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.path = arguments.out / (f"{CLAIM}.json" if arguments.nproc == 2 else f"{CLAIM}_{arguments.nproc}.json")
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.cases: dict[str, dict[str, Any]] = {}
+        if arguments.add and self.path.exists():
+            self.cases = json.loads(self.path.read_text())["figures"]["cases"]
+
+    def add(self, name: str, rows: list[dict[str, Any]]) -> None:
+        print(line_of(name, rows), flush=True)
+        self.rows[name] = rows
+        self.add_memory({name: {}})
+
+    def add_memory(self, found: dict[str, Any]) -> None:
+        """What each of these cases reserves, by width."""
+        for name, memory in found.items():
+            self.cases[name] = judged(self.rows[name], memory)
+        self.report([name for name in self.arguments.only if name not in self.rows])
+
+    def report(self, left: list[str]) -> harness.Report:
+        report = harness.Report(CLAIM, TARGET, self.arguments)
+        good = {name: met(case) for name, case in self.cases.items()}
+        report.figures = {
+            "ranks": self.arguments.nproc,
+            "targets met": sum(good.values()),
+            "left out": left,
+            "missed": [name for name, each in good.items() if not each],
+            "cases": self.cases,
+        }
+        wanted = {name for name, case in CASES.items() if self.arguments.nproc in case.gpus}
+        if self.arguments.device != "cpu" and not self.arguments.quick and wanted <= self.cases.keys():
+            report.met = all(good.values())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n")
+        return report
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--nproc", type=int, default=2, help="ranks, each with a GPU (default: %(default)s)")
-    parser.add_argument("--only", choices=CASES, nargs="+", default=[*CASES], metavar="NAME", help="these cases")
+    parser.add_argument("--only", choices=CASES, nargs="+", metavar="NAME", help="these cases, on however many GPUs")
     parser.add_argument("--limit", type=float, default=40, help="seconds a case may take (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all, after which no case is begun anew")
+    parser.add_argument("--no-memory", action="store_true", help="measure no memory in processes of its own")
+    parser.add_argument("--add", action="store_true", help="keep what other cases the file has")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--memory", choices=[EAGER, OURS], help=argparse.SUPPRESS)
@@ -447,31 +504,18 @@ def main() -> int:
     if arguments.rank is not None:
         (look_at_memory if arguments.memory else work)(arguments)
         return 0
-    report = harness.Report(CLAIM, TARGET, arguments)
+    arguments.only = arguments.only or [name for name, case in CASES.items() if arguments.nproc in case.gpus]
+    arguments.until = time.monotonic() + arguments.budget
+    results = Results(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder, left = Path(name), [*arguments.only]
-        arguments.until = time.monotonic() + arguments.budget
         while left and time.monotonic() < arguments.until:
-            left = together(left, arguments, folder)
+            left = together(left, arguments, folder, results.add)
         begun = [name for name in arguments.only if name not in left]
-        memory: dict[str, Any] = {}
-        if arguments.device != "cpu":
+        if arguments.device != "cpu" and not arguments.no_memory:
             for some in range(0, len(begun), TOGETHER):
-                memory |= memories(begun[some : some + TOGETHER], arguments, folder)
-        cases = {name: judged(rows_of(name, folder, arguments.nproc), memory.get(name, {})) for name in begun}
-    good = {name: met(case) for name, case in cases.items()}
-    report.figures = {
-        "ranks": arguments.nproc,
-        "targets met": sum(good.values()),
-        "left out": left,
-        "missed": [name for name, each in good.items() if not each],
-        "cases": cases,
-    }
-    if arguments.device != "cpu" and not arguments.quick and len(cases) == len(CASES):
-        report.met = all(good.values())
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    written = report.as_json()
-    (arguments.out / f"{CLAIM}.json").write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+                results.add_memory(memories(begun[some : some + TOGETHER], arguments, folder))
+    report = results.report(left)
     print(json.dumps({name: report.figures[name] for name in ("ranks", "targets met", "missed", "left out")}))
     return {None: 0 if arguments.quick else 3, True: 0, False: 1}[report.met]
 
