@@ -13,7 +13,8 @@ from ._torch import dynamo as torch_dynamo
 from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
-from .engine.recorded import Recorded, counted, live
+from .engine.live_parts import live
+from .engine.recorded import Recorded, counted
 from .engine.repeated_records import made_anew
 from .options import Options
 from .python.origin import has_called

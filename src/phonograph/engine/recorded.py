@@ -11,12 +11,10 @@ recorded functions that it calls simply run as part of it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import re
 import sys
-import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -42,17 +40,16 @@ from ..autograd.backward import Backward
 from ..autograd.function import TWICE, Joint
 from ..autograd.saved_hooks import Tracing
 from ..call.growing_sizes import Growth
-from ..call.live_function import MARK, Marked
+from ..call.live_function import Marked
 from ..call.recurring_objects import Regulars
 from ..call.signature import Call, describe, modes, stands_in
 from ..capture.ddp_reducer import begun_by
-from ..capture.live_results import Notes, noted_here, noting
+from ..capture.live_results import Notes, noting
 from ..capture.recording import BEGINS_ANEW, MEMORY, Entangled, Recording
 from ..capture.value_checks import look, lookouts
 from ..devices import device_for, lock, owned
-from ..devices.segments import Cuts, Diverged, Unmarked
+from ..devices.segments import Diverged, Unmarked
 from ..errors import Attached, Decides, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable, Unseen
-from ..guards.attribute_effects import APPENDED
 from ..guards.carried_state import Carried, Carries, tensors_in
 from ..guards.followed_numbers import Fixed, Following
 from ..guards.packages import Packages
@@ -68,22 +65,24 @@ from ..values.keys import NoSignature
 from ..values.object_layout import layout_of
 from ..values.pytree import Opens, flatten, kinds, labels, path_to
 from ..values.pytree import inside as within_label
-from ..values.wording import MARKED, Naming, defined_at, failure
-from ..values.wording import innermost as raised_at
+from ..values.wording import MARKED, Naming, defined_at
 from . import process_groups as ranks
+from .binding import Binding
 from .clearing import cleared, obstructing
+from .contained import Contained
 from .history import CHANGES, PATIENCE, History
 from .known_calls import KnownCalls, Undescribed
+from .locking import acquired
 from .player import GRAD, Player, uses
 from .profitability import Took, Trial, Turn, Unrewarding, gradients_move, on_trial
-from .recorder import Terms, fed, record, recording_here, refuse, settled
+from .recorder import Terms, fed, record, recording_here, settled
 from .resting import Alike, Rest
 from .shelf import Found, Shelf
 from .standing_refusals import Grounds
 from .uncalled_modules import Overhearing
-from .verify import verified
+from .verify import repeats, verified
 
-__all__ = ["History", "Ours", "Recorded", "counted", "live", "together", "waited"]
+__all__ = ["Recorded", "counted", "together"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,29 +117,6 @@ _NONE: list[Player] = []  # recordings of a signature that runs live
 _UNREPEATED = 64  # signatures that never come again...
 _NEARLY = 3  # ...among so many times as many calls
 
-_OURS = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
-_PATIENCE = 30.0  # seconds that a call waits for another thread's capture before it runs live
-
-
-class Ours:
-    """While entered, an exception is a failure of phonograph's own, which is no answer to the call: it is logged, and the
-    call runs live."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (Refusal, NoSignature, Carries, Opens)):
-            known = failure(error, "")
-            if known is not None:
-                raise Refusal(*known, raised_at(error.__traceback__)[0], final=False) from None
-            logger.error("phonograph itself failed when it %s", self._doing, exc_info=error)
-            raise Refusal(f"phonograph itself failed when it {self._doing} ({type(error).__name__}: {error})", _OURS,
-                           raised_at(error.__traceback__)[0], final=False) from None  # fmt: skip
-
 
 @contextmanager
 def _relying_on(reach: Reach) -> Iterator[None]:
@@ -154,18 +130,9 @@ def _relying_on(reach: Reach) -> Iterator[None]:
 
 def _grounds(refusal: Refusal) -> Grounds | None:
     """What a refused call has relied on, if that can be told."""
-    with suppress(Refusal), Ours("looked at what a refusal relies on"):
+    with suppress(Refusal), Contained("looked at what a refusal relies on"):
         return Grounds.of(refusal.reach, refusal.places)
     return None
-
-
-def waited() -> bool:
-    """Wait for the lock, unless the thread that has it is running code of the user's that might wait for this thread."""
-    until = time.monotonic() + _PATIENCE
-    while not lock.acquire(timeout=0.01):
-        if Within.waiting or time.monotonic() > until:
-            return False
-    return True
 
 
 class _Change:
@@ -181,7 +148,7 @@ class _Change:
         return f" (read at {self.where})" if self.where else ""
 
 
-class Recorded(Observed, Generic[P, R]):
+class Recorded(Binding, Observed, Generic[P, R]):
     """A function that is recorded, one recording a signature, and played back.
 
     Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
@@ -197,7 +164,8 @@ class Recorded(Observed, Generic[P, R]):
         self.__wrapped__ = function
         self._function: Callable[P, R] = function
         self.options = options
-        self.name: str = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        Binding.__init__(self)
         self._marked = options.fallback == "split"  # whether it may call marked functions
         self._split_at = frozenset(x for name in options.split_at for x in overloads(name) if not meaning(x).communicates)
         self._shelf = Shelf(options.max_recordings, options.max_bytes)
@@ -235,60 +203,20 @@ class Recorded(Observed, Generic[P, R]):
         self._steps = optimizers.is_step(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._overhearing: Overhearing | None = None  # until it is called
-        self._bound: weakref.WeakSet[Recorded[Any, Any]] = weakref.WeakSet()
-        self._made_for: Recorded[Any, Any] | None = None  # the method of which this is one instance's own
-        self._place = f"_phonograph_{self.name}_{identity(self):x}"
         given = getattr(function, "__dict__", {}).keys() - {"__wrapped__"}
         self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method: each instance has recordings of its own, kept in its `__dict__`, so that they go when it goes."""
-        if instance is None:
-            return self
-        kept = getattr(instance, "__dict__", None)
-        if kept is None or isinstance(instance, type):
-            return MethodType(self, instance)  # with __slots__, or a class: it is an argument like any other
-        mine = kept.get(self._place)
-        if not isinstance(mine, Recorded) or mine._made_for is not self or mine._instance() is not instance:
-            if torch.compiler.is_dynamo_compiling():
-                return _method_where_traced(self, instance)
-            mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
-            mine._made_for = self
-            self._bound.add(mine)
-        return mine
-
-    def _instance(self) -> Any:
-        return getattr(self._function, "__self__", None)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._place = f"_phonograph_{owner.__qualname__}.{name}"
-
-    def __reduce__(self) -> Any:
-        if self._made_for is not None:
-            name = self._name_in_class()
-            return (getattr, (self._instance(), name)) if name else (_no_recordings, ())
-        if _found_by_name(self):
-            return str(self.__dict__["__qualname__"])  # as a function: by its name
-        return (_rebuild, (self._kind, self._function, self.options))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        if self._made_for is not None:
-            name = self._name_in_class()
-            return getattr(copy.deepcopy(self._instance(), memo), name) if name else None
-        return self._kind(copy.deepcopy(self._function, memo), self.options)
-
-    def _name_in_class(self) -> str | None:
-        """By which name an instance has this, which is its own: a copy of the instance makes another, with new recordings."""
-        named = (name for kind in type(self._instance()).__mro__ for name, x in vars(kind).items() if x is self._made_for)
-        return next(named, None)
+    @property
+    def _kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
+        return Recorded
 
     @property
-    def _kind(self) -> type[Recorded[Any, Any]]:
-        """What the same is for another function, or for a copy of this one."""
-        return Recorded
+    def _all(self) -> list[Recorded[Any, Any]]:
+        """This, and what instances have of their own."""
+        return [self, *(one for one in self._bound if isinstance(one, Recorded))]
 
     def again(self, function: Callable[..., Any]) -> Recorded[Any, Any]:
         """The same for another function."""
@@ -316,7 +244,7 @@ class Recorded(Observed, Generic[P, R]):
         if (refusal := self._rest.refusal) is not None and self._rest.passes():
             self._count_free(refusal)
             return self._function(*args, **kwargs)
-        if not lock.acquire(False) and not waited():
+        if not lock.acquire(False) and not acquired():
             self._counters.calls += 1
             self._counters.live += 1
             return self._function(*args, **kwargs)
@@ -377,7 +305,7 @@ class Recorded(Observed, Generic[P, R]):
             self._counters.calls += 1
             try:
                 call = self._described(args, kwargs)
-                with Ours("looked for a recording"):
+                with Contained("looked for a recording"):
                     found = self._shelf.find(call)
                     if found.broken is not None and self._regulars.moved(call.leaves):
                         call = self._taken_apart(args, kwargs)
@@ -498,7 +426,7 @@ class Recorded(Observed, Generic[P, R]):
             raise self._stopped
         self._eligible()
         try:
-            with Ours("described the call"):
+            with Contained("described the call"):
                 call = self._taken_apart(args, kwargs)
         except NoSignature as e:
             if self.options.fallback != "error":
@@ -640,7 +568,7 @@ class Recorded(Observed, Generic[P, R]):
         if " " in name and "'s " not in name:
             return ""
         last = re.split(r"\W+", name.rstrip("'\"])"))[-1]
-        with suppress(Refusal), Ours("looked for who reads what has changed"):
+        with suppress(Refusal), Contained("looked for who reads what has changed"):
             return self._reach(call).mentions.read_at(last)
         return ""
 
@@ -676,7 +604,7 @@ class Recorded(Observed, Generic[P, R]):
         if not diverged.decided or history.diverged >= _UNLUCKY:
             self._drop(self._shelf.discard(call.key, lambda player: player.recording.live_parts))
         reach = None
-        with suppress(Refusal), Ours("looked at what the function can reach"):
+        with suppress(Refusal), Contained("looked at what the function can reach"):
             reach = self._reach(call)
         history.torn = history.torn or bool(diverged.torn)
         history.notes = Notes(
@@ -745,7 +673,7 @@ class Recorded(Observed, Generic[P, R]):
         optimizers.stepped(self._function)
         history = self._history(call.key)
         try:
-            with Ours("looked at what the function can reach"):
+            with Contained("looked at what the function can reach"):
                 reach = None if self._runs_alike_anyway(call, history) else self._reach(call)
                 device = device_for(torch.device("cpu")) if reach is None else self._device(call, reach)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
@@ -970,7 +898,7 @@ class Recorded(Observed, Generic[P, R]):
         if self._unplayed >= 4 * self.options.max_recordings and history.patience == PATIENCE:
             # But one that comes again that often is worth a recording.
             raise history.wait(Refusal("nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"))
-        with Ours("made a recording"), uncollected():
+        with Contained("made a recording"), uncollected():
             reach = self._reach(call)
             if self._regulars.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
@@ -1068,22 +996,8 @@ class Recorded(Observed, Generic[P, R]):
                 with Within(), _relying_on(reach):
                     recording = record(self.name, self._function, call, reach, device, terms)
                 settled(tracing)
-                if recording.live_parts and self.options.verify:
-                    raise Refusal("has operators that run live, which verify would run twice", "record it without verify")
-                if recording.communicates and self.options.verify:
-                    raise Refusal("communicates with other ranks, which verify would do twice", "record it without verify")
-                if recording.drops_out and self.options.verify:
-                    raise Refusal(
-                        "drops out between layers of cuDNN's, which verify would do twice", "record it without verify"
-                    )
-                if recording.edits and self.options.verify:
-                    raise Refusal("changes an argument's container, which verify would do twice", "record it without verify")
-                if recording.left.counts and self.options.verify:
-                    raise Refusal(f"counts {recording.left.paths[0]}, which verify would do twice", "record it without verify")
-                if (recording.reliances.dials.advanced or recording.settings) and self.options.verify:
-                    raise Refusal("sets an attribute, which verify would do twice", "record it without verify")
-                if (appended := [put.path for put in recording.left.puts if put.name is APPENDED]) and self.options.verify:
-                    raise Refusal(f"appends to {appended[0]}, which verify would do twice", "record it without verify")
+                if self.options.verify and (twice := repeats(recording)) is not None:
+                    raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
                 return recording
             except Overlooked as e:
                 self._heard |= e.names
@@ -1159,7 +1073,7 @@ class Recorded(Observed, Generic[P, R]):
         """A live call is about to show on what it relies."""
         if not trial.noted:
             trial.noted = True
-            with suppress(Refusal), Ours("looked at what the function can reach"):
+            with suppress(Refusal), Contained("looked at what the function can reach"):
                 trial.refusal.reach = self._reach(call)
                 trial.grounds = trial.history.unsettled = _grounds(trial.refusal)
             trial.refusal.let_go()
@@ -1175,13 +1089,13 @@ class Recorded(Observed, Generic[P, R]):
 
     def stats(self) -> Stats:
         self._tidy()
-        return together([self, *self._bound], Counters())
+        return together(self._all, Counters())
 
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
         asked for in a capture, which counts on all memory that it has seen."""
-        if inside() or recording_here() or (not lock.acquire(False) and not waited()):
-            for one in (self, *self._bound):
+        if inside() or recording_here() or (not lock.acquire(False) and not acquired()):
+            for one in self._all:
                 one._reset_wanted, one._for_good = True, None
                 one._forget_known()
             return
@@ -1203,7 +1117,7 @@ class Recorded(Observed, Generic[P, R]):
             self._packages = Packages()
             self._regulars = Regulars(functools.partial(getattr, self._counters, "calls"))
             self._unplayed = 0
-            for mine in (*self._bound, *self._backwards):
+            for mine in (*self._all[1:], *self._backwards):
                 mine.reset()
             self._entangled = Entangled()
             self._tidy()
@@ -1233,7 +1147,7 @@ class Recorded(Observed, Generic[P, R]):
         aside = [player for trial in list(self._trials.values()) for player in trial.aside]
         lines += [str(p.recording) for p in [*self._shelf, *aside]]
         lines += [backward.explain() for backward in list(self._backwards)]
-        reasons = {reason: refusal for one in (*self._bound, self) for reason, refusal in one._reasons.items()}
+        reasons = {reason: refusal for one in reversed(self._all) for reason, refusal in one._reasons.items()}
         for reason, n in s.refusals.items():
             refusal = reasons.get(reason, reason)
             lines.append(f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}")
@@ -1301,14 +1215,6 @@ def _never(function: Any) -> Refusal | None:
     return optimizers.never(function)
 
 
-def _found_by_name(recorded: Recorded[Any, Any]) -> bool:
-    """Whether this is what stands under the function's name in its module."""
-    found: Any = sys.modules.get(getattr(recorded, "__module__", ""))
-    for part in getattr(recorded, "__qualname__", "").split("."):
-        found = getattr(found, part, None)
-    return found is recorded
-
-
 def _difference(key: Any, call: Call, naming: Naming) -> str:
     """What is another in this call than in one with that key."""
     (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
@@ -1327,45 +1233,3 @@ def _numbers_that_differ(key: Any, call: Call) -> list[Any]:
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
     numbers = all(type(x) is tuple and len(x) == 2 and x[0] is float for _, *both in differing for x in both)
     return [(call.shape, i) for i, *_ in differing] if numbers else []
-
-
-def _method_where_traced(recorded: Recorded[Any, Any], instance: Any) -> Any:
-    """What stands for an instance's recordings in compiled code: there it is a plain function."""
-    return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
-
-
-def _no_recordings() -> None:
-    """What stands for an instance's recordings in a pickle of it."""
-
-
-def _rebuild(kind: type[Recorded[Any, Any]], function: Any, options: Options) -> Any:
-    return kind(function, options)
-
-
-def live(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as one that must really run every time, for its effects or because it needs the host.
-
-    A recorded function that calls it is recorded in segments, and this runs between them, once in each call. It is given copies
-    of tensors, without a history (but weights and other tensors from outside themselves); what it writes to them is written. It
-    may return new tensors, of the same shapes each time, what it was given, or None. Where it gives anything else, or changes
-    something on which the rest relies, the recorded function runs live, with the reason. It may be called in a backward, as a
-    hook, say. In code that is compiled a graph ends where it is called.
-    """
-    marked = Marked(function)
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if recording_here():
-            try:
-                return Cuts.marked(marked, args, kwargs)  # type: ignore[no-any-return]
-            except Refusal as refusal:
-                refusal.where = refusal.where or users_line()
-                refuse(refusal)
-        notes = noted_here()
-        if notes is not None:
-            return notes.call_marked(marked, args, kwargs)  # type: ignore[no-any-return]
-        return marked(*args, **kwargs)  # type: ignore[no-any-return]
-
-    marked.run = torch_dynamo.never_compiled(called, "marked @pg.live")
-    setattr(marked.run, MARK, marked)
-    return marked.run  # type: ignore[no-any-return]

@@ -14,7 +14,9 @@ import torch
 
 from .._torch.tensors import has_memory, storage_id
 from ..call.signature import Call
+from ..capture.recording import Recording
 from ..errors import Mismatch
+from ..guards.attribute_effects import APPENDED
 from ..guards.guards import same
 from ..guards.reachable import Reach
 from ..memory.loans import Borrowed
@@ -23,7 +25,26 @@ from ..state.rng import put
 from ..values.pytree import Opening, flatten
 from ..values.tensor_subclasses import parts
 
-__all__ = ["equal", "generators_in", "verified"]
+__all__ = ["equal", "generators_in", "repeats", "verified"]
+
+
+def repeats(recording: Recording) -> str | None:
+    """The effect of a replay that a live run beside it would have once more; None if there is none."""
+    left = recording.left
+    appended = [put.path for put in left.puts if put.name is APPENDED]
+    if recording.live_parts:
+        return "has operators that run live"
+    if recording.communicates:
+        return "communicates with other ranks"
+    if recording.drops_out:
+        return "drops out between layers of cuDNN's"
+    if recording.edits:
+        return "changes an argument's container"
+    if left.counts:
+        return f"counts {left.paths[0]}"
+    if recording.reliances.dials.advanced or recording.settings:
+        return "sets an attribute"
+    return f"appends to {appended[0]}" if appended else None
 
 
 class _State:

@@ -26,8 +26,11 @@ import torch
 from .._torch.tensors import has_memory
 from ..call.signature import Call, describe
 from ..devices import lock, owned
+from ..engine.contained import Contained
+from ..engine.history import History
+from ..engine.locking import acquired
 from ..engine.player import Player
-from ..engine.recorded import History, Ours, Recorded, waited
+from ..engine.recorded import Recorded
 from ..errors import Mismatch, Refusal, RunsLive, Unpadded
 from ..guards.carried_state import Carried
 from ..memory.loans import Borrowed
@@ -68,7 +71,7 @@ class Padded(Recorded[..., Any]):
         self._carried = Carried(learns=False)  # what is carried would have to be padded as well
 
     @property
-    def _kind(self) -> type[Recorded[Any, Any]]:
+    def _kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
         return Padded
 
     # -- a call
@@ -80,7 +83,7 @@ class Padded(Recorded[..., Any]):
                 return super()._answer(args, kwargs)
             try:
                 call = self._described(args, kwargs)
-                with Ours("padded the arguments"):
+                with Contained("padded the arguments"):
                     padded = describe(*replaced(pads, args, kwargs, with_zeros))
                 history = self._history((Padded, padded.key))
                 player, known = self._known(call, padded, history)
@@ -155,7 +158,7 @@ class Padded(Recorded[..., Any]):
         verdicts = self._verdicts.setdefault(player, {})
         never = objection(player.recording)
         try:
-            with Ours("tried a padded call"):
+            with Contained("tried a padded call"):
                 verdict = never or judged(self._said(pads), pads, call, padded, player, self._reach(call), result)
             if verdict is None:
                 history.untold += 1
@@ -221,8 +224,10 @@ class Padded(Recorded[..., Any]):
             raise ValueError(f"there is no tensor with the dimensions that shapes names: {names}")
         if len(chosen) > self.options.max_recordings:
             raise ValueError(f"{len(chosen)} sizes, and max_recordings={self.options.max_recordings} keeps fewer: raise it")
-        if torch.compiler.is_compiling() or inside() or switched_off() or owned() or (not lock.acquire(False) and not waited()):
+        if torch.compiler.is_compiling() or inside() or switched_off() or owned():
             return  # they are recorded as they come
+        if not lock.acquire(False) and not acquired():
+            return
         try:
             self._prepare(given, [dict(zip(together, sizes, strict=True)) for sizes in chosen], args, dict(kwargs))
         finally:

@@ -1,0 +1,99 @@
+"""A recorded function as Python has functions: bound to instances as a method, copied, pickled.
+
+Each instance has recordings of its own, in its `__dict__`: they go when it goes. A copy has none, nor has what is unpickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..options import Options
+from ..python.identity import identity
+
+__all__ = ["Binding"]
+
+
+class Binding:
+    """A function that can be a method."""
+
+    name: str
+    options: Options
+    _function: Callable[..., Any]
+    __call__: Callable[..., Any]
+
+    def __init__(self) -> None:
+        self._bound: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self._made_for: Binding | None = None  # the method of which this is one instance's own
+        self._place = f"_phonograph_{self.name}_{identity(self):x}"
+
+    @property
+    def _kind(self) -> Callable[[Any, Options], Binding]:
+        """The class for another function, or for a copy of this one."""
+        raise NotImplementedError
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._place = f"_phonograph_{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        kept = getattr(instance, "__dict__", None)
+        if kept is None or isinstance(instance, type):
+            return MethodType(self, instance)  # with __slots__, or a class: an argument like any other
+        mine = kept.get(self._place)
+        if not isinstance(mine, Binding) or mine._made_for is not self or mine._instance() is not instance:
+            if torch.compiler.is_dynamo_compiling():
+                return _plain_method(self, instance)
+            mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
+            mine._made_for = self
+            self._bound.add(mine)
+        return mine
+
+    def _instance(self) -> Any:
+        return getattr(self._function, "__self__", None)
+
+    def __reduce__(self) -> Any:
+        if self._made_for is not None:
+            name = self._name_in_class()
+            return (getattr, (self._instance(), name)) if name else (_no_recordings, ())
+        if self._found_by_name():
+            return str(self.__dict__["__qualname__"])  # as a function: by its name
+        return (_rebuild, (self._kind, self._function, self.options))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self._made_for is not None:
+            name = self._name_in_class()
+            return getattr(copy.deepcopy(self._instance(), memo), name) if name else None
+        return self._kind(copy.deepcopy(self._function, memo), self.options)
+
+    def _name_in_class(self) -> str | None:
+        """The method's name, by which a copy of the instance has recordings of its own."""
+        named = (name for kind in type(self._instance()).__mro__ for name, x in vars(kind).items() if x is self._made_for)
+        return next(named, None)
+
+    def _found_by_name(self) -> bool:
+        """Whether this stands under the function's name in its module."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, part, None)
+        return found is self
+
+
+def _plain_method(recorded: Any, instance: Any) -> Callable[..., Any]:
+    """An instance's method in compiled code, where it is a plain function."""
+    return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
+
+
+def _no_recordings() -> None:
+    """Stands for an instance's recordings in a pickle of it."""
+
+
+def _rebuild(kind: Callable[[Any, Options], Binding], function: Any, options: Options) -> Binding:
+    return kind(function, options)

@@ -1,0 +1,38 @@
+"""Failures of phonograph's own, which are no answer to a call: logged, and the call runs live."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from ..errors import Refusal
+from ..guards.carried_state import Carries
+from ..statistics import logger
+from ..values.keys import NoSignature
+from ..values.pytree import Opens
+from ..values.wording import failure, innermost
+
+__all__ = ["Contained"]
+
+_REPORT = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
+_ANSWERS = (Refusal, NoSignature, Carries, Opens)
+
+
+class Contained:
+    """While entered, an exception refuses the call. `doing`: what is done there, for the log."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, _ANSWERS):
+            return
+        where, *_ = innermost(error.__traceback__)
+        known = failure(error, "")
+        if known is not None:
+            raise Refusal(*known, where, final=False) from None
+        logger.error("phonograph itself failed when it %s", self._doing, exc_info=error)
+        reason = f"phonograph itself failed when it {self._doing} ({type(error).__name__}: {error})"
+        raise Refusal(reason, _REPORT, where, final=False) from None
