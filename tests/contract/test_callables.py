@@ -676,7 +676,7 @@ def noting(seen, returned=None):
 
     def note(kind):
         def hook(owner, *args):
-            from phonograph.engine.recorder import recording_here
+            from phonograph.engine.current_capture import recording_here
 
             assert not recording_here()
             seen.append((kind, owner, tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)))

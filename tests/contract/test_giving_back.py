@@ -12,8 +12,9 @@ from torch import nn
 import phonograph as pg
 from phonograph.call.signature import describe
 from phonograph.devices import device_for
+from phonograph.engine.capture_terms import Placement, Terms
 from phonograph.engine.player import Player
-from phonograph.engine.recorder import Terms, record
+from phonograph.engine.recorder import record
 from phonograph.guards.reachable import Reach
 from phonograph.memory.spans import Spans
 from phonograph.testing import assert_same
@@ -865,7 +866,7 @@ def test_c15_a_place_that_is_shared_is_nobody_elses_in_a_capture(device, monkeyp
 
     def recorded(x, **terms):
         call = describe((x,), {})
-        recording = record("f", f, call, Reach([("f", f)]), target, Terms(turns=True, **terms))
+        recording = record("f", f, call, Reach([("f", f)]), target, Terms(Placement(turns=True, **terms)))
         target.settle(recording)
         target.pool.add(recording)
         return Player(recording, target), call

@@ -12,7 +12,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.call import live_function as marked
-from phonograph.engine.recorder import recording_here
+from phonograph.engine.current_capture import recording_here
 from phonograph.guards import reachable as reach
 from phonograph.python import names_in_code as mentions
 from phonograph.python import origin as where

@@ -249,8 +249,8 @@ def test_a_capture_has_what_a_reducer_does(part, options, none):
 
 
 def test_of_what_a_live_call_has_averaged_no_capture_has_to_show_it(monkeypatch):
-    captures, capture = [], recorder._capture
-    monkeypatch.setattr(recorder, "_capture", lambda *given: captures.append(given) or capture(*given))
+    captures, run = [], recorder.Capture.run
+    monkeypatch.setattr(recorder.Capture, "run", lambda capture: captures.append(capture.request.name) or run(capture))
     monkeypatch.setattr(Marked, "any_made", True)  # live calls are looked at on the CPU too
     module = wrapped(twins(counts=False), steps=0)
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..capture.dispatch import OperatorWatch
 from ..capture.recording import Program, Recording
-from ..guards.attribute_effects import Left
 from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import Pool
 from ..memory.spans import Spans
-from ..python.executed_code import Ran
-from ..python.loggers import Question
 from ..state.rng import Rewind
 from ..values.wording import Failure
 
@@ -36,10 +32,10 @@ class Made(NamedTuple):
 class CapturePlan:
     """Terms on which a device captures one call."""
 
-    call: Callable[[list[torch.Tensor], OperatorWatch], Any]
-    """Runs the function on the slots, and returns its result."""
-    results: Callable[[Any], list[torch.Tensor]]
-    """Tensors in that result, but for gradients that stay where they are."""
+    call: Callable[[list[torch.Tensor], OperatorWatch], list[Any]]
+    """Runs the function on the slots, and returns the leaves of its result."""
+    results: Callable[[list[Any]], list[torch.Tensor]]
+    """Tensors among these leaves, but for gradients that stay where they are."""
     saved: Callable[[], list[torch.Tensor]]
     """Tensors that autograd has saved for a backward outside. No run copies what shares memory with these."""
     reach: Reach
@@ -65,40 +61,22 @@ class CapturePlan:
 
 
 class Captured(NamedTuple):
-    """A dry run of a call. Nothing has been executed as far as the outside can tell.
+    """A dry run of a call. Nothing has been executed as far as the outside can tell."""
 
-    `result` is what the function returned, `made` maps the storage identities of result tensors to their place. `used`
-    are the slots of the call, `seen` the tensors that stood for them in it, `slots` the same places for the time after (they
-    do not own their memory).
-    `copied` are the storage identities of results that each run copies to memory of the caller's own, `containers` the
-    identities of the containers that the call got as arguments. `others` are weak references to storages that the call made,
-    that are no results, and that were still there at its end. `ran_backward`: it ran a backward of its own.
-    `names_gradients`: some code that ran asks for the attribute `grad`, whoever's code it is.
-    `sets_hooks`: on tensors or nodes of autograd's it may have set some. `ran`: the code of all functions that ran, and the
-    globals of each. `loggers`: what these were asked. What the call has `left` in attributes is not there any more; tensors
-    among it are in the result, as (the function's own, [tensors]). `known`: all code that ran, if that is certain. `returned`:
-    the `Returned` of which `result` are the leaves. Those leaves are `numbers`, to be read.
-    """
-
-    result: Any
+    result: list[Any]
+    """Leaves of the call's result."""
     program: Program
     made: dict[int, Made]
+    """By the storage identities of result tensors: their places."""
     watch: OperatorWatch
     used: list[torch.Tensor]
+    """Slots of the call."""
     slots: list[torch.Tensor]
+    """The same places for the time after: these tensors do not own their memory."""
     copied: tuple[int, ...] = ()
-    containers: frozenset[int] = frozenset()
+    """Storage identities of results that each run copies to memory of the caller's own."""
     others: tuple[Any, ...] = ()
-    ran_backward: bool = False
-    sets_hooks: bool = False
-    names_gradients: bool = False
-    seen: tuple[torch.Tensor, ...] = ()
-    ran: Sequence[tuple[CodeType, dict[str, Any]]] = ()
-    loggers: Sequence[Question] = ()
-    left: Left = Left()
-    known: Ran | None = None
-    returned: Any = None
-    numbers: tuple[int, ...] = ()
+    """Weak references to storages that the call made, that are no results, and that were still there at its end."""
 
 
 class Device(Protocol):

@@ -34,6 +34,7 @@ from ..values.keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from ..values.object_layout import layout_of
 from ..values.pytree import inside, labels, tensors_apart
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
+from .evidence import Behaviour
 from .returned import Given, Returned
 
 __all__ = ["lease", "moulds", "overlap", "plan"]
@@ -44,8 +45,8 @@ _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
 def plan(
-    captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any, leaves: list[Any], *,
-    traced: bool,
+    captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+    leaves: list[Any], *, traced: bool,
 ) -> tuple[Output, ...]:  # fmt: skip
     """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out, and to `leaves`,
     the leaves, what is none but has to be made first: what they are views of. Results may be attached to the graph of autograd
@@ -55,16 +56,16 @@ def plan(
         Attached: one is, and it was not.
         Refusal: a leaf that a replay could not hand out.
     """
-    _lasting(captured.returned, reach)
+    _lasting(behaviour.returned, reach)
     outer = {identity(x) for x in reach.met}
-    made = [c for c in captured.returned.containers if not isinstance(c, tuple)]
+    made = [c for c in behaviour.returned.containers if not isinstance(c, tuple)]
     returned = [identity(c) for c in (*made, *(leaf for leaf in leaves if type(leaf) is set))]
-    if not captured.containers.isdisjoint(returned):
+    if not behaviour.copied_sets.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
     if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
         raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
-    found = _Plan(captured, call, reach, grads, leases, device, leaves, traced).all()
-    _apart(found, tensors_apart(captured.returned.shape))
+    found = _Plan(captured, behaviour, call, reach, grads, leases, device, leaves, traced).all()
+    _apart(found, tensors_apart(behaviour.returned.shape))
     return found
 
 
@@ -145,10 +146,11 @@ class _Plan:
     """The outputs so far, by their number, and what is asked to find the next."""
 
     def __init__(
-        self, captured: Captured, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
-        leaves: list[Any], traced: bool,
+        self, captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease],
+        device: Any, leaves: list[Any], traced: bool,
     ) -> None:  # fmt: skip
-        self._captured, self._reach, self._leases, self._device, self._traced = captured, reach, leases, device, traced
+        self._captured, self._behaviour, self._traced = captured, behaviour, traced
+        self._reach, self._leases, self._device = reach, leases, device
         self._results = list(leaves)
         self._tensors = leaves  # those that are none among them as well
         self._numbers: dict[int, int] = {identity(t): i for i, t in reversed([*enumerate(leaves)])}
@@ -169,7 +171,7 @@ class _Plan:
             elif self._numbers[identity(leaf)] < i:
                 self._found[i] = Output("same", index=self._numbers[identity(leaf)])
             else:
-                _faithful(leaf, self._captured, self._traced)
+                _faithful(leaf, self._captured, self._behaviour, self._traced)
                 self._number(leaf)
         return tuple(self._found[i] for i in range(len(self._tensors)))
 
@@ -184,17 +186,17 @@ class _Plan:
 
     def _output(self, t: torch.Tensor) -> Output:
         history = self._traced and t.grad_fn is not None
-        base = _base(t, self._results, self._captured.sets_hooks) if self._traced else -1
+        base = _base(t, self._results, self._behaviour.code.sets_hooks) if self._traced else -1
         if base >= 0:
             return self._view(t, self._results[base] if t._base is None else t._base)
-        for i, (slot, seen) in enumerate(zip(self._captured.used, self._captured.seen, strict=True)):
+        for i, (slot, seen) in enumerate(zip(self._captured.used, self._behaviour.tensors, strict=True)):
             if t is slot or t is seen:
                 return Output("argument", index=i)
         for x in self._outside:
             if t is x:
                 return Output("outside", x)
         key = storage_id(t)
-        there = [x for x in (*self._captured.seen, *self._outside) if storage_id(x) == key]
+        there = [x for x in (*self._behaviour.tensors, *self._outside) if storage_id(x) == key]
         if there and t.grad_fn is not None:
             raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                           "return a clone of it")  # fmt: skip
@@ -343,12 +345,12 @@ def _ordinary(leaf: Any) -> None:
             raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 
 
-def _faithful(t: torch.Tensor, captured: Captured, traced: bool) -> None:
+def _faithful(t: torch.Tensor, captured: Captured, behaviour: Behaviour, traced: bool) -> None:
     try:
         t.grad_fn  # noqa: B018
     except RuntimeError:
         raise Refusal("returns a view made without gradients, whose base was written since", "return a clone of it") from None
-    if not traced and t.grad_fn is not None and not (captured.ran_backward and _consumed(t.grad_fn)):
+    if not traced and t.grad_fn is not None and not (behaviour.code.runs_backward and _consumed(t.grad_fn)):
         raise Attached("returns a tensor whose backward would run outside",
                        "run backward inside the recorded function, or return .detach(), or use torch.no_grad()")  # fmt: skip
     if storage_id(t) in captured.made and attributes(t):

@@ -67,15 +67,19 @@ from ..values.pytree import Opens, flatten, kinds, labels, path_to
 from ..values.pytree import inside as within_label
 from ..values.wording import MARKED, Naming, defined_at
 from . import process_groups as ranks
+from .attached_results import settled
 from .binding import Binding
+from .capture_terms import Concessions, Placement, Terms
+from .clearance import fed
 from .clearing import cleared, obstructing
 from .contained import Contained
+from .current_capture import recording_here
 from .history import CHANGES, PATIENCE, History
 from .known_calls import KnownCalls, Undescribed
 from .locking import acquired
 from .player import GRAD, Player, uses
 from .profitability import Took, Trial, Turn, Unrewarding, gradients_move, on_trial
-from .recorder import Terms, fed, record, recording_here, settled
+from .recorder import record
 from .resting import Alike, Rest
 from .shelf import Found, Shelf
 from .standing_refusals import Grounds
@@ -987,10 +991,11 @@ class Recorded(Binding, Observed, Generic[P, R]):
         sizes = [recording.footprint.nbytes for recording in siblings] or [history.left]
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.attached else None
-            terms = Terms(blocked=blocked, apart=apart, turns=turns, borrow=borrow, tracing=tracing, notes=history.notes,
-                          ran=history.ran, numbers=self.options.fallback == "split",
-                          expected=max(sizes) if history.attached else 0, sibling=next(iter(siblings), None),
-                          carried=self._carried, following=self._following, averages=history.averages)  # fmt: skip
+            expected, sibling = max(sizes) if history.attached else 0, next(iter(siblings), None)
+            placement = Placement(blocked, apart, turns, borrow, expected, sibling)
+            terms = Terms(placement, tracing, history.notes, ran=history.ran, numbers=self.options.fallback == "split",
+                          carried=self._carried, following=self._following,
+                          concessions=Concessions(averages=history.averages))  # fmt: skip
             self._packages.before()
             try:
                 with Within(), _relying_on(reach):

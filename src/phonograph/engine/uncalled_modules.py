@@ -18,7 +18,7 @@ from .._torch import modules as torch_modules
 from ..errors import Refusal
 from ..python.origin import users_line
 from ..state.reentrancy import inside
-from .recorder import recording_here
+from .current_capture import recording_here
 
 __all__ = ["Overhearing", "leave"]
 

@@ -8,19 +8,21 @@ import inspect
 import linecache
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import Refusal
 from ..python.code_cache import of_code
 from ..python.origin import is_ours, is_users, users_frame
 from .pytree import Field
 
-__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "naming",
-           "operator", "returned_at"]  # fmt: skip
+__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "locating",
+           "naming", "operator", "returned_at"]  # fmt: skip
 
 _LONG = 60  # characters of an excerpt
 
@@ -132,6 +134,16 @@ def defined_at(function: Any) -> str:
     """The line where a function of the user's begins, or the `forward` of a module: ``file:line``."""
     code = _code_of(function)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+@contextmanager
+def locating(line_for: Callable[[str], str]) -> Iterator[None]:
+    """Give each refusal of the block that has no line the one for its reason."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.where = refusal.where or line_for(refusal.reason)
+        raise
 
 
 def returned_at(function: Any) -> str:

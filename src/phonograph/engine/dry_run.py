@@ -1,0 +1,369 @@
+"""The run of a call inside of a device's capture.
+
+A capture executes nothing: the device notes what operators would do, and Python code runs as in a live call. So it runs where
+each effect on Python objects is heard (`watching_python`), and what it leaves in attributes is taken away from there: the
+replay that follows is what leaves it. A result of the call is then one flat list of leaves, with all that a replay has to hand
+out or put somewhere, in this order: the function's own result, tensors for attributes, values for the arguments' containers,
+gradients that arguments have gained.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from itertools import chain
+from types import CodeType
+from typing import Any
+
+import torch
+
+from .._torch.autograd import in_inference
+from .._torch.dynamo import ran_compiled
+from .._torch.modes import transforms_undone
+from .._torch.process_groups import wait_for_all
+from .._torch.tensors import has_memory, is_ordinary, storage_id
+from ..call.signature import Call, modes
+from ..capture.dispatch import OperatorWatch
+from ..capture.effects import together
+from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching_python
+from ..devices.base import CapturePlan
+from ..devices.segments import Cuts
+from ..errors import Overlooked, Refusal, Unseen
+from ..guards.attribute_effects import Found as Attributes
+from ..guards.attribute_effects import Left, before, left_by
+from ..guards.carried_state import Carried, Carries
+from ..guards.followed_numbers import guarding
+from ..guards.hyperparameters import Dials
+from ..guards.reachable import Reach
+from ..python.executed_code import Ran
+from ..python.identity import identity
+from ..python.loggers import levels
+from ..python.origin import BACKWARD, is_users
+from ..values.host_scalars import without
+from ..values.pytree import Edit, Opening, Opens, containers, flatten, unflatten
+from ..values.tensor_subclasses import storages
+from ..values.wording import MARKED, failure, innermost, naming
+from ..values.wording import operator as written
+from .call_arguments import Arguments
+from .capture_terms import Request
+from .current_capture import capturing
+from .evidence import Behaviour, CodeThatRan, Evidence
+from .prepared import Prepared
+from .returned import Returned
+
+__all__ = ["DryRun"]
+
+_ELSEWHERE = f"call it outside the recorded function, {MARKED}"
+_SETTERS = frozenset({"setattr", "__setattr__", "delattr", "__delattr__"})
+
+
+class DryRun:
+    """One capture of a call on its device. Tensors of the call are in no field: what of them is still there when the capture
+    ends, the call itself must have kept."""
+
+    def __init__(self, request: Request, prepared: Prepared, dials: Dials) -> None:
+        self._request, self._prepared, self._dials = request, prepared, dials
+        self._outer = {identity(x) for x in request.reach.met}
+        self._refused: list[Refusal] = []  # in code that may have caught it
+        self._stand_ins = ExitStack()  # puts back what was in the places of carried state
+        self._watch: OperatorWatch | None = None
+        self._listener: Listener | None = None
+        self._behaviour: Behaviour | None = None
+
+    def capture(self, most: float) -> Evidence:
+        """Capture the call. Results of at most so many bytes in all are copied out by each replay.
+
+        Raises:
+            Refusal: the call cannot be captured; or whatever else has ended it, in words.
+        """
+        try:
+            with self._stand_ins, capturing(self._refused), transforms_undone(self._codes):
+                captured = self._request.device.capture(self._plan(most))
+            assert self._behaviour is not None
+            return Evidence(captured, self._behaviour, self._dials)
+        except Refusal as refusal:
+            refusal.places = [levels(self._listener.loggers.values())] if self._listener is not None else []
+            raise
+        except (Overlooked, Carries, Opens, KeyboardInterrupt):
+            raise
+        except BaseException as e:  # SystemExit and the like: effects before it are the live run's
+            raise self._failed(e) from e
+        finally:
+            grads = self._prepared.grads
+            if grads.shared and not _may_change_gradients(self._codes(), self._request.reach):
+                grads.leave_alone()
+
+    def _plan(self, most: float) -> CapturePlan:
+        tracing, backward = self._request.tracing, self._request.backward
+        slots, release = self._prepared.slots, self._prepared.clearance.release
+        return CapturePlan(
+            call=self._run,
+            results=self._leaving,
+            saved=tracing.kept if tracing is not None else list,
+            reach=self._request.reach,
+            dials=self._dials,
+            arguments=slots.arguments,
+            borrowed=slots.fixed,
+            shared=slots.shared,
+            protected=self._prepared.protected,
+            releasable=release.places if release is not None else (),
+            expected=self._request.terms.placement.expected,
+            copied=most,
+            rewind=backward.recompute.rewind if backward is not None else None,
+        )
+
+    def _codes(self) -> Collection[CodeType]:
+        return self._listener.ran if self._listener is not None else ()
+
+    def _failed(self, e: BaseException) -> Refusal:
+        """Why a call is refused whose capture an exception has ended, perhaps one that an operator has raised."""
+        device = self._request.device
+        if any(first in str(e) for first in device.first_uses):
+            return Unseen("uses a library of CUDA's for the first time", "call it once before", final=False)
+        operator = self._watch.failed if self._watch is not None else None
+        line, source, direct = innermost(e.__traceback__)
+        said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
+        first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0]) or type(e).__name__
+        unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first}"', _ELSEWHERE)
+        reason, remedy = failure(e, said, device.failures) or unknown
+        return Refusal(reason, remedy, line, final=False, failed=True, operator=operator)
+
+    # -- inside of the capture
+
+    def _run(self, slots: list[torch.Tensor], watch: OperatorWatch) -> list[Any]:
+        """Run the call with these slots. Returns the leaves of its result."""
+        request, tracing = self._request, self._request.tracing
+        self._prepare(watch)
+        seen = self._seen(slots, watch)
+        arguments = Arguments(request.call, self._leaves(seen), seen)
+        modes_before, by_name = modes(), dict(arguments.kwargs)
+        self._stand_ins.callback(request.terms.carried.stand(by_name))
+        attributes = before(self._prepared.snapshot.holders)
+        result, state = self._call(arguments.args, by_name, watch)
+        listener = self._listener
+        assert listener is not None
+        self._dials.left()
+        edited = arguments.edits()
+        torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
+        for refusal in self._refused:
+            raise refusal
+        known = self._all_that_ran(listener)
+        left = self._left(attributes, known, (result, [values for _, values in edited]), watch)
+        filled = self._restored(left, listener)
+        if left.puts:
+            self._found_once(result, left, filled)
+            result, left = (result, [put.new for put in left.puts]), left.after()
+        edits = [edit for edit, _ in edited]
+        if edits:
+            result = (result, [values for _, values in edited])
+        edited.clear()
+        gained = arguments.gained() if tracing is None else []
+        if gained:
+            result = (result, _taken([seen[i] for i in gained]))
+        wait_for_all(_leaves_of(result))  # only then each is known for what it is
+        result, read = without(result, {*map(identity, arguments.built)})
+        returned = self._returned(result, edits, gained, arguments.built, filled)
+        result = returned.leaves
+        numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
+        if any(ref() is not None for ref in watch.numerals or ()):
+            raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
+        self._check(arguments, modes_before, listener)
+        if tracing is not None:
+            tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
+        code = CodeThatRan.heard(listener, known, request.reach.mentions.names)
+        self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, left)
+        return _with_slots(result, [*zip(seen, slots, strict=True), *state])
+
+    def _prepare(self, watch: OperatorWatch) -> None:
+        """Tell the watch what the call is like."""
+        self._watch, terms = watch, self._request.terms
+        watch.noticed = self._refused
+        watch.warm = terms.ran
+        watch.relies = self._prepared.snapshot.also
+        watch.has_backward = not self._request.whole
+        watch.numerals = [] if terms.numbers else None
+        watch.works_in(self._prepared.buckets)
+
+    def _seen(self, slots: list[torch.Tensor], watch: OperatorWatch) -> list[torch.Tensor]:
+        """The tensors that stand for the slots."""
+        call, tracing, seen = self._request.call, self._request.tracing, slots
+        if tracing is not None:
+            tracing.begin(slots, watch.states, _outside(call, self._request.reach))
+            watch.met_outside = tracing.met_outside
+            seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
+        return [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
+
+    def _leaves(self, seen: list[torch.Tensor]) -> list[Any]:
+        """The leaves of the arguments, with these tensors."""
+        call, tracing, leaves = self._request.call, self._request.tracing, list(self._request.call.leaves)
+        for place, number in zip(call.numbers, self._dials.given, strict=True):
+            leaves[place] = number
+        for i, (place, t, theirs) in enumerate(zip(call.places, seen, call.tensors, strict=True)):
+            if not theirs.requires_grad or theirs is t:
+                leaves[place] = t
+            else:
+                leaves[place] = t.requires_grad_() if tracing is None else tracing.source(i, t)
+        for place, number in call.again:
+            leaves[place] = leaves[call.places[number]]
+        return leaves
+
+    def _call(
+        self, args: Sequence[Any], kwargs: dict[str, Any], watch: OperatorWatch
+    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Call the function where its effects are heard. Returns its result, and the pairs of what stood for the parameters and
+        buffers of a graph and these."""
+        request, prepared, reach = self._request, self._prepared, self._request.reach
+        called: Any = request.function
+        tracing, backward = request.tracing, request.backward
+        heard = together(watch.frames(), watch.backwards(), prepared.begins, tracing.refused() if tracing is not None else {})
+        state = called.state if tracing is not None and request.calls_graph else ()
+        stands: list[torch.Tensor] = []
+        watch.outermost = sys._getframe().f_code
+        with (
+            guarding(self._dials, reach),
+            watch.casts.following(),
+            nullcontext() if tracing is None else tracing.saving(),
+            Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
+            nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
+            watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
+        ):
+            self._listener, listener.found = listener, self._refused
+            if tracing is not None and state:
+                stands += map(tracing.parameter, state)
+                called = called.with_state(stands)
+            try:
+                result = called(*args, **kwargs)
+            except BaseException as e:
+                watch.end_groups()
+                # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
+                traceback.clear_frames(e.__traceback__)
+                refused = self._refused
+                noticed = refused if isinstance(e, Refusal) else (*refused, *filter(None, [listener.overlooked]))
+                if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
+                    raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
+                raise
+        return result, [*zip(stands, state, strict=True)]
+
+    # -- after the call, still inside of the capture
+
+    def _all_that_ran(self, listener: Listener) -> Ran | None:
+        """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
+        autograd calls on a thread of its own; and what runs in a backward by itself, its forward has chosen."""
+        codes = [*listener.ran]
+        if self._request.backward is not None or ran_compiled(codes):
+            return None
+        if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
+            nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
+            if nested or self._request.device.torch_device.type != "cpu":
+                return None
+        return Ran(codes, listener.elsewhere.values())
+
+    def _left(self, found: Attributes, known: Ran | None, given: Any, watch: OperatorWatch) -> Left:
+        """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""
+        terms, reach, listener = self._request.terms, self._request.reach, self._listener
+        # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
+        if known is None or listener is None or not alone() or terms.placement.borrow or watch.runs_python:
+            return Left()
+        # Whether it is another tensor of the call's, nobody could say of what stands in for one.
+        carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
+        # Whoever asks where a tensor comes from may look at one that no operator reads.
+        handed_on = _memory_in(given) if not reach.mentions.asks_history else None
+        traced = terms.tracing is not None
+        return left_by(found, known, carried, watch.touched, handed_on, listener.appended, reach.called, traced)
+
+    def _restored(self, left: Left, listener: Listener) -> set[int]:
+        """Put back what was in the places of carried state. Returns the identities of the containers that the call fills.
+
+        Raises:
+            Refusal: it has changed others.
+        """
+        filled = {identity(put.of) for put in left.items}
+        for refusals in (calls for key, calls in listener.changed.items() if key not in filled):
+            raise refusals[0]
+        self._stand_ins.close()
+        return filled
+
+    def _found_once(self, result: Any, left: Left, filled: set[int]) -> None:
+        """Refuse a container that is left somewhere, and was found elsewhere as well."""
+        trees = result, *[put.new for put in left.puts]
+        once = [*map(identity, chain.from_iterable(containers(x) for x in trees))]
+        if len({*once}) < len(once) or not self._outer.isdisjoint({*once} - filled):
+            raise Refusal(f"keeps a container in {left.paths[0]} that is found elsewhere as well", "use a new one")
+
+    def _returned(self, result: Any, edits: list[Edit], gained: list[int], built: list[Any], filled: set[int]) -> Returned:
+        grads = self._prepared.grads
+        made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
+        return Returned.of(result, edits, gained, built, self._outer | made_grads, filled)
+
+    def _check(self, arguments: Arguments, modes_before: Any, listener: Listener) -> None:
+        """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""
+        self._dials.ran(listener.ran)
+        overlooked = listener.overlooked or self._request.reach.overlooked(listener.ran)
+        if overlooked is not None:
+            raise overlooked
+        if modes() != modes_before:
+            raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
+        arguments.check()
+
+    def _leaving(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of a result whose memory the program has to leave alone: no gradients, which stay in their place."""
+        staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
+        tensors = [x for x in _leaves_of(result) if isinstance(x, torch.Tensor)]
+        return [t for t in tensors if _is_plain(t) and storage_id(t) not in staying]
+
+
+def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
+    """Whether a call may have given parameters other gradients, going by the code that ran."""
+    asks = reach.looks_at_gradients or reach.mentions.reads_gradients or reach.mentions.looks_around
+    return asks or any(c.co_name == BACKWARD or "grad" in c.co_names or not _SETTERS.isdisjoint(c.co_names) for c in ran)
+
+
+def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
+    """The tensors that were there before the call, and which no slot stands for, by storage."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for t in (*(t for _, t in reach.tensors.values()), *(t for t in call.tensors if isinstance(t, torch.nn.Parameter))):
+        found[storage_id(t)].append(t)
+    return found
+
+
+def _taken(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Take these tensors' gradients away."""
+    found = [t.grad for t in tensors]
+    for t in tensors:
+        t.grad = None
+    return found
+
+
+def _with_slots(result: list[Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
+    """The leaves of a result, with the slots themselves where it has what stood for them."""
+    leaves: list[Any] = []
+    shape = flatten(result, leaves)
+    own = {identity(t): slot for t, slot in pairs if t is not slot}
+    if own.keys().isdisjoint(map(identity, leaves)):
+        return result
+    rebuilt: list[Any] = unflatten(shape, iter([own.get(identity(leaf), leaf) for leaf in leaves]))
+    return rebuilt
+
+
+def _leaves_of(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    flatten(tree, leaves)
+    return leaves
+
+
+def _memory_in(tree: Any) -> set[int] | None:
+    """The storages of the tensors in what a call hands on, None if there may be any."""
+    leaves: list[Any] = []
+    try:
+        flatten(tree, leaves, Opening())
+    except RecursionError:
+        return None
+    return {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and has_memory(t)

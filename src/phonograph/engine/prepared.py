@@ -1,0 +1,66 @@
+"""What is noted before a capture, and how its place is chosen."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..capture.ddp_reducer import Reducers, around
+from ..capture.effects import Starts
+from ..capture.recording import memory_of
+from ..guards.guards import Grads, Snapshot
+from ..memory.spans import Spans
+from ..python.containers import Spot
+from .capture_terms import Request
+from .clearance import Clearance, Slots
+from .followed import spots_of
+from .preconditions import check
+from .transaction import transaction
+
+__all__ = ["Prepared"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a capture begins with."""
+
+    grads: Grads
+    snapshot: Snapshot
+    """What the function can reach, before the capture."""
+    slots: Slots
+    clearance: Clearance
+    protected: Spans
+    """Where the capture takes no memory."""
+    spots: list[Spot]
+    """The places of the numbers that are followed."""
+    numbers: list[Any]
+    """Those of them that are arguments."""
+    buckets: list[torch.Tensor]
+    """The memory in which gradients are averaged over ranks."""
+    begins: Starts
+    """Functions of torch's with which averaging would begin, where it was not expected."""
+
+    @classmethod
+    def of(cls, request: Request, undo: ExitStack) -> Prepared:
+        """Raised from here on, an exception lets `undo` put everything back.
+
+        Raises:
+            Refusal: the call cannot be recorded, whatever the function does.
+        """
+        call, reach, device, whole = request.call, request.reach, request.device, request.whole
+        check(reach, call, request.tracing is not None)
+        spots, numbers = spots_of(request)
+        reducers = Reducers(reach.modules, whole=whole, part=request.terms.concessions.averages or not whole)
+        if request.tracing is not None and not request.calls_graph:
+            around(device)
+        clearance = Clearance.of(request)
+        protected = clearance.protected | Spans((lent.loan.address, lent.loan.nbytes) for lent in call.lent.values())
+        buckets = undo.enter_context(reducers.taking_part(device))
+        grads = Grads([t for _, t in reach.all_tensors], device.outlives, [t for _, t in reach.gathered if t.is_leaf])
+        snapshot = undo.enter_context(transaction(reach, grads))
+        slots = Slots.of(request)
+        protected |= Spans(memory_of(s) for s in slots.shared if s is not None)
+        return cls(grads, snapshot, slots, clearance, protected, spots, numbers, buckets, reducers.begins())

@@ -1,0 +1,207 @@
+"""Settling a capture: its results are planned, its memory is leased, and what it relies on is noted. Then it is a recording."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._torch.tensors import has_memory, storage_id
+from ..autograd.backward import Backward
+from ..call.live_function import Marked
+from ..call.signature import Call
+from ..capture.dispatch import OperatorWatch
+from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
+from ..errors import Refusal
+from ..guards.attribute_effects import Left
+from ..guards.carried_state import is_filled
+from ..guards.guards import Grads, Reliances, Snapshot, not_heard
+from ..guards.reachable import Reach
+from ..memory.pool import Lease
+from ..memory.spans import Spans
+from ..python.identity import identity
+from ..python.loggers import levels
+from ..values.object_layout import layout_of
+from ..values.pytree import tensors_apart
+from ..values.tensor_subclasses import parts_of_all
+from ..values.wording import locating, returned_at
+from . import outputs
+from .attached_results import backward_of
+from .capture_terms import Request
+from .evidence import Evidence
+from .followed import check_hyperparameters
+from .judge import Verdict
+from .prepared import Prepared
+from .returned import Returned
+
+__all__ = ["Settlement"]
+
+
+class Settlement:
+    """Of one capture that has been judged. All that can be refused of it is refused while it is made."""
+
+    def __init__(self, request: Request, prepared: Prepared, evidence: Evidence, verdict: Verdict) -> None:
+        """
+        Raises:
+            Refusal: a replay could not hand out the results, or be told from a call for which it is wrong.
+            Untraced: with fewer hyper-parameters it may be possible.
+        """
+        self._request, self._prepared, self._evidence, self._verdict = request, prepared, evidence, verdict
+        self._leases: dict[int, Lease] = {}
+        self._leaves: list[Any] = [*evidence.captured.result]
+        self._settle_operators()
+        self._outputs = self._planned()
+        self._backward = self._backward_planned()
+        self._copied = tuple(self._leases.pop(key) for key in evidence.captured.copied)
+        evidence.captured.program.copies(outputs.moulds(self._outputs, self._copied))
+        self._entangled = self._disentangled()
+        self._relied = verdict.relied or request.reach
+        self._snapshot = self._relied_on()
+        self._slots = self._settled_slots()
+        check_hyperparameters(request, evidence)
+
+    def recording(self) -> Recording:
+        """The recording, when nothing can be refused any more."""
+        request, prepared = self._request, self._prepared
+        captured, behaviour = self._evidence.captured, self._evidence.behaviour
+        watch, left, dials, settings = captured.watch, behaviour.left, self._evidence.dials, self._verdict.settings
+        backward, release, borrow = request.backward, prepared.clearance.release, request.terms.placement.borrow
+        set_there = [*dials.advanced, *(one.spot for one in settings)]
+        not_heard([*map(identity, left.owners), *(spot.at[0] for spot in set_there)])
+        fixed = backward.fixed if backward is not None else frozenset[int]()
+        sets = f"sets {set_there[0].at[1]}" if set_there else ""
+        return Recording(
+            name=request.name,
+            key=request.call.key,
+            device=request.device.torch_device,
+            program=captured.program,
+            slots=self._slots,
+            shape=behaviour.returned.shape,
+            outputs=self._outputs,
+            leases=() if borrow else tuple(self._leases.values()),
+            copied=self._copied,
+            footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in self._leases.values()),
+            reliances=Reliances(self._relied, self._snapshot, prepared.grads, dials, fixed),
+            written_outside=_written_outside(watch),
+            effects=sets or _effects(watch, self._slots, prepared.grads, left, behaviour.returned),
+            draws=watch.drew,
+            drops_out=watch.drops_out,
+            communicates=watch.communicated,
+            entangled=self._entangled,
+            lent=Spans(memory_of(s.tensor) for s in self._slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
+            borrow=borrow,
+            backward=self._backward,
+            reads=backward.reads if backward is not None else None,
+            releases=frozenset() if release is None else frozenset(release.given),
+            live_parts=watch.parts,
+            left=left.after(),
+            edits=behaviour.returned.edits,
+            gained=behaviour.returned.gained,
+            written=behaviour.returned.written,
+            numbers=behaviour.numbers,
+            settings=settings,
+        )
+
+    def _settle_operators(self) -> None:
+        """Parts that run live learn what a replay has to put back for them; gradients, who holds them."""
+        captured, reach, grads = self._evidence.captured, self._request.reach, self._prepared.grads
+        captured.watch.handed_out(captured.result)
+        for part in captured.watch.parts:
+            part.settle(captured.watch.undone)
+        # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
+        named = self._evidence.behaviour.code.names_gradients and self._request.whole
+        looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
+        grads.settle(captured.watch.touched, captured.watch.written.keys(), looks, reads)
+
+    def _planned(self) -> tuple[Output, ...]:
+        """How each leaf of the result is handed out."""
+        request, captured, behaviour = self._request, self._evidence.captured, self._evidence.behaviour
+        with locating(lambda _: returned_at(request.function)):
+            plan = outputs.plan(captured, behaviour, request.call, request.reach, self._prepared.grads, self._leases,
+                                request.device, self._leaves, traced=request.tracing is not None)  # fmt: skip
+        if request.terms.placement.borrow and tensors_apart(behaviour.returned.shape):
+            raise Refusal("lends a tensor that consists of parts", 'use outputs="keep", or return its parts')
+        return plan
+
+    def _backward_planned(self) -> Backward | None:
+        """The backward of the results that are attached, if any are."""
+        left, carried = self._evidence.behaviour.left, self._request.terms.carried
+        backward = backward_of(self._request, self._prepared.grads, self._evidence, self._leases, self._leaves, self._outputs)
+        late = [p.path for p in left.items] + [p.path for p in carried.unread() if is_filled(p.of)]
+        if backward is not None and backward.function is not None and late:
+            raise Refusal(f"sets {late[0]}, and has code that runs in its backward, which may read what was there",
+                          "record the whole step")  # fmt: skip
+        return backward
+
+    def _disentangled(self) -> Entangled:
+        """What no argument of a later call may be, or share memory with. Those of this call must not either."""
+        call = self._request.call
+        entangled = _entangling(self._evidence.captured.watch, self._request.reach, call, self._evidence.behaviour.left)
+        if any(map(entangled.filled.__contains__, map(identity, call.containers))):
+            raise Refusal(Entangled.REASON, "pass a copy", this_call=True)
+        if any(entangled.meets(t) for t in call.tensors):
+            raise Refusal(Entangled.REASON, "pass a clone", this_call=True)
+        return entangled
+
+    def _relied_on(self) -> Snapshot:
+        """The values on which a replay relies."""
+        reach, watch, code = self._request.reach, self._evidence.captured.watch, self._evidence.behaviour.code
+        relied, snapshot = self._relied, self._prepared.snapshot
+        if relied is not reach:
+            snapshot = Snapshot(relied)
+            snapshot.also([*watch.relied_on.values()])
+        snapshot.also(reach.packages.after(code.functions, relied.of_others, relied.foreign))
+        if code.loggers:
+            snapshot.also([levels(code.loggers)])
+        return snapshot
+
+    def _settled_slots(self) -> tuple[Slot, ...]:
+        """The slots of the recording. Separate ones cannot stand for arguments that share memory, if one of them is written."""
+        captured, fixed, tensors = self._evidence.captured, self._prepared.slots.fixed, self._request.call.tensors
+        moved = {key for key, _ in captured.watch.moved_on()}
+        slots = tuple(
+            Slot(final, borrowed=b, written=storage_id(used) in captured.watch.written, moved=storage_id(used) in moved)
+            for used, final, b in zip(captured.used, captured.slots, fixed, strict=True)
+        )
+        spans = [Spans([memory_of(t)]) for t in tensors]
+        for i, slot in enumerate(slots):
+            if slot.written and any(j != i and span.meets(*memory_of(tensors[i])) for j, span in enumerate(spans)):
+                raise Refusal("writes an argument that shares memory with another argument", "pass separate tensors")
+        return slots
+
+
+def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left) -> Entangled:
+    """Storages outside that no argument may share: those written; all, if an argument is written."""
+    storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
+    if not watch.written.keys().isdisjoint(watch.slot_ids):
+        tensors = [t for _, t in reach.tensors.values() if has_memory(t)]
+        tensors += parts_of_all(t.grad for _, t in reach.all_tensors if t.is_leaf)
+        known = watch.known.keys() - watch.slot_ids
+        storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
+    marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
+    theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
+    storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
+    tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
+    given = {identity(x) for x in call.leaves}
+    objects = [x for x in reach.met if layout_of(type(x)) is not None and identity(x) not in given]
+    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items])
+
+
+def _written_outside(watch: OperatorWatch) -> tuple[torch.Tensor, ...]:
+    """Tensors outside whose version a replay moves on, as the operators that write them do (but gradients: `Grads` does)."""
+    written = [t for key, t in watch.moved_on() if key in watch.outside and not watch.known[key].endswith(".grad")]
+    return (*written, *watch.made_moved_on())
+
+
+def _effects(watch: OperatorWatch, slots: tuple[Slot, ...], grads: Grads, left: Left, returned: Returned) -> str:
+    """What a replay does besides giving results."""
+    if returned.edits or returned.gained:
+        return "changes a container that is an argument" if returned.edits else "leaves a gradient in an argument"
+    if left.paths:
+        return f"sets {left.paths[0]}"
+    if watch.written:
+        name = watch.known.get(next(iter(watch.written)), "")
+        return f"writes {name or 'a tensor that outlives the call'}"
+    if grads.written or any(slot.written for slot in slots):
+        return "changes gradients" if grads.written else "writes an argument"
+    return watch.more

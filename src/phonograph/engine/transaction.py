@@ -1,0 +1,94 @@
+"""What a capture may disturb in the process, noted before it: a capture that fails leaves nothing behind.
+
+Python attributes and containers, tensors' memory and hooks (`Snapshot`), the packages' state, gradients (`Grads`), settings and
+modes of torch's, and the random generators of the host. What a capture does on the device, the device takes back by itself.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..call.signature import modes, put_back
+from ..errors import Refusal
+from ..guards.guards import Grads, Snapshot
+from ..guards.reachable import Reach
+
+__all__ = ["transaction"]
+
+
+@contextmanager
+def transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
+    """Put everything back that the block disturbs, if it fails; gives what was there before it."""
+    host, snapshot, settings = _HostRandom(reach), Snapshot(reach), modes()
+    torch.clear_autocast_cache()
+    try:
+        yield snapshot
+        host.restore(changed="draws random numbers on the host (random or numpy.random)", where=_draws_at(reach))
+    except BaseException:
+        snapshot.restore()
+        reach.packages.restore()
+        grads.restore()
+        host.restore()
+        put_back(settings)
+        raise
+    finally:
+        torch.clear_autocast_cache()
+
+
+class _HostRandom:
+    """The states of Python's and NumPy's random generators before a capture. Most draws from Python's are heard and refused
+    before they happen; here is what draws, or seeds, unheard. NumPy's are moved on first: code that seeds and then draws leaves
+    the state that it has left in the call before."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
+        numpy: Any = sys.modules.get("numpy.random")
+        legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
+        self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
+        bits = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
+        self._bits = [(b, b.state) for b in bits if hasattr(b, "random_raw")]
+        for r, _ in self._legacy:
+            r.bytes(1)
+        for b, _ in self._bits:
+            b.random_raw()
+        self._moved = self._numpys()
+
+    def _numpys(self) -> list[Any]:
+        return [r.get_state(legacy=False) for r, _ in self._legacy] + [b.state for b, _ in self._bits]
+
+    def restore(self, changed: str | None = None, where: str = "") -> None:
+        """Put back the states that have moved on; with `changed`, raise that as a refusal."""
+        alone = threading.active_count() == 1  # if not, another thread has drawn from Python's
+        python = [(r, state) for r, state in self._python if alone and r.getstate() != state]
+        used = bool(python) or not all(map(_same_state, self._numpys(), self._moved))
+        for r, state in python:
+            r.setstate(state)
+        for r, state in self._legacy:
+            r.set_state(state)
+        for b, state in self._bits:
+            b.state = state
+        if changed and used:
+            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", where,
+                          final=False)  # fmt: skip
+
+
+def _draws_at(reach: Reach) -> str:
+    """Where the user's code calls a method of NumPy's generators, if there is one such line only."""
+    kinds = (getattr(sys.modules.get("numpy.random"), kind, object) for kind in ("Generator", "RandomState"))
+    names = {"random", *(name for kind in kinds for name in vars(kind) if not name.startswith("_"))}
+    found = {reach.mentions.read_at(name) for name in names & reach.mentions.names} - {""}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Whether two states of a NumPy generator are equal: dictionaries of numbers and arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_state(a[k], b[k]) for k in a)
+    return bool(a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b)
