@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import Refusal
+from ..memory.pool import dense
 from ..python.identity import identity
 from ..values.wording import MARKED, at_work
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "Meaning", "check", "constant", "made_integers", "meaning", "operands", "reads_value", "remedy",
-           "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
+__all__ = ["MASKED", "Meaning", "bytes_written", "check", "constant", "made_integers", "meaning", "operands", "reaches_beside",
+           "reads_value", "remedy", "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -226,6 +227,16 @@ def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
     for name in m.writes_named & kwargs.keys():
         tensors_in(kwargs[name], found)
     return found
+
+
+def bytes_written(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """The bytes of each storage that this call of the operator may write."""
+    return [t.untyped_storage().nbytes() for t in written_by(m, args, kwargs)]
+
+
+def reaches_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether `as_strided` with these arguments may show memory that the tensor itself does not."""
+    return len(args) > 3 or "storage_offset" in kwargs or not dense(args[0])
 
 
 def written_one_by_one(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

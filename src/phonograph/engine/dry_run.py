@@ -219,7 +219,8 @@ class DryRun:
         request, prepared, reach = self._request, self._prepared, self._request.reach
         called: Any = request.function
         tracing, backward = request.tracing, request.backward
-        heard = together(watch.frames(), watch.backwards(), prepared.begins, tracing.refused() if tracing is not None else {})
+        refused = tracing.refused() if tracing is not None else {}
+        heard = together(watch.frames(), watch.histories.backwards(), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         watch.outermost = sys._getframe().f_code
@@ -241,8 +242,8 @@ class DryRun:
                 watch.end_groups()
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.
                 traceback.clear_frames(e.__traceback__)
-                refused = self._refused
-                noticed = refused if isinstance(e, Refusal) else (*refused, *filter(None, [listener.overlooked]))
+                told = self._refused
+                noticed = told if isinstance(e, Refusal) else (*told, *filter(None, [listener.overlooked]))
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise

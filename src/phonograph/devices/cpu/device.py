@@ -30,8 +30,9 @@ from ...aten.collectives import COLLECTIVES, called, refusal
 from ...aten.operators import Meaning
 from ...call.signature import ALIGNMENT
 from ...capture.breaks import Break
-from ...capture.dispatch import CHECKS, OperatorWatch
+from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
+from ...capture.host_numbers import CHECKS
 from ...capture.python_events import unheard
 from ...capture.recording import Program, Recording, Tensors, memory_of
 from ...capture.value_checks import Check

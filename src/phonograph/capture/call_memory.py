@@ -1,0 +1,172 @@
+"""The memory that a captured call works with: by storages, because views share theirs.
+
+What was there before the call (slots, and tensors in reach) has a name. What operators of the call make is known as well,
+without one, until it is gone: then its identity may be given to another storage.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+
+from .._torch.tensors import has_memory, storage_id
+from ..guards import fsdp_state as shards
+from ..guards.reachable import Reach
+from ..python.containers import Holder
+from ..values.pytree import flatten
+from ..values.tensor_subclasses import parts
+from .python_events import unheard
+
+__all__ = ["CallMemory"]
+
+
+class CallMemory:
+    """Follows which storages one call reads and writes."""
+
+    def __init__(self, reach: Reach, slots: Sequence[torch.Tensor], borrowed: Sequence[bool]) -> None:
+        self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
+        """The storages that the call may touch, by identity, and their names; "" for those that it has made."""
+        self.slot_ids = frozenset(self.known)
+        self.gathered = frozenset(shards.storage(t)._cdata for _, t in reach.gathered)
+        self._births: dict[int, _Birth] = {}
+        self._gone = _forgetting(weakref.ref(self))
+        for name, t in reach.tensors.values():
+            if has_memory(t):
+                self.known.setdefault(storage_id(t), name)
+        for name, t in reach.all_tensors:
+            for part in parts(t.grad) if t.is_leaf and t.grad is not None else ():
+                self._born(part, f"{name}.grad")
+        self._outside = [t for _, t in reach.tensors.values()]
+        self._made_versions = [(t, t._version) for _, t in reach.made.values() if not t.is_inference()]
+        self.outside = set(self.known) - self.slot_ids
+        """Those of tensors in reach."""
+        self.known |= dict.fromkeys(self.gathered, "")  # their memory is the call's own
+        self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
+        """Those that are no copies: of tensors in reach, and slots that are `borrowed`, arguments used in place."""
+        self.touched: set[int] = set()
+        """Those with a name that an operator was given."""
+        self.written: dict[int, torch.Tensor] = {}
+        """Slots and tensors in reach that an operator has written."""
+        self._versions: dict[int, int] = {}  # before that
+        self._by_single: set[int] = set()  # whose version moves on, though nothing is seen of that here
+        self._shown: dict[int, list[list[bool]]] = {}
+        self._constants: set[int] = set()  # those of tensors that were made of numbers
+        self.workplaces: tuple[torch.Tensor, ...] = ()
+        self.given_outside: dict[int, torch.UntypedStorage] = {}
+        """Memory outside that marked functions may write."""
+        self.relied_on: dict[int, Holder] = {}
+        """Memory outside whose contents are taken for the same in each replay..."""
+        self.relies: Callable[[list[Holder]], None] = _nobody
+        """...and who is told of it."""
+
+    # -- what begins and ends
+
+    def works_in(self, places: Sequence[torch.Tensor]) -> None:
+        """The call may work in this memory, of which nobody else makes anything."""
+        self.workplaces = (*places,)
+        for t in places:
+            self.known.setdefault(storage_id(t), "a bucket of DistributedDataParallel")
+
+    def lend(self, t: torch.Tensor, key: int) -> None:
+        """This tensor stands for one in reach, on that storage, for as long as it lives."""
+        self._born(t, self.known.get(key) or "what its forward has saved")
+        self.outside.add(storage_id(t))
+        self.theirs.add(storage_id(t))
+
+    def _born(self, t: torch.Tensor, name: str = "") -> None:
+        """Note a tensor that the call has made, or one outside (with a name) that it may let go of: either may be gone before
+        the call ends, and its identity is then given to another storage."""
+        if has_memory(t):
+            self._begins(t.untyped_storage(), name)
+
+    def _begins(self, storage: torch.UntypedStorage, name: str = "") -> None:
+        key = storage._cdata
+        if key not in self.known:
+            self.known[key] = name
+            self._births[key] = birth = _Birth(storage, self._gone)
+            birth.key = key
+
+    def died(self, key: int) -> None:
+        """A storage that the call created, or a gradient from before, is gone."""
+        self.known.pop(key, None)
+        self._births.pop(key, None)
+        self._shown.pop(key, None)
+        self._constants.discard(key)
+        self.outside.discard(key)
+        self.theirs.discard(key)
+
+    def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
+        """Storages that operators of the call made, that are still there, and that are not among these."""
+        births = list(self._births.items())  # garbage may be collected meanwhile
+        return tuple(ref for key, ref in births if key not in leaving and key not in self.outside)
+
+    # -- what is written
+
+    def writes(self, t: torch.Tensor, version: int | None = None) -> None:
+        """This tensor is going to be written; it had that version before, if not the one that it has now."""
+        key = t.untyped_storage()._cdata
+        if self._shown:
+            for shown in self._shown.get(key, ()):
+                shown[0] = True
+        if (key in self.outside or key in self.slot_ids) and key not in self.written:
+            self.written[key] = t
+            self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
+
+    def shown(self, t: torch.Tensor) -> list[bool]:
+        """This tensor is shown to somebody who may keep it: a list that says whether it is written afterwards."""
+        self._shown.setdefault(storage_id(t), []).append(found := [False])
+        return found
+
+    def handed_out(self, result: Any) -> None:
+        """Whoever gets these tensors may write them."""
+        leaves: list[Any] = []
+        flatten(result if self._shown else None, leaves)
+        for t in leaves:
+            if isinstance(t, torch.Tensor) and has_memory(t):
+                for shown in self._shown.get(storage_id(t), ()):
+                    shown[0] = True
+
+    def changed(self) -> list[torch.UntypedStorage]:
+        """The memory that outlives the call and that it has written so far."""
+        return [t.untyped_storage() for key, t in self.written.items() if key in self.theirs]
+
+    def moved_on(self) -> list[tuple[int, torch.Tensor]]:
+        """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
+        statistics, and leaves their version alone.)"""
+        written = [(key, t) for key, t in self.written.items() if not t.is_inference()]
+        return [(key, t) for key, t in written if t._version != self._versions[key] or key in self._by_single]
+
+    def made_moved_on(self) -> list[torch.Tensor]:
+        """The tensors outside that consist of parts, and have a version that has moved on."""
+        return [t for t, version in self._made_versions if t._version != version]
+
+
+def _nobody(found: list[Holder]) -> None:
+    """Nobody relies on anything."""
+
+
+class _Birth(weakref.ref[torch.UntypedStorage]):
+    """Refers to a storage whose identity is (or was) this key."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _forgetting(watch: weakref.ref[CallMemory]) -> Callable[[_Birth], None]:
+    """What is called where a storage is gone. (The watch is not held: in a cycle it would keep the tensors that it has noted
+    until garbage is collected.)"""
+
+    def gone(birth: _Birth) -> None:
+        if (mine := watch()) is not None:
+            listening = unheard()
+            try:
+                mine.died(birth.key)
+            finally:
+                if listening is not None:
+                    sys.setprofile(listening)
+
+    return gone

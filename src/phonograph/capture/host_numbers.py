@@ -1,0 +1,124 @@
+"""Python code of a captured call that goes on by a number of a tensor: which a replay cannot do.
+
+A number may be handed on unread (`numeral`), may end a segment (`decided`), or is only asked for by a check of torch's that
+raises: such a check each replay makes as well (`checks`). All else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Set
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from .._torch.modes import without_modes
+from .._torch.tensors import has_memory, storage_id
+from ..aten import operators
+from ..errors import Decides, Refusal
+from ..guards.reachable import Reach
+from ..python.handlers import comes_to_something
+from ..values.host_scalars import Numeral, Site, listable, readable
+from ..values.wording import COMPILED
+from .call_memory import CallMemory
+from .random_states import RandomStates
+from .refusals import Refusals
+from .value_checks import Check
+
+__all__ = ["CHECKS", "HostNumbers"]
+
+CHECKS = "a check of torch's"  # in reasons
+
+
+class HostNumbers(CallMemory, Refusals, RandomStates):
+    """Answers code of one call that asks for numbers on the host."""
+
+    def __init__(self, device: torch.device, reach: Reach) -> None:
+        self.device = device
+        self.outermost: CodeType | None = None
+        """The code that runs the call; what is called by it is the call's."""
+        self.numerals: list[weakref.ref[Numeral]] | None = None
+        """Those made in this call, where it may hand on numbers."""
+        self.decisive: Set[Site] = frozenset()
+        """Where numbers are read by which the call goes on."""
+        self.deciding: Callable[[torch.Tensor, Site], Any] | None = None
+        """Ends a segment there; returns the number."""
+        self._generators_catch = reach.mentions.generators_catch
+
+    # -- numbers
+
+    def numeral(self, t: torch.Tensor, site: Site) -> Numeral | None:
+        """What stands for the number in this tensor, if the call may hand it on without knowing it."""
+        if self.numerals is None or not readable(t, self.device):
+            return None
+        found = Numeral(t.detach().clone(), functools.partial(self.reads_number, site))
+        self.numerals.append(weakref.ref(found))
+        return found
+
+    def listed(self, t: torch.Tensor, site: Site) -> Any:
+        """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
+        if self.numerals is None or not listable(t, self.device):
+            return None
+        return [self.listed(row, site) for row in t.unbind()] if t.dim() else self.numeral(t, site)
+
+    def reads_number(self, site: Site) -> NoReturn:
+        """The call goes on by a number that is read at this site."""
+        found = operators.reads_value()
+        refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
+        refusal.site = site
+        raise self.located(refusal)
+
+    def decided(self, t: torch.Tensor, site: Site) -> Any:
+        """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
+        if site not in self.decisive or not readable(t, self.device):
+            return None
+        assert self.deciding is not None
+        return self.deciding(t, site)
+
+    def reads_on_host(self, t: torch.Tensor, said: str) -> None:
+        """The values of a tensor are read on the host."""
+
+    # -- checks
+
+    def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
+        """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if
+        it has to read it.
+
+        Raises:
+            Refusal: something would have to be done after the exception.
+        """
+        check = Check.asked(frame, self.outermost)
+        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
+            return None
+        if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
+            if not t.is_cpu or self.known.get(storage_id(t), ""):
+                return None
+            with without_modes():
+                return bool(t.item())
+        return self.checks(check, t)
+
+    def takes(self, check: Check) -> bool:
+        """Whether each replay can make this check as a live call does."""
+        return check.exact
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """Have this looked at in each replay. Returns what the call goes on with."""
+        if self.caught(any_kind=False):
+            raise self.located(Refusal(f"{CHECKS} may raise depending on data, and an except or finally clause or a context "
+                                       "manager of yours is around it",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
+        return check.good
+
+    # -- exceptions
+
+    def caught(self, *, any_kind: bool) -> bool:
+        """Whether something would have to be done after an exception that is raised here, of a kind that operators raise, or of
+        any: a replay knows of no code that would do it."""
+        return self.forked() or self.comes_to_users(any_kind=any_kind)
+
+    def comes_to_users(self, *, any_kind: bool) -> bool:
+        """Whether such an exception would come to code of the user's."""
+        return self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)

@@ -1,0 +1,46 @@
+"""Refusals in a call that is captured: each gets the user's line, and the remedy for the library that it comes from."""
+
+from __future__ import annotations
+
+import sys
+
+from ..errors import Refusal
+from ..python.origin import runs_through, users_line
+
+__all__ = ["Refusals"]
+
+# Libraries that look at values where their user need not let them.
+_VALIDATES = ("pass validate_args=False to the distribution, which looks at its arguments' values, or turn that off for all "
+              "(torch.distributions.Distribution.set_default_validate_args(False))")  # fmt: skip
+_REMEDIES = {
+    "torch/distributions/distribution.py:__init__": _VALIDATES,
+    "torch/distributions/distribution.py:_validate_sample": _VALIDATES,
+    "torch/nn/utils/clip_grad.py": "leave error_if_nonfinite as it is by default, False",
+    "torch/amp/grad_scaler.py": "make the optimizer with fused=True, which looks for infinite gradients on the device; "
+    'or fallback="split"',
+    "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
+    "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
+    "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
+    "values otherwise",
+    "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
+    "attention_mask, or use an attention that gets none (docs/limits.md)",
+}
+
+
+class Refusals:
+    """Those of one call, in order."""
+
+    def __init__(self) -> None:
+        self.refusal: Refusal | None = None
+        """The first one of an operator."""
+        self.noticed: list[Refusal] = []
+        """All of them, with those that others have noticed."""
+
+    def located(self, refusal: Refusal) -> Refusal:
+        """The refusal with the user's line."""
+        refusal.where = refusal.where or users_line(sys._getframe(2))
+        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(sys._getframe(2), at)), refusal.remedy)
+        # User code may catch every exception; the first refusal counts even if it never arrives at the recorder.
+        self.refusal = self.refusal or refusal
+        self.noticed.append(refusal)
+        return refusal
