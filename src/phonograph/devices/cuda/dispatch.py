@@ -34,14 +34,13 @@ from ..._torch import process_groups as torch_process_groups
 from ..._torch.cuda import raw_stream
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
-from ...aten.operators import MASKED, Meaning, meaning, operands, tensors_in
+from ...aten.operators import MASKED, Meaning, meaning, operands
 from ...capture.breaks import Break
-from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.recording import memory_of
 from ...capture.value_checks import Check, validates
 from ...distributed import agreement, nccl
-from ...errors import Again, Refusal, Unseen
+from ...errors import Refusal, Unseen
 from ...guards.objects import LARGE
 from ...guards.reachable import Reach
 from ...memory.pool import Spot
@@ -49,13 +48,12 @@ from ...memory.spans import Spans
 from ...python import containers as places
 from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
-from ...state.compiled_generators import OwnGenerators, among, own_of_caller
-from ...state.rng import Known, Rewind
-from ...values.device_names import is_of
+from ...state.rng import Rewind
 from ...values.wording import at_work, operator
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .host_constants import Room, given, moves
+from .random_states import DrawsWatch
 from .value_checks import Answers
 
 __all__ = ["CudaWatch"]
@@ -69,8 +67,6 @@ _RECORDS = Effect(
 _BESIDE = Effect("lets a stream wait for work that is not the call's", "let it wait before the call", ANYONE)
 _ASKS = Effect("asks how far the GPU is (query)", by=ANYONE)
 _WAITS = Effect("waits for the GPU (synchronize)", by=ANYONE)
-_CUT = Refusal("draws random numbers from generators of compiled code's own, before what runs live, and again after that",
-               "record the parts by themselves")  # fmt: skip
 _UNSAID = Effect("calls code of Inductor's that does not say which of its inputs it writes", "record it uncompiled", ANYONE)
 
 
@@ -86,28 +82,15 @@ def _begins_group(frame: FrameType) -> bool:
     return frame.f_locals.get("device") is not None and torch_process_groups.batch_of(frame) is None
 
 
-class CudaWatch(OperatorWatch):
+class CudaWatch(DrawsWatch):
     """Watches one call. Its `cuts` are the live operators at which a graph ended and the next began, with what each reads and
     gives."""
 
     def __init__(
-        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool], generators: list[Any],
-        lent: list[Any], free: Spans, rewind: Rewind | None, stream: int,
+        self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
+        generators: list[torch.Generator], lent: list[torch.Generator], free: Spans, rewind: Rewind | None, stream: int,
     ) -> None:  # fmt: skip
-        super().__init__(device, reach, slots, borrowed)
-        self._rewind = rewind
-        self._rewound = False  # numbers are drawn that the forward has drawn
-        self._draws: set[bool] = set()  # the values that this had when something was drawn
-        self.sets_states = False
-        self._registered = generators
-        self._lent = lent  # those of compiled code's own
-        self._unknown: list[torch.Generator] = []  # those that this capture was not told of
-        self.own: dict[OwnGenerators, bool | None] = {}
-        """Those from which it draws. Whether what their backward draws, the forward has drawn of which this is the backward;
-        None if that draws nothing."""
-        self._own_calls: dict[tuple[OwnGenerators, int], int] = {}  # of compiled forwards: in which graph
-        self._lending = False  # an operator that runs draws from such
-        self.known_states: Known | None = None  # of the generators, as the capture has begun with them
+        super().__init__(device, reach, slots, borrowed, generators, lent, rewind)
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
@@ -363,13 +346,8 @@ class CudaWatch(OperatorWatch):
         return super().checks(check, answer)
 
     def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
-        if m.random and _on_host(args, kwargs):
-            raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
-        if m.random and self._rewind is not None and not self._lending:
-            self._draws.add(self._rewound)
-            if len(self._draws) > 1:
-                raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
-                                           "draw them in the forward"))  # fmt: skip
+        if m.random:
+            self.draws(m, args, kwargs)
         if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
             with torch_modes.without_modes():
                 failed = (args[0] != 0).any()
@@ -399,10 +377,7 @@ class CudaWatch(OperatorWatch):
         return out
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        if self.sets_states or self.states.held():
-            raise Refusal(f"runs {part.said} live, and keeps a state of a random generator", "call it outside")
-        if self.own and self.has_backward and self._rewind is None:
-            raise self.located(_CUT)
+        self.may_cut(part)
         self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
         self.next_segment()
 
@@ -410,27 +385,6 @@ class CudaWatch(OperatorWatch):
         if self.dials and self.dials.stands_in(t):
             self.dials.lost = True  # its value would be that of what stands in for a number
         return super()._constant(t)
-
-    def _has_its_own(self, does: str, of: torch.device) -> None:
-        """Where a generator has another's state, a place in the count is one in the count of that."""
-        default = torch.cuda.default_generators[self.device.index]
-        if of == self.device and self.known_states is not None and not self.known_states.is_own(default):
-            raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
-                          "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
-
-    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
-        self._has_its_own("reads", of)
-        self.states.read(state, self._rewound)
-        self.forks(state)
-
-    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
-        if of.type == "cuda" and of.index != self.device.index:
-            raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
-        self._has_its_own("sets", of)
-        rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
-        if of.type == "cuda":
-            self.sets_states = True
-            self._rewound = rewound
 
     def stranger(self, m: Meaning, t: torch.Tensor) -> None:
         # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
@@ -455,70 +409,6 @@ class CudaWatch(OperatorWatch):
             self._lines[code] = frame.f_code, users_line(frame)
         return self._lines[code][1]
 
-    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
-        outer, self._lending = self._lending, any(isinstance(x, torch.Generator) for x in kwargs.values())
-        try:
-            return super()._of_higher_order(func, args, kwargs)
-        finally:
-            self._lending = outer
-
-    def lent(self, generator: torch.Generator) -> torch.Generator:
-        """Compiled code has a pair for each place where its backward draws again what its forward has drawn: they are noted all
-        together, and here and now it is drawn from the default one."""
-        if not is_of(generator, self.device):
-            return super().lent(generator)
-        if among(generator, self.generators):  # the user's
-            return generator
-        called = own_of_caller(sys._getframe(1))
-        if called is None or not among(generator, [*called[0].forward, *called[0].backward]):
-            raise self.located(Refusal("draws random numbers from generators of compiled code's own, and nobody says whose",
-                                       "record it uncompiled"))  # fmt: skip
-        if among(generator, called[0].forward):
-            self._draws_own(*called)
-        else:
-            self._draws_again(*called)
-        new = [g for g in (*called[0].forward, *called[0].backward) if not among(g, self._registered)]
-        self._lent.extend(g for g in (*called[0].forward, *called[0].backward) if not among(g, self._lent))
-        if new:
-            self._registered.extend(new)
-            self._unknown.extend(new)
-            self.refusal = self.refusal or Again("uses random generators that were not known before the capture",
-                                                 "call it once more", final=False)  # fmt: skip
-        if among(generator, self._unknown):
-            return torch.cuda.default_generators[self.device.index].graphsafe_get_state()
-        return generator
-
-    def _draws_own(self, own: OwnGenerators, number: int) -> None:
-        """The forward of a compiled function draws."""
-        if self.has_backward and self._rewind is None and self.cuts:
-            raise self.located(_CUT)
-        if (own, number) not in self._own_calls:
-            own.settle(begun=number)
-            self._own_calls[own, number] = len(self.cuts)
-            self.own.setdefault(own, None)
-
-    def _draws_again(self, own: OwnGenerators, number: int) -> None:
-        """The backward of a compiled function draws what its forward has drawn: in this graph, or in that of which this is the
-        backward."""
-        here = self._own_calls.get((own, number))
-        if here is None and not (self._rewind is not None and self._rewind.has_called(own, number)):
-            raise self.located(Refusal("draws again random numbers of compiled code that was called outside of it",
-                                       "record what contains that call as well"))  # fmt: skip
-        if here is not None and here != len(self.cuts):
-            raise self.located(_CUT)
-        rewinds = here is None
-        if self.own.get(own, rewinds) not in (None, rewinds):
-            raise self.located(Refusal("draws again, in one backward, random numbers of compiled code that was called in it "
-                                       "and of such that was called before", "record the whole step"))  # fmt: skip
-        self.own[own] = rewinds
-
-    def meet(self, generator: torch.Generator) -> None:
-        super().meet(generator)
-        if is_of(generator, self.device) and not among(generator, self._registered):
-            self._registered.append(generator)
-            raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
-                          "variable or global, or pass it as an argument", final=False)  # fmt: skip
-
 
 def _always(_: FrameType) -> bool:
     return True
@@ -540,10 +430,3 @@ def _normal(mean: Any, std: torch.Tensor, *, generator: torch.Generator | None =
     size = torch.broadcast_shapes(mean.shape, std.shape) if many else std.shape
     out = torch.empty(size, dtype=(mean if many else std).dtype, device=std.device).normal_(generator=generator)
     return out.mul_(std).add_(mean if many else torch.full((), mean, dtype=out.dtype, device=out.device))
-
-
-def _on_host(args: Any, kwargs: Any) -> bool:
-    tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
-    if tensors:
-        return all(t.device.type == "cpu" for t in tensors)
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
