@@ -12,7 +12,7 @@ from ..capture.live_results import noted_here
 from ..devices.segments import Cuts
 from ..errors import Refusal
 from ..python.origin import users_line
-from .recorder import recording_here, refuse
+from .current_capture import recording_here, refuse
 
 __all__ = ["live"]
 
