@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from phonograph.devices.cuda import driver
-from phonograph.devices.cuda.device import CudaDevice
+from phonograph.devices.cuda.capture_stream import CaptureStream
 
 CYCLES = 300_000  # about 0.2 ms
 
-_on_stream, _enter = CudaDevice._on_stream, CudaDevice.enter
+_on, _enter = CaptureStream.on, CaptureStream.enter
 _turn = 0
 
 
@@ -27,23 +27,23 @@ def lag(stream: torch.cuda.Stream) -> None:
 
 
 @contextmanager
-def on_stream(self: CudaDevice) -> Iterator[None]:
-    with _on_stream(self):
-        lag(self._stream)
+def on(self: CaptureStream) -> Iterator[None]:
+    with _on(self):
+        lag(self.stream)
         yield
-        lag(self._stream)
+        lag(self.stream)
 
 
-def enter(self: CudaDevice) -> None:
+def enter(self: CaptureStream) -> None:
     """Every other time the stream that the replay runs on is late, else all others are."""
     global _turn
     _turn += 1
     _enter(self)
     current = torch.cuda.current_stream(self.torch_device)
-    for stream in {current, self._stream, *self._joined}:
+    for stream in {current, self.stream, *self.joined}:
         if (stream == current) == bool(_turn % 2):
             lag(stream)
 
 
-CudaDevice._on_stream = on_stream  # type: ignore[method-assign]
-CudaDevice.enter = enter  # type: ignore[method-assign]
+CaptureStream.on = on  # type: ignore[method-assign]
+CaptureStream.enter = enter  # type: ignore[method-assign]

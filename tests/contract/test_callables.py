@@ -525,7 +525,7 @@ def test_c06_c15_all_stages_of_a_pipeline_in_one_process(device, monkeypatch, sc
     backwards = [p.recording for chunk in ours for b in pg.api._recorded(chunk)._backwards for p in b._shelf]
     assert len(backwards) == len(forwards)
     if scarce:
-        kept = Spans((lease.address, lease.nbytes) for r in forwards for lease in r.backward.memory).nbytes
+        kept = Spans((lease.address, lease.nbytes) for r in forwards for lease in r.backward.saved.memory).nbytes
         of_cublas_lt = len(forwards) << 20 if device.type == "cuda" else 0
         taken = Spans(piece for r in (*forwards, *backwards) for piece in r.footprint).nbytes
         assert taken < 1.2 * kept + of_cublas_lt + 2 * max(r.footprint.nbytes for r in backwards)

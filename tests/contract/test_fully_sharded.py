@@ -105,7 +105,7 @@ def sharded_alone(mesh, device, **options):
 def test_c15_live_calls_take_memory_of_other_streams_from_the_pool_too(device, alone, monkeypatch):
     if device.type == "cpu":
         pytest.skip("has no streams")
-    monkeypatch.setattr("phonograph.devices.cuda.device._is_only_thread", lambda: True)  # but for those of the tests'
+    monkeypatch.setattr("phonograph.devices.cuda.warm_up._is_only_thread", lambda: True)  # but for those of the tests'
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     net, _step = sharded_alone(alone, device)

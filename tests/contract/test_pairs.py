@@ -1472,7 +1472,7 @@ def test_c06_an_argument_that_was_saved_goes_with_its_graph(device, retain):
         assert there[0] == there[1] == [True, retain, False, False]
         both.check()
     (recording,) = [p.recording for p in pg.api._recorded(both.recorded)._shelf]
-    assert recording.backward.memory == []
+    assert recording.backward.saved.memory == []
 
 
 @may_run_live

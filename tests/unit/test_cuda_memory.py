@@ -13,6 +13,7 @@ import torch
 from phonograph._torch import cuda as torch_cuda
 from phonograph.devices.cuda import allocator as cuda_memory
 from phonograph.devices.cuda.device import CudaDevice
+from phonograph.devices.cuda.private_pool import PrivatePool
 from phonograph.memory.spans import Spans
 
 MIB = 1 << 20
@@ -232,8 +233,8 @@ def test_what_is_kept_whole_is_free_again_afterwards(
     large = [allocator.alloc(200 * MIB) for _ in range(2)]
     for address in large:
         allocator.free(address)
-    device: Any = SimpleNamespace(index=0, _anchor=SimpleNamespace(handle=POOL))
-    with pytest.raises(KeyError) if fails else nullcontext(), CudaDevice._keeping_whole(device, 8 * MIB):
+    pool: Any = SimpleNamespace(index=0, handle=POOL)
+    with pytest.raises(KeyError) if fails else nullcontext(), PrivatePool.keeping_whole(pool, 8 * MIB):
         inside = allocator.alloc(30 * MIB)
         assert all(not at <= inside < at + 200 * MIB for at in large)
         if fails:
@@ -270,20 +271,18 @@ def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
     monkeypatch.setattr(torch_cuda, "route_to_pool", lambda *_: nullcontext())
-    device = SimpleNamespace(
-        index=0, _anchor=SimpleNamespace(handle=POOL), _stream=SimpleNamespace(cuda_stream=0)
-    )  # fmt: skip
-    make_room: Any = CudaDevice._make_room
-    make_room(device, 70 * MIB)
+    pool = SimpleNamespace(index=0, handle=POOL, _stream=SimpleNamespace(cuda_stream=0))
+    make_room: Any = PrivatePool.make_room
+    make_room(pool, 70 * MIB)
     (segment,) = allocator.segments
     assert 70 * MIB <= segment[1] < 90 * MIB
     taken = [allocator.alloc(7 * MIB) for _ in range(10)]
     assert allocator.segments == [segment]
     for address in taken[::2]:
         allocator.free(address)
-    make_room(device, 50 * MIB)  # 35 are there: what is missing is less than the allocator takes by itself
+    make_room(pool, 50 * MIB)  # 35 are there: what is missing is less than the allocator takes by itself
     assert allocator.segments == [segment]
-    make_room(device, 105 * MIB)
+    make_room(pool, 105 * MIB)
     assert sum(s[1] for s in allocator.segments) >= 70 * MIB + 70 * MIB
 
 

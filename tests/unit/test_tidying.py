@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph.devices.cuda import device as cuda
+from phonograph.devices.cuda import private_pool
 from phonograph.devices.cuda.device import CudaDevice
+from phonograph.devices.cuda.private_pool import PrivatePool
+from phonograph.devices.cuda.warm_up import WarmUps
 from phonograph.memory.pool import Lease, Pool
 from phonograph.memory.spans import Spans
 
@@ -32,13 +35,13 @@ class Recording:
         self.memory = torch.empty(1 << 10, dtype=torch.uint8)
         at = self.memory.data_ptr()
         self.footprint, self.lent = Spans([(at, nbytes)]), Spans()
-        self.anchor = device._anchor  # as its program has
-        self.leases = [Lease(at, 64, torch.device("cpu"), device._anchor)]
+        self.anchor = device._memory.anchor  # as its program has
+        self.leases = [Lease(at, 64, torch.device("cpu"), device._memory.anchor)]
         self.rivals: list[Any] = []
         self.releases: list[Any] = []
         made: Any = self
         device.pool.add(made)
-        device._anchor.needed = max(device._anchor.needed, device.pool.footprints().nbytes)  # as `settle` does
+        device._memory.anchor.needed = max(device._memory.anchor.needed, device.pool.footprints().nbytes)  # as `settle` does
 
     def output(self) -> torch.Tensor:
         return self.leases[0].template(torch.float32, (4,), (1,), 0).view(4)
@@ -46,13 +49,13 @@ class Recording:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    monkeypatch.setattr(cuda, "_Anchor", Anchor)
-    monkeypatch.setattr(CudaDevice, "pool_bytes", 100 * MIB)
+    monkeypatch.setattr(private_pool, "_Anchor", Anchor)
+    monkeypatch.setattr(PrivatePool, "nbytes", 100 * MIB)
     made = object.__new__(CudaDevice)
-    made.pool, made.index, made._stream = Pool(torch.device("cpu")), 0, None  # type: ignore[assignment]
-    made._held_up, made._backwards, made._reads = False, None, []
-    made._unsettled = made._pool_spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
-    made._anchor = Anchor()  # type: ignore[assignment]
+    stream: Any = SimpleNamespace(reads=[])
+    made.pool, made._held_up, made._memory = Pool(torch.device("cpu")), False, PrivatePool(0, stream)
+    made._memory._unsettled = made._memory._spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
+    made._warm_ups = WarmUps(stream, made._memory, made.pool)
     return made
 
 
@@ -64,7 +67,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def number(device: CudaDevice) -> int:
-    anchor: Any = device._anchor
+    anchor: Any = device._memory.anchor
     return int(anchor.number)
 
 
@@ -81,7 +84,7 @@ def test_it_goes_with_its_last_recording(device: CudaDevice, emptied: list[bool]
     device.tidy()
     assert (number(device), emptied) == (before + 1, [True])
     assert not device.pool.leases
-    assert len(device._unsettled) == len(device._pool_spans) == 0, "nothing lies in the new one"
+    assert len(device._memory._unsettled) == len(device._memory._spans) == 0, "nothing lies in the new one"
 
 
 def test_it_goes_when_the_last_output_does(device: CudaDevice, emptied: list[bool]) -> None:
@@ -106,7 +109,7 @@ def test_it_stays_for_what_is_recorded_next_where_something_small_stays(device: 
         device.tidy()
         assert number(device) == before
     assert emptied == [True, True]
-    assert small.anchor is device._anchor
+    assert small.anchor is device._memory.anchor
 
 
 def test_it_is_retired_where_it_is_much_larger_than_was_needed(device: CudaDevice, emptied: list[bool]) -> None:
@@ -117,4 +120,4 @@ def test_it_is_retired_where_it_is_much_larger_than_was_needed(device: CudaDevic
     del large
     device.tidy()
     assert (number(device), emptied) == (before + 1, [True])
-    assert small.anchor is not device._anchor
+    assert small.anchor is not device._memory.anchor

@@ -6,11 +6,11 @@ later is that very graph, and not another that a second forward would make: neit
 nor code that runs twice comes into it.
 
 It stays private, because what its numbers stand for is known only while a backward of the call runs. In the user's graph the
-gradients that it gives come out of a node (`_Given`) that leads to where the gradients of the call's results came from, and to
-what the call depends on. So several nodes lead into one private graph: that of the results, and those of such gradients, which
-have grown it. In a backward they leave what arrives to the last of them, so that gradients are added up where they are in
-eager, in the same order. But what has grown is run before the node of the results comes, as in eager: what others give for a
-weight is added between. (Not where code of the user's runs in the backward, which would see parts of gradients.)
+gradients that it gives come out of a node of their own (`differentiated.py`). So several nodes lead into one private graph:
+that of the results, and those of such gradients, which have grown it. In a backward they leave what arrives to the last of
+them, so that gradients are added up where they are in eager, in the same order. But what has grown is run before the node of
+the results comes, as in eager: what others give for a weight is added between. (Not where code of the user's runs in the
+backward, which would see parts of gradients.)
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
-from .._torch.autograd import backward_id, keeps_graph, when_backward_ends, will_run
+from .._torch.autograd import backward_id, when_backward_ends, will_run
 from ..python.identity import identity
-from .saved import spent
 
-__all__ = ["Arrived", "Ends", "Leaf", "Twice", "between", "border", "handed_out", "leaf_of", "nothing_through"]
+__all__ = ["Arrived", "Ends", "Leaf", "Twice", "between", "border", "leaf_of", "nothing_through"]
 
 Ends = list[tuple[GradientEdge, torch.Tensor]]
 """Places in the private graph, and the gradients that arrive there."""
@@ -49,9 +48,9 @@ def leaf_of(t: torch.Tensor, leaves: list[Leaf]) -> torch.Tensor:
     return leaves[-1].private
 
 
-def between(ends: Iterable[GradientEdge], but: Container[Any]) -> set[Any]:
+def between(ends: Iterable[GradientEdge], but: Container[Node]) -> set[Node]:
     """The nodes to which these lead, `but` some and what is behind them, and leaves."""
-    found, work = set[Any](), [end.node for end in ends]
+    found, work = set[Node](), [end.node for end in ends]
     while work:
         node = work.pop()
         if not (node in but or node in found or getattr(node, "variable", None) is not None):
@@ -60,14 +59,18 @@ def between(ends: Iterable[GradientEdge], but: Container[Any]) -> set[Any]:
     return found
 
 
-def border(ends: Ends, stops: Set[Any]) -> list[GradientEdge]:
+def border(ends: Ends, stops: Set[Node]) -> list[GradientEdge]:
     """Where the ways from these places enter the nodes at which they stop."""
     nodes = between((end for end, _ in ends), stops)
-    return [GradientEdge(node, i) for node, i in {edge for n in nodes for edge in n.next_functions if edge[0] in stops}]
+    return [
+        GradientEdge(node, i)
+        for node, i in {edge for n in nodes for edge in n.next_functions}
+        if node is not None and node in stops
+    ]
 
 
 @contextmanager
-def nothing_through(nodes: Iterable[Any]) -> Iterator[None]:
+def nothing_through(nodes: Iterable[Node]) -> Iterator[None]:
     """Gradients arrive at these nodes, and go no further."""
     handles = [node.register_prehook(lambda arrived: (None,) * len(arrived)) for node in nodes]
     try:
@@ -92,24 +95,24 @@ class Arrived(NamedTuple):
 class Twice:
     """The nodes that lead into the private graph of one call, and what has come to them in the backwards that run."""
 
-    def __init__(self, results: Any, count: int, inner: Set[Any], starts: Set[Any]) -> None:
+    def __init__(self, results: Node, count: int, inner: Set[Node], starts: Set[Node]) -> None:
         """`results` is the node of its results, of which there are so many; `inner` the nodes of the graph of the capture,
         `starts` those where it begins."""
         self._results = weakref.ref(results)
-        self._given: list[weakref.ref[Any]] = []
+        self._given: list[weakref.ref[Node]] = []
         self._count = count
         self._running: dict[int, Arrived] = {}
-        ways = Counter(node for n in inner for node, _ in n.next_functions if node in starts)
+        ways = Counter(node for n in inner for node, _ in n.next_functions if node is not None and node in starts)
         self.stops = inner | {node for node, count in ways.items() if count > 1}
         """Where gradients arrive from what has grown, and others are added to them in the graph of the capture."""
         self.read: set[int] = set()
         """The numbers of what a backward that is to be differentiated has read, and autograd would not see written."""
 
-    def add(self, node: Any) -> None:
+    def add(self, node: Node) -> None:
         """Gradients come out of this one."""
         self._given = [*(ref for ref in self._given if ref() is not None), weakref.ref(node)]
 
-    def arrive(self, node: Any, grads: Sequence[torch.Tensor | None], leaves: Iterable[Leaf]) -> tuple[Arrived, list[Any]]:
+    def arrive(self, node: Node, grads: Sequence[torch.Tensor | None], leaves: Iterable[Leaf]) -> tuple[Arrived, list[Node]]:
         """The running backward comes to a node. Returns what has come to all so far, and the nodes to which it still comes."""
         number, running = backward_id(), self._running
         if number not in running:
@@ -133,56 +136,6 @@ class Twice:
             self._running.pop(backward_id(), None)
             raise
 
-    def is_results(self, node: Any) -> bool:
+    def is_results(self, node: Node) -> bool:
         """Whether this node is that of the results."""
         return node is self._results()
-
-
-def handed_out(flight: Any, found: list[torch.Tensor | None], leaves: Iterable[Leaf]) -> list[torch.Tensor | None]:
-    """Gradients of the private graph, which depends on these leaves, as gradients of the user's."""
-    attached = [i for i, t in enumerate(found) if t is not None and t.requires_grad]
-    if not attached:
-        return found
-    known = list(leaves)
-    private = [leaf.private for leaf in known]
-    inputs = [*(leaf.users for leaf in known), *flight.sources]
-    with torch.enable_grad():
-        made = _Given.apply(flight, [found[i] for i in attached], private, *inputs)
-    flight.twice.add(made[0].grad_fn)
-    handed = list(found)
-    for i, t in zip(attached, made, strict=True):
-        handed[i] = t
-    return handed
-
-
-class _Given(torch.autograd.Function):
-    """The gradients that a backward has given: of tensors in the private graph that depend on `private` leaves. The inputs are
-    what these stand for, and what the call depends on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, flight: Any, found: list[torch.Tensor], private: list[torch.Tensor], *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.flight, ctx.private = flight, private
-        ctx.ends = [*map(get_gradient_edge, found)]
-        ctx.save_for_backward(*inputs[: len(private)])
-        ctx.set_materialize_grads(False)
-        return tuple([t.detach() for t in found])  # which shares its version
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        flight, private = ctx.flight, ctx.private
-        if ctx.ends is None:
-            raise spent()
-        leaves = [Leaf(*pair) for pair in zip(private, ctx.saved_tensors, strict=True)]
-        ends = [(end, grad) for end, grad in zip(ctx.ends, grads, strict=True) if grad is not None]
-        if torch.is_grad_enabled():
-            ends = [(end, leaf_of(grad, leaves)) for end, grad in ends]
-        nodes = [node for node, _ in ctx.next_functions[: len(private)]]
-        asked = [i for i, node in enumerate(nodes) if node is not None and will_run(node)]
-        found = flight.joint.again(flight, ctx, (), ends, leaves, [private[i] for i in asked])
-        if not keeps_graph():
-            ctx.ends = None
-        count = len(found) - len(asked)
-        toward = dict(zip(asked, found[count:], strict=True))
-        return (None, None, None, *map(toward.get, range(len(private))), *found[:count])

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from operator import is_
+from operator import gt, is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,13 +19,17 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .._torch.process_groups import groups_of_ranks
-from .._torch.tensors import has_memory
+from .._torch.tensors import has_memory, use_count
+from ..errors import Refusal
 from ..python.identity import identity
 
 NODE: Any = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
 
-__all__ = ["NODE", "Contents", "kept"]
+__all__ = ["NODE", "Contents", "Kept", "kept"]
+
+_HANDS_ON = Refusal("hands on in its backward what its forward has kept (ctx, an attribute of it, a variable of a part that is "
+                    "recomputed)", "hand on a clone of it")  # fmt: skip
 
 _MANY = 100_000
 _ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float, *groups_of_ranks())
@@ -61,6 +69,70 @@ class Contents:
     def changed(self, before: list[list[Any]]) -> bool:
         """Since `now` was this."""
         return any(len(was) != len(now) or not all(map(is_, was, now)) for was, now in zip(before, self.now(), strict=True))
+
+
+@dataclass(eq=False)
+class Kept:
+    """Values of the capture that code keeps for its backward: each forward writes them where they are."""
+
+    contents: Contents
+    """Of containers and objects: the backward must leave it, as each forward makes it anew in eager."""
+    held: list[torch.Tensor]
+    """Tensors, on memory of the recording."""
+    keepsakes: list[torch.Tensor]
+    """The very tensors that code has there."""
+    slots: dict[int, torch.Tensor]
+    """The slots among them, by the arguments' numbers."""
+    themselves: frozenset[int]
+    """The numbers of arguments that are kept themselves, and not views of them."""
+    at_rest: list[int] | None = None
+    """Its `owners` when no backward runs."""
+
+    def owners(self) -> list[int]:
+        """How many there are of what is kept, and of what leads to it."""
+        counts = [use_count(t.untyped_storage()._cdata) for t in self.held]
+        return counts + [sys.getrefcount(x) for x in self.keepsakes] + self.contents.owners()
+
+    def rest(self) -> None:
+        """No backward runs now."""
+        if self.at_rest is None:
+            self.at_rest = self.owners()
+
+    def _storages(self) -> list[int]:
+        """How many have the storages themselves: calls that wait for their backwards among them."""
+        return [sys.getrefcount(t.untyped_storage()) for t in self.held]
+
+    @contextmanager
+    def staying(
+        self, stop: Callable[[Refusal], object], doubt: Callable[[Callable[[], bool], Refusal], object]
+    ) -> Iterator[None]:
+        """A backward runs inside the block, and what is kept must stay with its code: the next forward writes that."""
+        before = self.owners(), self._storages()
+        try:
+            yield
+        except BaseException:
+            if at_rest := self.at_rest:  # the exception has some of it, as long as it is there
+                doubt(lambda: _stay_more(self.owners, at_rest), _HANDS_ON)
+            raise
+        if _more(self.owners, before[0]) or _more(self._storages, before[1]):
+            stop(_HANDS_ON)
+
+
+def _more(count: Callable[[], list[int]], before: list[int]) -> bool:
+    """Whether there are more than before."""
+    if any(map(gt, count(), before)):
+        gc.collect()
+        return any(map(gt, count(), before))
+    return False
+
+
+def _stay_more(count: Callable[[], list[int]], before: list[int]) -> bool:
+    """Likewise, after an exception: a thread of autograd's may have that a moment longer than whoever has caught it."""
+    for _ in range(10):
+        if not any(map(gt, count(), before)):
+            return False
+        time.sleep(0.005)
+    return _more(count, before)
 
 
 def _holds(x: Any, held: Container[int]) -> bool:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from .._torch.modes import without_modes
 from .._torch.tensors import alias
+from ..memory.pool import Lease
 from ..python.identity import identity
 from .release import Release
 
-__all__ = ["Asked", "PartOf", "Places", "Reads", "spent"]
+__all__ = ["Asked", "PartOf", "Places", "Reads", "Saved", "spent"]
 
 
 class Asked:
@@ -144,6 +146,25 @@ class Places:
             yield
         finally:
             self._release = None
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """Tensors that autograd has saved of a call, by their numbers, and the memory that each forward leaves them in."""
+
+    places: Places
+    memory: list[Lease]
+    """What the forward leaves for the backward."""
+    kept: frozenset[int]
+    """The numbers of what lies on `memory`."""
+    constant: dict[int, torch.Tensor]
+    """Tensors outside."""
+    unversioned: frozenset[int]
+    """The numbers of those of which it lies on the memory only: a write of the one is not noted for the other."""
+    exposed: dict[int, int]
+    """Results, which their owner may write."""
+    releasable: dict[int, Lease]
+    """The `memory` that nothing but a backward reads."""
 
 
 class Reads(NamedTuple):

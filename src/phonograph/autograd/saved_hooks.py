@@ -5,13 +5,13 @@ number. So the graph that the capture leaves behind holds no memory: `Backward` 
 now, which are fixed places that each replay of the forward fills anew, and parts of the arguments that the call got. It can run
 any number of times, live, and can be recorded like any other function.
 
-Arguments that require a gradient enter the graph through `_Source`, a node that holds nothing, and not as leaves: a leaf
-would keep its memory, and have hooks. So do parameters of a graph that gets them as arguments: where autograd adds up their
-gradients would otherwise be decided by whoever used them first in that step, and need not be a stream that can be captured.
+Arguments that require a gradient enter the graph through `Source`. So do parameters of a graph that gets them as arguments:
+where autograd adds up their gradients would otherwise be decided by whoever used them first in that step, and need not be a
+stream that can be captured.
 
 What code keeps by itself (an attribute of `ctx`, a variable of a part that is recomputed) is looked for where the function ends
-(`keeping`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture for
-ever; so when the capture is over, nothing may hold any of its memory besides.
+(`kept_by_code.py`). It stays where it is: each replay of the forward writes it there. All else would be a tensor of the capture
+for ever; so when the capture is over, nothing may hold any of its memory besides.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cache
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from .._torch.autograd import (
     code_of,
@@ -39,19 +38,19 @@ from .._torch.autograd import (
     unseen_by_checkpoint,
     waits_for_all,
 )
-from .._torch.dynamo import donates, number_of_call
 from .._torch.process_groups import once_there
 from .._torch.tensors import alias, has_memory, is_ordinary, is_valueless, storage_id, use_count
 from ..capture.effects import ANYONE, Effect, Starts
+from ..capture.recording import Made
 from ..errors import Refusal
 from ..memory.pool import Lease, copy_of, place_of, unowned
 from ..python.identity import identity
-from ..state.compiled_generators import OwnGenerators, own_of
 from ..state.rng import CudaState, Rewind, States
 from ..values.tensor_subclasses import Description, consists_of_parts, storages
-from .backward import Backward, Recompute, Start
-from .kept_by_code import NODE, Contents, kept
-from .saved import PartOf, Places
+from .backward import Backward, Recompute
+from .graph import REENTRANT, SOURCE, Found, Graph, Source, Start, calls_that_draw, names_of_saved, walk
+from .kept_by_code import NODE, Contents, Kept, kept
+from .saved import PartOf, Places, Saved
 
 __all__ = ["Tracing"]
 
@@ -59,39 +58,6 @@ _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 _HOOKS = Effect("lets hooks decide what is saved for backward", "record the whole step", ANYONE)
 
 _HELD = -1  # the number that stands for what code keeps by itself
-
-
-class _Source(torch.autograd.Function):
-    """An argument as the captured function sees it: it has a history that ends here."""
-
-    @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
-        ctx.arrived = arrived
-        ctx.set_materialize_grads(False)
-        return t.detach()  # which shares its version
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        ctx.arrived.append(grad)
-        return None, None, None
-
-
-# The classes of the nodes of two functions.
-_SOURCE: Any = _Source._backward_cls
-_REENTRANT: Any = CheckpointFunction._backward_cls
-
-
-class _Found(NamedTuple):
-    """What there is between results and where gradients flow to, leaf tensors and `_Source`s: Python code, attention, dropout
-    in it, parts that are recomputed by a backward of their own."""
-
-    nodes: set[Any]
-    leaves: list[torch.Tensor]
-    sources: set[Any]
-    python: list[Any]
-    attention: bool
-    dropout: bool
-    reentrant: bool
 
 
 class Tracing:
@@ -158,7 +124,7 @@ class Tracing:
     def source(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """What the function gets as argument `number`, which requires a gradient."""
         arrived: list[torch.Tensor | None] = []
-        t: torch.Tensor = _Source.apply(self._root, slot, arrived)
+        t: torch.Tensor = Source.apply(self._root, slot, arrived)
         self._sources.append(Start(number, get_gradient_edge(t), arrived))
         self._given.append(t)
         self._stand_in[storage_id(slot)] = weakref.ref(t)
@@ -176,7 +142,7 @@ class Tracing:
             return p
         arrived: list[torch.Tensor | None] = []
         # Not of the parameter itself, or its AccumulateGrad node would be one of the graph, and stay as long as that.
-        t: torch.Tensor = _Source.apply(self._root, p.detach(), arrived)
+        t: torch.Tensor = Source.apply(self._root, p.detach(), arrived)
         edge = get_gradient_edge(t)
         self._stands[edge.node] = p, Start(len(self._stands), edge, arrived)
         self._given.append(t)
@@ -216,11 +182,11 @@ class Tracing:
     def ended(self, result: list[Any], ran: Iterable[CodeType], outside: Set[int], names: Set[str]) -> None:
         """The function has ended with these leaves as its result. This code ran in it; it names these."""
         self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
-        nodes = _walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python
+        nodes = walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python
         inner = (
             nodes
             if not names.isdisjoint({"autograd", "backward", "grad"})
-            else [node for node in nodes if isinstance(node, _REENTRANT)]
+            else [node for node in nodes if isinstance(node, REENTRANT)]
         )
         if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in kept(inner)):
             raise Refusal("has a part with a backward of its own that reaches a tensor outside of it, which has a history",
@@ -236,8 +202,8 @@ class Tracing:
                 self._selections.append(x.storage)
             elif recomputed_part(x):
                 self._parts.append(x)
-        own = [node for node in nodes if not isinstance(node, (_SOURCE, _REENTRANT))]
-        code = [*map(code_of, self._parts), *(code_of(n) for n in nodes if isinstance(n, _REENTRANT))]
+        own = [node for node in nodes if not isinstance(node, (SOURCE, REENTRANT))]
+        code = [*map(code_of, self._parts), *(code_of(n) for n in nodes if isinstance(n, REENTRANT))]
         self._contents = Contents([*own, *code], self.held)
         self._hooks.clear()
 
@@ -302,13 +268,13 @@ class Tracing:
         self._unpacked += 1
         return self.saved[number] if self._places is None else self._places.get(number)
 
-    def _numbered(self, found: _Found) -> dict[Any, int]:
+    def _numbered(self, found: Found) -> dict[Any, int]:
         """Nodes that have saved a Python number (of ``x * 2.0``), which goes through no hook, each with a number of its own.
         Autograd takes that from them, too, and cannot go through them a second time."""
         if self.recomputes:  # to show them, `checkpoint` would compute some anew; and such a part saves more
             return {}
         nodes: list[tuple[Any, Any]] = [(node, type(node)) for node in found.nodes if not isinstance(node, NODE)]
-        saving = [node for node, kind in nodes if any(self._is_unheard(node, name) for name in _saving(kind))]
+        saving = [node for node, kind in nodes if any(self._is_unheard(node, name) for name in names_of_saved(kind))]
         return {node: _HELD - 1 - i for i, node in enumerate(saving)}
 
     def _is_unheard(self, node: Any, name: str) -> bool:
@@ -341,7 +307,7 @@ class Tracing:
         return any(ref() is not None and use_count(key) > count for ref, key, count in slots)
 
     def backward(
-        self, function: Any, results: Mapping[int, torch.Tensor], attached: list[int], made: Mapping[int, Any],
+        self, function: Any, results: Mapping[int, torch.Tensor], attached: list[int], made: Mapping[int, Made],
         lease: Callable[[int], Lease], has_hooks: bool,
     ) -> Backward:  # fmt: skip
         """The backward of the captured call, as a function of the gradients of those of its `results` that are `attached`.
@@ -352,22 +318,60 @@ class Tracing:
         Raises:
             Refusal: it needs something that cannot be traced back.
         """
-        ends, outside = [get_gradient_edge(results[i]) for i in attached], self.outside
-        found = _walk(ends)
+        ends = [get_gradient_edge(results[i]) for i in attached]
+        found = walk(ends)
+        graph = self._graph(found, ends, attached)
+        saved = self._saved_values(results, made, lease)
+        kept = self._kept_by_code()
+        seeded = found.dropout or (found.attention and self.recomputes)
+        traced = Backward(
+            graph=graph,
+            saved=saved,
+            kept=kept,
+            recompute=self._recompute(found.python),
+            function=function if found.python or has_hooks or self.recomputes else None,
+            only_captured=seeded and results[attached[0]].is_cuda,
+        )
+        self.end()
+        return traced
+
+    def _graph(self, found: Found, ends: list[GradientEdge], attached: list[int]) -> Graph:
         numbered = self._numbered(found)
         stands = [stand for node, stand in self._stands.items() if node in found.sources]
         parameters = [*(p for p, _ in stands), *found.leaves]
         if any(waits_for_all(hook) is not None for p in parameters for hook in (p._backward_hooks or {}).values()):
             raise Refusal("has parameters with a hook that waits for all their gradients (register_multi_grad_hook), which "
                           "come in another order from a recording", "use register_post_accumulate_grad_hook")  # fmt: skip
-        seeded = found.dropout or (found.attention and self.recomputes)
-        reentrant = [t for tensors in outside.values() for t in tensors if t.is_leaf and t.requires_grad] * found.reentrant
+        outside = [t for tensors in self.outside.values() for t in tensors]
+        reentrant = [t for t in outside if t.is_leaf and t.requires_grad] * found.reentrant
         if any(getattr(t, "_post_accumulate_grad_hooks", None) for t in reentrant):
             raise Refusal("has a part with a backward of its own, and hooks that run once a gradient is added",
                           "use checkpoint(use_reentrant=False)")  # fmt: skip
-        if not all(outside.keys() >= {*storages(p)} for p in parameters):
+        if not all(self.outside.keys() >= {*storages(p)} for p in parameters):
             raise Refusal("has results that depend on a tensor that requires a gradient and whose origin is not known",
                           "pass it as an argument, or keep it as an attribute, closure variable or global")  # fmt: skip
+        sources = [s for s in self._sources if s.edge.node in found.sources]
+        starts = {node: i for i, node in enumerate([*(x.edge.node for x in (*sources, *(start for _, start in stands))),
+                                                    *map(identity, found.leaves)])}  # fmt: skip
+        each = [walk([end]) for end in ends] if len(ends) > 1 else [found]
+        reached = [one.sources for one in each] if len(ends) > 1 and sources else []
+        return Graph(
+            ends=ends,
+            attached=attached,
+            sources=sources,
+            partial=frozenset(s.number for s in sources if any(s.edge.node not in some for some in reached)),
+            parameters=parameters,
+            stands=[start for _, start in stands],
+            reaches=[frozenset(starts[x] for x in (*one.sources, *map(identity, one.leaves))) for one in each],
+            numbered=[frozenset(number for node, number in numbered.items() if node in one.nodes) for one in each],
+            lasting=bool(found.leaves),
+            nested=found.reentrant,
+            reentrant=reentrant,
+        )
+
+    def _saved_values(
+        self, results: Mapping[int, torch.Tensor], made: Mapping[int, Made], lease: Callable[[int], Lease]
+    ) -> Saved:  # fmt: skip
         numbers = {number: storage_id(t) for number, t in enumerate(self.saved)}
         own = made.keys() | self.held.keys()
         on = {storage_id(t): i for i, t in results.items()}
@@ -375,122 +379,48 @@ class Tracing:
         leaves = {n: t for n, t in constant.items() if n in self._themselves and place_of(t) == place_of(self.saved[n])}
         given = self._parts_of_arguments
         there = {identity(t): t for number, t in enumerate(self.saved) if number not in given}
-        places = {which: self._place(t, own, outside, self._owned, lease) for which, t in there.items()}
+        places = {which: self._place(t, own, lease) for which, t in there.items()}
         self._places = Places({n: places[identity(t)] for n, t in enumerate(self.saved) if n not in given}, leaves, given)
         ours = {storage_id(t): t for t in (*self.saved, *results.values())}
         self._made = [weakref.ref(t.untyped_storage()) for key, t in ours.items() if key in made and made[key].nbytes]
         memory = [lease(key) for key in dict.fromkeys((*numbers.values(), *self.held)) if key in own]
         unread = {n for n, key in numbers.items() if key in own} | given.keys() | ({_HELD} if self.held else set())
-        held = list(self.held.values())
-        slots = {self._inputs[key]: unowned(self._slot_of[self._inputs[key]]) for key in self.held if key in self._inputs}
-        themselves = frozenset(i for key, i in self._inputs.items() if key not in self._views_held)
-        self._inputs_held = self.held.keys() & self._inputs.keys()
-        states = self._states.held()
-        code = [lend_code(x) for x in (*self._parts, *(node for node in found.python if isinstance(node, _REENTRANT)))]
-        code += map(lend_module, self._module_hooks)
-        calls = _calls_that_draw(found.python)
-        rewind = Rewind(self._device, states, self._drawn, calls) if (states and self._device.type == "cuda") or calls else None
-        sources = [s for s in self._sources if s.edge.node in found.sources]
-        starts = {node: i for i, node in enumerate([*(x.edge.node for x in (*sources, *(start for _, start in stands))),
-                                                    *map(identity, found.leaves)])}  # fmt: skip
-        each = [_walk([end]) for end in ends] if len(ends) > 1 else [found]
-        reached = [one.sources for one in each] if len(ends) > 1 and sources else []
-        traced = Backward(
-            function=function if found.python or has_hooks or self.recomputes else None,
-            ends=ends,
-            sources=sources,
-            partial=frozenset(s.number for s in sources if any(s.edge.node not in some for some in reached)),
-            parameters=parameters,
-            stands=[start for _, start in stands],
-            lasting=bool(found.leaves),
-            reentrant=reentrant,
-            nested=found.reentrant,
-            contents=self._contents,
+        return Saved(
             places=self._places,
             memory=memory,
             kept=frozenset(unread),
             constant=constant,
-            numbered=[frozenset(number for node, number in numbered.items() if node in one.nodes) for one in each],
             unversioned=frozenset(self._apart),
-            reaches=[frozenset(starts[x] for x in (*one.sources, *map(identity, one.leaves))) for one in each],
             exposed={n: on[key] for n, key in numbers.items() if key in on and key in made},
-            attached=attached,
-            held=held,
-            keepsakes=self._keepsakes,
-            slots=slots,
-            themselves=themselves,
-            recompute=Recompute(self._parts, code, self._selections, rewind),
-            only_captured=seeded and results[attached[0]].is_cuda,
             releasable={n: lease(key) for n, key in numbers.items() if key in made and key not in on},
         )
-        self.end()
-        return traced
 
-    @staticmethod
-    def _place(t: torch.Tensor, own: Set[int], outside: Container[int], owned: Set[int],
-               lease: Callable[[int], Lease]) -> torch.Tensor:  # fmt: skip
+    def _kept_by_code(self) -> Kept:
+        slots = {self._inputs[key]: unowned(self._slot_of[self._inputs[key]]) for key in self.held if key in self._inputs}
+        themselves = frozenset(i for key, i in self._inputs.items() if key not in self._views_held)
+        self._inputs_held = self.held.keys() & self._inputs.keys()
+        return Kept(self._contents, list(self.held.values()), self._keepsakes, slots, themselves)
+
+    def _recompute(self, python: list[Any]) -> Recompute:
+        states = self._states.held()
+        code = [lend_code(x) for x in (*self._parts, *(node for node in python if isinstance(node, REENTRANT)))]
+        code += map(lend_module, self._module_hooks)
+        calls = calls_that_draw(python)
+        rewind = Rewind(self._device, states, self._drawn, calls) if (states and self._device.type == "cuda") or calls else None
+        return Recompute(self._parts, code, self._selections, rewind)
+
+    def _place(self, t: torch.Tensor, own: Set[int], lease: Callable[[int], Lease]) -> torch.Tensor:
         """Where a saved tensor will be found after each replay."""
         if is_valueless(t):
             return t
         key = storage_id(t)
         if key in own:
             return lease(key).template(t.dtype, t.size(), t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
-        if key in owned:
+        if key in self._owned:
             return alias(t)
-        if key in outside:  # old weights must not be kept because of a recording that read them
+        if key in self.outside:  # old weights must not be kept because of a recording that read them
             place = torch.conj(unowned(t)) if t.is_conj() else unowned(t)
             return torch._neg_view(place) if t.is_neg() else place
         if not t.untyped_storage().nbytes():
             return t
         raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")
-
-
-def _calls_that_draw(nodes: Iterable[Any]) -> list[tuple[OwnGenerators, int]]:
-    """Calls of compiled functions whose backwards draw again what they have drawn.
-
-    Raises:
-        Refusal: of one of them it is not known where it has begun.
-    """
-    calls = [
-        (own, number) for node in nodes if (number := number_of_call(node)) is not None and (own := own_of(node)) is not None
-    ]
-    if any(not own.places(number) for own, number in calls):
-        raise Refusal("calls compiled code that has random generators of its own, and does not say where they stood",
-                      "record the whole step")  # fmt: skip
-    return calls
-
-
-@cache
-def _saving(kind: Hashable) -> list[str]:
-    """The names by which nodes of this kind show what they have saved."""
-    return [name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _walk(ends: Sequence[GradientEdge]) -> _Found:
-    found: list[torch.Tensor] = []
-    python: list[Any] = []
-    sources: set[Any] = set()
-    attention = dropout = reentrant = False
-    work = list(dict.fromkeys(end.node for end in ends))
-    seen = set(work)
-    while work:
-        node = work.pop()
-        if donates(node):
-            raise Refusal("calls a torch.compile'd function whose backward writes what its forward has saved",
-                          "set torch._functorch.config.donated_buffer = False before it is compiled")  # fmt: skip
-        attention = attention or hasattr(node, "_saved_dropout_p")
-        dropout = dropout or getattr(node, "_saved_dropout_p", 0.0) > 0
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.append(leaf)
-        if isinstance(node, _SOURCE):
-            sources.add(node)
-            continue
-        if isinstance(node, NODE):
-            python.append(node)
-        reentrant = reentrant or isinstance(node, _REENTRANT)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                work.append(following)
-    return _Found(seen, found, sources, python, attention, dropout, reentrant)

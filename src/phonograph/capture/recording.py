@@ -5,19 +5,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..call.signature import Call
 from ..guards.attribute_effects import Left
 from ..guards.guards import Reliances, Setting
-from ..memory.pool import Lease
+from ..memory.loans import Borrowed
+from ..memory.pool import Lease, Pool
 from ..memory.spans import Spans
-from ..memory.views import View
 from ..python.identity import identity
 from ..values.pytree import Edit, Node
 
-__all__ = ["BEGINS_ANEW", "MEMORY", "Entangled", "Output", "Program", "Recording", "Slot", "Tensors", "memory_of"]
+__all__ = [
+    "BEGINS_ANEW",
+    "MEMORY",
+    "Entangled",
+    "Made",
+    "Output",
+    "Program",
+    "Recording",
+    "Replay",
+    "Slot",
+    "Tensors",
+    "memory_of",
+]
 
 MEMORY = "the memory that it used"  # as what a recording has lost
 BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
@@ -72,31 +85,46 @@ class Slot:
     moved: bool = True
 
 
-@dataclass(frozen=True)
+class Made(NamedTuple):
+    """Where a tensor that the call created will lie when the program has run: bytes of the pool."""
+
+    address: int
+    nbytes: int
+
+
 class Output:
-    """How one leaf of the result is made.
+    """One leaf of the result, as each replay makes it. (The kinds: `engine/output_kinds.py`.)"""
 
-    `kind` is one of: ``"value"`` (the Python object `value`), ``"worked"`` (a number that the formula `value` gives),
-    ``"lease"`` (an alias of `template`, which lies on `lease`),
-    ``"empty"`` (a tensor without elements, made in inference mode if `value`), ``"argument"`` (the caller's own tensor number
-    `index`), ``"outside"`` (the very tensor `value`), ``"given"`` (the caller's own container number `index`), ``"same"``
-    (the object that output `index` became), ``"view"`` (on the
-    memory of output `index`, made by `view`). `consumed` outputs get the history of one whose backward already ran; `lazy`
-    (conjugation, negation) is applied last. The recording's `backward` is that of the `attached` ones.
-    """
-
-    kind: str
-    value: Any = None
-    index: int = -1
-    template: torch.Tensor | None = None
-    lease: Lease | None = None
-    size: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    view: View | None = None
-    consumed: bool = False
+    of: int = -1
+    """The number of the output of which it is made; -1 if of none."""
+    memory: torch.Tensor | None = None
+    """The tensor outside, or of the recording, on whose memory it lies."""
     attached: bool = False
-    lazy: Any = None
+    """Whether it has a history, which leads to the recording's `backward`."""
+
+    def make(self, replay: Replay) -> Any:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+@dataclass(slots=True)
+class Replay:
+    """One replay that has been launched, as its results are made."""
+
+    recording: Recording
+    pool: Pool
+    call: Call | None
+    """None for a call that was recognised by its tensors alone."""
+    tensors: Sequence[torch.Tensor]
+    """Those among its arguments..."""
+    lent: Mapping[int, Borrowed]
+    """...and the borrowed outputs behind some of these, by their numbers."""
+    copies: Sequence[torch.Tensor]
+    """Copies of small results, made by the program."""
+    made: list[Any]
+    """Results so far, by their numbers."""
 
 
 def memory_of(t: torch.Tensor) -> tuple[int, int]:
@@ -220,7 +248,7 @@ class Recording:
 
     def __str__(self) -> str:
         slots = ", ".join(_brief(s) for s in self.slots) or "none"
-        outs = ", ".join(o.kind for o in self.outputs) or "none"
+        outs = ", ".join(map(str, self.outputs)) or "none"
         return (
             f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
             f"  slots: {slots}\n  outputs: {outs}\n"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from threading import RLock
-from typing import Any
 
 import torch
 
 from ..errors import Refusal
 from ..values.device_names import named
+from .base import Device
 from .cpu.device import CpuDevice
 from .cuda.device import CudaDevice  # now, and not in the middle of somebody's first call
 
 __all__ = ["all_devices", "device_for", "lock", "owned"]
 
-_devices: dict[torch.device, Any] = {}
+_devices: dict[torch.device, Device] = {}
 lock = RLock()  # recordings are made and played under it: they share memory
 owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
 """Whether this thread has the lock: a call then comes out of the middle of another, from a signal handler or a finalizer."""
@@ -24,7 +24,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def device_for(device: torch.device) -> Any:
+def device_for(device: torch.device) -> Device:
     """The `Device` for a torch.device; made at first use.
 
     Raises:
@@ -36,12 +36,12 @@ def device_for(device: torch.device) -> Any:
     return _devices[device]
 
 
-def all_devices() -> list[Any]:
+def all_devices() -> list[Device]:
     """Every device that has been used so far."""
     return list(_devices.values())
 
 
-def _make(device: torch.device) -> Any:
+def _make(device: torch.device) -> Device:
     if device.type == "cpu":
         return CpuDevice()
     if device.type == "cuda":

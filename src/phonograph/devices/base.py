@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..capture.dispatch import OperatorWatch
-from ..capture.recording import Program, Recording
+from ..capture.recording import Made, Program, Recording
 from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import Pool
@@ -18,14 +18,7 @@ from ..memory.spans import Spans
 from ..state.rng import Rewind
 from ..values.wording import Failure
 
-__all__ = ["CapturePlan", "Captured", "Device", "Made"]
-
-
-class Made(NamedTuple):
-    """Where a tensor that the call created will lie when the program has run: bytes of the pool."""
-
-    address: int
-    nbytes: int
+__all__ = ["CapturePlan", "Captured", "Device"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,6 +51,10 @@ class CapturePlan:
     """Bytes of results, at most, that each run copies to memory of the caller's own."""
     rewind: Rewind | None = None
     """Random states that a forward has read, and its backward, which this is, may set again."""
+
+    def fed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the arguments, or of their slots, that each run copies to the slots, or into which it copies."""
+        return [t for t, borrowed in zip(tensors, self.borrowed, strict=True) if not borrowed]
 
 
 class Captured(NamedTuple):

@@ -10,51 +10,25 @@ recordings) are put back with the rest.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import torch
-from torch._ops import OpOverload
-from torch.utils.checkpoint import checkpoint
 
-from .._torch.autograd import bump
-from .._torch.tensors import has_memory, storage_id
-from ..aten import operators
-from ..autograd.saved_hooks import Tracing
-from ..call.live_function import Marked
-from ..call.signature import HOOKS, attributes, has_gradient_or_hooks, modes
-from ..capture.arrivals import Arrivals
-from ..capture.breaks import HERE, Break, Decision, Done, MarkedBreak, Torn
-from ..capture.dispatch import OperatorWatch
-from ..capture.live_results import Form, Meta, Notes, one_thread
-from ..capture.recording import Tensors
-from ..errors import Refusal, Unseen
-from ..guards.guards import Grads, changed, state_of
-from ..guards.hyperparameters import Dials, reals
-from ..guards.reachable import Reach
+from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
+from ..capture.recording import Program, Tensors
+from ..errors import Refusal
+from ..guards.guards import Grads
+from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
-from ..python.identity import identity
-from ..python.origin import users_line
 from ..state.rng import put
-from ..values.host_scalars import READS_NUMBER, Site, tensors_of
-from ..values.keys import NoSignature, plain_key
-from ..values.pytree import flatten, unflatten
-from ..values.wording import COMPILED, at_work
 
-__all__ = ["Cuts", "Diverged", "Segments", "Unmarked"]
+__all__ = ["Diverged", "Segments"]
 
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
     "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside the recorded function."
 )
-_UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
-
-
-class Unmarked(Unseen):
-    """A marked function, where none was known of."""
 
 
 class Diverged(Refusal):
@@ -71,12 +45,26 @@ class Diverged(Refusal):
         self.decided = isinstance(live, Decision)  # nothing is wrong with the recording: a number was another this time
 
 
+class _Before(NamedTuple):
+    """What a replay notes at its beginning, to put it back where the call has to begin again."""
+
+    grads: Grads | None
+    kept: list[tuple[torch.Tensor, torch.Tensor | None]]
+    """The gradients of parameters."""
+    written: list[torch.Tensor]
+    """Copies of what it writes outside."""
+    states: list[torch.Tensor]
+    """Those of random generators."""
+    versions: Mapping[int, int]
+    """Those of tensors outside."""
+
+
 class Segments:
     """A `Program` of several, with live operators between."""
 
     def __init__(
-        self, programs: Sequence[Any], breaks: list[Break], written: list[torch.UntypedStorage], generators: Sequence[Any],
-        operators: int,
+        self, programs: Sequence[Program], breaks: list[Break], written: list[torch.UntypedStorage],
+        generators: Sequence[torch.Generator], operators: int,
     ) -> None:  # fmt: skip
         self.programs = programs
         self.breaks = breaks
@@ -91,6 +79,7 @@ class Segments:
         self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
         self.dials: Dials | None = None
         self._dials_fit = True
+        self._turned = False  # hyper-parameters have been set in this run
         self.versions: Callable[[], Mapping[int, int]] = dict
         self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
@@ -103,23 +92,14 @@ class Segments:
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
-        self.stopped, self._dials_fit = False, True
-        marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
-        grads = self.grads if marked else None
-        if grads is not None:
-            grads.show()
-        kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
-        with torch.no_grad():
-            before = [t.clone() for t in self._written]
-        states = [g.get_state() for g in self._generators]
-        versions = self.versions() if marked else {}
+        self.stopped, self._dials_fit, self._turned = False, True, False
+        before = self._before()
         disturbed = self.disturbing()
         done: list[Done] = []
         counts = self.dials.counts if self.dials is not None else None
         if counts:
             counts.begin()
         targets: list[torch.Tensor] = self.programs[0].run(sources)
-        turned = False
         for number, (live, program) in enumerate(zip(self.breaks, self.programs[1:], strict=True)):
             if self.dials is not None and counts:
                 self.dials.advance(number)
@@ -127,37 +107,56 @@ class Segments:
             if live.grads:
                 _give(live.grads)
                 disturbed = self.disturbing()
-            torn = ""
-            try:
-                other = live.run(done, self._generators)
-                turned = self._follow_dials() or turned
-                if counts and counts.changed():
-                    torn = "steps an optimizer that the recorded function steps"
-                elif not self._dials_fit:
-                    torn = "sets hyper-parameters of an optimizer that it cannot follow"
-                elif turned and other:
-                    torn = f"{other}, after hyper-parameters were set"
-                elif isinstance(live, MarkedBreak) and disturbed():
-                    torn = "changes something on which the recorded function relies (keep it in a tensor)"
-                elif done and other and self._written_by_the_way(versions, done):
-                    torn = f"{other}, after others have written tensors outside"
-            except Torn as e:
-                other, torn = "", str(e)
-            except BaseException:
-                self.stopped = True
-                raise
+            other, torn = self._run_live(live, done, disturbed, before.versions)
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
-                self._undo(before, states)
+                self._undo(before)
                 if counts:
                     counts.take_back()
-                _give(kept)
-                if torn and grads is not None:
-                    grads.lose()
+                _give(before.kept)
+                if torn and before.grads is not None:
+                    before.grads.lose()
                 raise diverged
             targets = program.run(())
-        _give(kept)  # those that the call leaves are given at its end (`Grads.leave`)
+        _give(before.kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
+
+    def _before(self) -> _Before:
+        marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
+        grads = self.grads if marked else None
+        if grads is not None:
+            grads.show()
+        kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
+        with torch.no_grad():
+            written = [t.clone() for t in self._written]
+        states = [g.get_state() for g in self._generators]
+        return _Before(grads, kept, written, states, self.versions() if marked else {})
+
+    def _run_live(
+        self, live: Break, done: list[Done], disturbed: Callable[[], bool], versions: Mapping[int, int]
+    ) -> tuple[str, str]:  # fmt: skip
+        """Run what is live between two segments. Returns what is another than before, if anything is, so that the replay cannot
+        go on; and what must not be done a second time, if a live call from the beginning would."""
+        counts = self.dials.counts if self.dials is not None else None
+        try:
+            other, torn = live.run(done, self._generators), ""
+            self._turned = self._follow_dials() or self._turned
+            if counts and counts.changed():
+                torn = "steps an optimizer that the recorded function steps"
+            elif not self._dials_fit:
+                torn = "sets hyper-parameters of an optimizer that it cannot follow"
+            elif self._turned and other:
+                torn = f"{other}, after hyper-parameters were set"
+            elif isinstance(live, MarkedBreak) and disturbed():
+                torn = "changes something on which the recorded function relies (keep it in a tensor)"
+            elif done and other and self._written_by_the_way(versions, done):
+                torn = f"{other}, after others have written tensors outside"
+        except Torn as e:
+            return "", str(e)
+        except BaseException:
+            self.stopped = True
+            raise
+        return other, torn
 
     def _follow_dials(self) -> bool:
         """Whether hyper-parameters have been set: later segments work with the new ones."""
@@ -174,11 +173,11 @@ class Segments:
         now = self.versions()
         return any(now.get(i, version) != version for i, version in versions.items() if i not in own)
 
-    def _undo(self, before: list[torch.Tensor], states: list[torch.Tensor]) -> None:
+    def _undo(self, before: _Before) -> None:
         with torch.no_grad():
-            for t, value in zip(self._written, before, strict=True):
+            for t, value in zip(self._written, before.written, strict=True):
                 t.copy_(value)
-        for g, state in zip(self._generators, states, strict=True):
+        for g, state in zip(self._generators, before.states, strict=True):
             put(g, state)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
@@ -198,250 +197,3 @@ def _give(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     for p, grad in grads:
         if p.grad is not grad:
             p.grad = grad
-
-
-class Cuts:
-    """The live operators and marked functions of a call that is captured, which ends a segment at each."""
-
-    now: ClassVar[list[Cuts]] = []  # of the captures that go on, the innermost last
-
-    def __init__(self, notes: Notes | None, reach: Reach, watch: OperatorWatch, outer: set[int], in_backward: bool) -> None:
-        self._notes = notes
-        self._in_backward = in_backward  # the call is one of what has been recorded as the backward of another
-        self._reach = reach
-        self._watch = watch
-        self._modes: tuple[Any, ...] = ()
-        self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
-        self._tensors = [(name, t, _is(t)) for name, t in reach.all_tensors] if notes is not None and notes.marked else []
-        self._own = {identity(t) for _, t, _ in self._tensors}
-        self._outer = outer
-        self._before = 0
-        self._thread = threading.get_ident()
-        self._backwards: Any = nullcontext()
-        self._numbers: dict[Site, Iterator[Any]] = {}
-        self._left = 0  # how many are to come
-
-    def __enter__(self) -> None:
-        self._modes = _modes()
-        if self._notes is not None and self._notes.cuts:
-            self._backwards = one_thread()
-        if self._notes is not None:
-            self._watch.split, self._watch.cutting = self._notes.operators, self.cut
-            self._watch.decisive, self._watch.deciding = self._notes.decisive, self.decide
-            self._numbers = {site: iter(numbers) for site, numbers in self._notes.numbers.items()}
-            self._left = len(self._notes.forms) + sum(map(len, self._notes.numbers.values()))
-            self._watch.arrivals = Arrivals(self._watch.copied) if self._left else None
-        Cuts.now.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        Cuts.now.remove(self)
-        self._backwards.__exit__(None, None, None)
-        self._watch.split, self._watch.decisive = frozenset(), frozenset()
-        self._watch.arrivals = None
-        self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
-
-    def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
-        """End a segment, because this is called. Returns what stands for its result."""
-        said = operator.name() if isinstance(operator, Marked) else at_work(operator.name())
-        runs, watch = f"runs {said} live", self._watch
-        form, values = self._form(operator, runs)
-        leaves: list[Any] = []
-        shape = flatten((args, kwargs), leaves)
-        numbers = tensors_of(leaves)
-        leaves = [None if i in numbers else reals(x, "is given to what runs live") for i, x in enumerate(leaves)]
-        for x in leaves:
-            self._passable(x, runs, isinstance(operator, Marked))
-        watch.dials_lost(leaves)
-        if isinstance(operator, Marked):
-            given = [HERE if isinstance(x, torch.Tensor) and identity(x) not in self._own else x for x in leaves]
-            written = [leaves[i] for i in form.writes]
-            watch.drew = True
-            self._may_be_written([x for x in leaves if isinstance(x, torch.Tensor) and identity(x) in self._own])
-        else:
-            given = [HERE if isinstance(x, torch.Tensor) and x.device == watch.device else x for x in leaves]
-            written = self._written_by(operator, args, kwargs, runs)
-        mine = [x for x, g in zip(leaves, given, strict=True) if g is HERE]
-        for t in written:
-            watch.writes(t)
-        self._check(operator, runs)
-        if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
-            raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
-        if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
-            raise Refusal(f"{runs}, which gives tensors of another inference mode", "leave the mode as it is")
-        part: Break
-        if isinstance(operator, Marked):
-            bump(written)  # for those who have saved one of them for a backward
-            outside = [storage_id(t) in watch.outside or storage_id(t) in watch.slot_ids for t in mine]  # others have those
-            rewritten = [[True] if others else watch.shown(t) for t, others in zip(mine, outside, strict=True)]
-            keeps = self._notes.keeps[self._before - 1]  # type: ignore[union-attr]
-            historied = [t.requires_grad for t in mine]
-            part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
-        else:
-            part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
-        part.said = said
-        arrived = self._arrived(part, runs)
-        new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
-        made = iter(
-            watch.interrupt(part, str(part), [*mine, *numbers.values(), *arrived], [m for m, _ in new], [v for _, v in new])
-        )
-        found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
-        return unflatten(form.shape, iter(found))
-
-    def decide(self, t: torch.Tensor, site: Site) -> Any:
-        """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before."""
-        runs = "goes on by a number that it reads"
-        for number in self._numbers.get(site, iter(())):
-            self._may_cut(runs)
-            part = Decision(number, at_work(READS_NUMBER.name()), users_line())
-            self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
-            return number
-        raise Unseen(f"{runs}, and did not read it before", "read it in every call", final=False)
-
-    def _may_be_written(self, tensors: list[torch.Tensor]) -> None:
-        """These from outside are given to a marked function as they are. Where a call begins again, they are put back, if they
-        are not too large to be noted before each replay."""
-        watch = self._watch
-        found = {storage_id(t): t.untyped_storage() for t in tensors if has_memory(t)} | watch.given_outside
-        if sum(s.nbytes() for s in {**found, **{s._cdata: s for s in watch.changed()}}.values()) <= _UNDONE:
-            watch.given_outside = found
-
-    def _grads(self, runs: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients that the call has changed so far. Nothing else that can be seen of a tensor may be another now."""
-        for name, t, (state, _) in self._tensors:
-            if _is(t)[0] != state:
-                raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
-        found = [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
-        if found and self._in_backward:
-            raise Refusal(
-                f"{runs} in a part that is recomputed by a backward of its own", "use checkpoint(use_reentrant=False)"
-            )
-        return found
-
-    def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
-        m = operators.meaning(operator)
-        if m.metadata_only or (m.writes_named and m.shape_from_data):
-            raise Refusal(f"{runs}, which may resize a tensor that it is given", "let it make a new one")
-        self._watch.drew = self._watch.drew or m.random or not m.compiled
-        return operators.written_by(m, args, kwargs)
-
-    def _check(self, operator: OpOverload | Marked, runs: str) -> None:
-        """Whether the call may be cut here, and code run."""
-        watch = self._watch
-        self._may_cut(runs)
-        if watch.caught(any_kind=isinstance(operator, Marked) or operators.meaning(operator).others):
-            raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
-                          "let the exception out, and catch it around the call")  # fmt: skip
-        for place in changed(self._held):
-            raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
-        (autocast, *now), (before, *then) = _modes(), self._modes
-        if now != then or (isinstance(operator, Marked) and autocast != before):  # an operator runs with what it is then
-            raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
-
-    def _may_cut(self, runs: str) -> None:
-        """Whether the call may be cut here."""
-        if threading.get_ident() != self._thread:
-            raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
-        if sum(s.nbytes() for s in self._watch.changed()) > _UNDONE:
-            raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
-
-    def _arrived(self, part: Break, runs: str) -> list[torch.Tensor]:
-        """Copies of what other ranks have sent so far, which a call that begins again after this is given."""
-        watch, arrivals = self._watch, self._watch.arrivals
-        self._left -= 1
-        if not watch.communicated:
-            self._needs_no_more()
-            return []
-        after = f"{runs} after it has communicated with other ranks"
-        if arrivals is None or watch.workplaces or watch.gathered:
-            raise Refusal(f"{after} in a wrapper of torch's", "call it before that, or outside")
-        if name := watch.under_way():
-            raise Refusal(f"{runs} while a collective is under way ({name})", "wait for it before")
-        arrived = arrivals.kept()
-        self._needs_no_more()
-        if arrived is None:
-            raise Refusal(
-                f"{after}, and written to strided parts of what that has brought, or by Triton",
-                "call it before that, or outside",
-            )
-        part.brought = [(name, len(tensors)) for name, tensors in arrived]
-        found = [t for _, tensors in arrived for t in tensors]
-        if sum(t.nbytes for t in found) > _UNDONE:
-            raise Refusal(f"{after} by large tensors, which would have to be kept", "call it before that, or outside")
-        return found
-
-    def _needs_no_more(self) -> None:
-        """After the last of them nobody needs copies of what arrives."""
-        if not self._left:
-            self._watch.arrivals = None
-
-    @staticmethod
-    def marked(function: Marked, args: Any, kwargs: Any) -> Any:
-        """A marked function is called in a call that is captured. Returns what stands for its result.
-
-        Raises:
-            Refusal: the call cannot be cut there.
-        """
-        mine = Cuts.now[-1] if Cuts.now else None
-        if mine is None or mine._notes is None:
-            raise Refusal(f"calls {function.name()}, which is marked @pg.live", "call it outside the recorded function")
-        if not mine._notes.marked:
-            raise Unmarked(f"calls {function.name()}, which is marked @pg.live and was not looked for", "name it in the "
-                           "recorded function", final=False)  # fmt: skip
-        return mine.cut(function, args, kwargs)
-
-    def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[Any]]:
-        i, self._before = self._before, self._before + 1
-        if self._notes is None or i >= len(self._notes.forms) or self._notes.forms[i].operator is not operator:
-            raise Unseen(f"{runs}, which was not seen to run there", "call it in every call", final=False)
-        form = self._notes.forms[i]
-        if form.objection:
-            raise Refusal(f"{runs}, which {form.objection}", _instead(operator))
-        return form, self._notes.values[i]
-
-    def _passable(self, x: Any, runs: str, marked: bool) -> None:
-        """Whether each replay can give this to the operator."""
-        if isinstance(x, torch.Tensor):
-            plain = type(x) in (torch.Tensor, torch.nn.Parameter) and has_memory(x)
-            ours = x.device == self._watch.device and not (x.is_conj() or x.is_neg())
-            # One that is written in code of the call may be a number on the host.
-            number = plain and x.is_cpu and x.dim() == 0 and not self._watch.known.get(storage_id(x))
-            if not (plain and (ours or (number and not marked))):
-                raise Refusal(f"{runs} with a tensor on {x.device}, or of another kind", "pass plain tensors of the device")
-            if marked and identity(x) not in self._own and (attributes(x) or x.retains_grad or has_gradient_or_hooks(x)):
-                raise Refusal(f"{runs} with a tensor that has attributes, hooks or a gradient, which its copy has not",
-                              "pass what it needs of them by itself")  # fmt: skip
-        elif identity(x) not in self._outer and not _constant(x):
-            raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
-
-
-def _instead(operator: OpOverload | Marked) -> str:
-    if isinstance(operator, Marked):
-        return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
-    return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), COMPILED]))
-
-
-def _modes() -> tuple[Any, ...]:
-    """Those for which code between segments may ask, autocast first: but for the grad mode, which it finds as it was, and the
-    hooks by which a capture or `checkpoint` keeps what autograd saves."""
-    settings, autocast, *rest = modes()
-    pack, _ = settings[HOOKS] or (None, None)
-    hooks = None if getattr(pack, "__module__", "") in (checkpoint.__module__, Tracing.__module__) else pack
-    return autocast, *settings[1:HOOKS], *settings[HOOKS + 1 :], *rest, hooks
-
-
-def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:
-    """What a tensor is, and (weakly) its gradient."""
-    grad = t.grad if t.is_leaf else None
-    return state_of(t), None if grad is None else weakref.ref(grad)
-
-
-def _has_still(t: torch.Tensor, grad: weakref.ref[torch.Tensor] | None) -> bool:
-    return t.grad is None if grad is None else t.grad is not None and t.grad is grad()
-
-
-def _constant(x: Any) -> bool:
-    try:
-        plain_key(x)
-    except NoSignature:
-        return False
-    return not (isinstance(x, (set, torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)) or callable(x))

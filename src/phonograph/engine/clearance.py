@@ -73,8 +73,8 @@ class Clearance:
     recordings are kept apart altogether. When it is scarce only what is held counts as taken; and where that led to a recording
     being in its own way, the new one keeps clear of every output and never holds one itself. One that is made because another
     has left a tensor in the memory of its predecessor, or hands one out there, keeps `apart` from all: so functions that take
-    turns are in nobody's way after one more recording each. A backward that `shares` has room where its forward works; nothing
-    else is there when it runs.
+    turns are in nobody's way after one more recording each. A backward may have `room` where its forward works; nothing else
+    is there when it runs.
 
     Forwards that wait for their backwards at the same time take `turns`, in an order that is not known yet: each keeps clear of
     all others. Their backwards share what none of them hands out, and hand out copies, because gradients are held for long.
@@ -94,10 +94,11 @@ class Clearance:
         one_of_many = turns and backward is not None
         release = None
         if backward is not None and not (placement.apart or placement.blocked):
-            if backward.shares and not turns:
-                taken -= backward.room
-            if backward.last and (backward.shares or turns) and not request.terms.concessions.retain:
-                release = Release(backward.releasable)
+            room = backward.forward.room
+            if room is not None and not turns:
+                taken -= room
+            if backward.last and (room is not None or turns) and not request.terms.concessions.retain:
+                release = Release(backward.saved.releasable)
         everything = taken | pool.protected()
         roomy = pool.footprints().nbytes <= request.device.roomy
         if placement.apart or (roomy and placement.blocked < _TAKING_TURNS):

@@ -31,7 +31,7 @@ from ..capture.dispatch import OperatorWatch
 from ..capture.effects import together
 from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching_python
 from ..devices.base import CapturePlan
-from ..devices.segments import Cuts
+from ..devices.cuts import Cuts
 from ..errors import Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by

@@ -75,8 +75,8 @@ def _in_order(request: Request) -> None:
                       "would come before all averages", "record the whole step")  # fmt: skip
     if request.tracing is not None and averaging() is not None:
         raise refusal
-    if request.backward is not None and request.backward.averaged:
-        request.backward.stop(refusal)
+    if request.backward is not None and request.backward.forward.averaged:
+        request.backward.forward.stop(refusal)
 
 
 def _no_arrays_written(reach: Reach, evidence: Evidence) -> None:

@@ -33,6 +33,7 @@ from ..values.keys import BY_IDENTITY, SCALARS
 from ..values.object_layout import layout_of
 from ..values.pytree import Node, has_only_attributes
 from .history import History
+from .output_kinds import Container
 from .player import Player
 
 __all__ = ["KnownCall", "KnownCalls", "Undescribed"]
@@ -295,7 +296,7 @@ def _kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _needs_arguments(player: Player) -> bool:
     """Whether a result is a container among the arguments, or something is put into one."""
     recording = player.recording
-    return bool(recording.edits) or any(o.kind == "given" for o in recording.outputs)
+    return bool(recording.edits) or any(isinstance(o, Container) for o in recording.outputs)
 
 
 def _not_transformed() -> bool:

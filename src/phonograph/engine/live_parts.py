@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from .._torch import dynamo as torch_dynamo
 from ..call.live_function import MARK, Marked
 from ..capture.live_results import noted_here
-from ..devices.segments import Cuts
+from ..devices.cuts import Cuts
 from ..errors import Refusal
 from ..python.origin import users_line
 from .current_capture import recording_here, refuse

@@ -1,6 +1,6 @@
 """How a recorded call's result is handed out again by each replay.
 
-Every leaf of the result is one of a few kinds (`recording.Output`), decided once, from where its memory is. What no
+Every leaf of the result is one of a few kinds (`output_kinds.py`), decided once, from where its memory is. What no
 replay could hand out faithfully is refused here.
 """
 
@@ -21,7 +21,7 @@ from .._torch.tensors import has_memory, is_shape, kind_of, storage_id
 from ..autograd.kept_by_code import NODE
 from ..call.signature import Call, attributes
 from ..capture.recording import Output
-from ..devices.base import Captured
+from ..devices.base import Captured, Device
 from ..errors import Attached, Refusal
 from ..guards.guards import Grads
 from ..guards.reachable import Reach
@@ -35,6 +35,7 @@ from ..values.object_layout import layout_of
 from ..values.pytree import inside, labels, tensors_apart
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 from .evidence import Behaviour
+from .output_kinds import Aliased, Argument, Computed, Container, Copied, Empty, Leased, Outside, Same, Value, Viewed
 from .returned import Given, Returned
 
 __all__ = ["lease", "moulds", "overlap", "plan"]
@@ -45,7 +46,7 @@ _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 
 def plan(
-    captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Any,
+    captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Device,
     leaves: list[Any], *, traced: bool,
 ) -> tuple[Output, ...]:  # fmt: skip
     """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out, and to `leaves`,
@@ -71,9 +72,9 @@ def plan(
 
 def _apart(plan: tuple[Output, ...], tensors: list[range]) -> None:
     """Tensors that consist of parts are made anew: what autograd knows of their memory, it would not know of the new ones."""
-    leases = [identity(o.lease) for o in plan if o.lease is not None]
+    leases = [identity(o.lease) for o in plan if isinstance(o, Leased)]
     for o in (plan[i] for leaves in tensors for i in leaves):
-        own = o.kind == "empty" or (o.kind == "lease" and leases.count(identity(o.lease)) == 1)
+        own = isinstance(o, Empty) or (isinstance(o, Leased) and leases.count(identity(o.lease)) == 1)
         if not own:
             raise Refusal("returns a tensor that consists of parts, and shares memory with another", "return a clone of it")
 
@@ -83,7 +84,7 @@ def moulds(plan: tuple[Output, ...], copied: Sequence[Lease]) -> tuple[torch.Ten
     and otherwise the bytes, of which the outputs are views."""
     found = []
     for lease in copied:
-        templates = [o.template for o in plan if o.lease is lease and o.template is not None]
+        templates = [o.memory for o in plan if isinstance(o, Leased) and o.lease is lease]
         whole = len(templates) == 1 and dense(templates[0]) and templates[0].nbytes == lease.nbytes
         found.append(templates[0] if whole else lease.bytes())
     return tuple(found)
@@ -116,13 +117,14 @@ def _outlives(leaf: Any, reach: Reach) -> bool:
 
 def _value(leaf: Any, reach: Reach) -> Output:
     if type(leaf) is Given:
-        return Output("given", index=leaf.number) if leaf.number >= 0 else Output("value", leaf.thing)
-    if isinstance(leaf, Followed):  # worked out anew each time
-        return Output("worked", leaf.formula)
+        kind = Outside if isinstance(leaf.thing, torch.Tensor) else Value
+        return Container(leaf.number) if leaf.number >= 0 else kind(leaf.thing)
+    if isinstance(leaf, Followed):
+        return Computed(leaf.formula)
     if not _outlives(leaf, reach):
         made_of = "return tensors, numbers, containers or objects of these"
         raise Refusal(f"returns an object of class {class_of(leaf)}", _REMEDIES.get(type(leaf).__module__, made_of))
-    return Output("value", leaf)
+    return Value(leaf)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -147,7 +149,7 @@ class _Plan:
 
     def __init__(
         self, captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease],
-        device: Any, leaves: list[Any], traced: bool,
+        device: Device, leaves: list[Any], traced: bool,
     ) -> None:  # fmt: skip
         self._captured, self._behaviour, self._traced = captured, behaviour, traced
         self._reach, self._leases, self._device = reach, leases, device
@@ -155,6 +157,7 @@ class _Plan:
         self._tensors = leaves  # those that are none among them as well
         self._numbers: dict[int, int] = {identity(t): i for i, t in reversed([*enumerate(leaves)])}
         self._found: dict[int, Output] = {}
+        self._copies = {key: i for i, key in enumerate(captured.copied)}
         self._bases = Counter(
             identity(t._base) for t in {identity(t): t for t in leaves if isinstance(t, torch.Tensor)}.values()
         )
@@ -169,7 +172,7 @@ class _Plan:
             if not isinstance(leaf, torch.Tensor):
                 self._found[i] = _value(leaf, self._reach)
             elif self._numbers[identity(leaf)] < i:
-                self._found[i] = Output("same", index=self._numbers[identity(leaf)])
+                self._found[i] = Same(self._numbers[identity(leaf)])
             else:
                 _faithful(leaf, self._captured, self._behaviour, self._traced)
                 self._number(leaf)
@@ -191,10 +194,10 @@ class _Plan:
             return self._view(t, self._results[base] if t._base is None else t._base)
         for i, (slot, seen) in enumerate(zip(self._captured.used, self._behaviour.tensors, strict=True)):
             if t is slot or t is seen:
-                return Output("argument", index=i)
+                return Argument(i)
         for x in self._outside:
             if t is x:
-                return Output("outside", x)
+                return Outside(x)
         key = storage_id(t)
         there = [x for x in (*self._behaviour.tensors, *self._outside) if storage_id(x) == key]
         if there and t.grad_fn is not None:
@@ -217,8 +220,7 @@ class _Plan:
         if t.device != self._device.torch_device:
             raise Refusal(f"returns a tensor on {t.device}", f"return it on {self._device.torch_device}")
         if t.untyped_storage().nbytes() == 0:
-            return Output("empty", t.is_inference(), size=tuple(t.shape), stride=t.stride(), dtype=t.dtype,
-                          consumed=t.grad_fn is not None, lazy=_lazy(t))  # fmt: skip
+            return Empty(tuple(t.shape), t.stride(), t.dtype, t.is_inference(), consumed=t.grad_fn is not None, lazy=_lazy(t))
         if key not in self._captured.made:
             raise Refusal("returns a tensor whose memory was not made by the call", "return a clone of it")
         if not t.requires_grad:
@@ -232,11 +234,13 @@ class _Plan:
             if base is None:
                 apart.append(t)
         lent = lease(key, self._captured, self._leases, self._device)
-        if any(o.lease is lent and o.template is not None and o.template.dtype is not t.dtype for o in self._found.values()):
+        if any(isinstance(o, Leased) and o.lease is lent and o.memory.dtype is not t.dtype for o in self._found.values()):
             raise Refusal("returns one memory as tensors of two dtypes", "return a clone of one of them")
         place = t.dtype, t.size(), t.stride(), int(t.storage_offset())
         template = lent.template(*place, inference=t.is_inference())
-        return Output("lease", template=template, lease=lent, consumed=t.requires_grad, lazy=_lazy(t))
+        if key in self._copies:
+            return Copied(template, lent, index=self._copies[key], consumed=t.requires_grad, lazy=_lazy(t))
+        return Aliased(template, lent, consumed=t.requires_grad, lazy=_lazy(t))
 
     def _is_shared(self, base: torch.Tensor, t: torch.Tensor) -> bool:
         """Whether what a tensor is a view of is a result, or shares its version with another, or with what that views."""
@@ -248,7 +252,7 @@ class _Plan:
         if view is None:
             raise Refusal("returns a tensor that shares memory with another in a way that cannot be repeated",
                           "return a clone of it")  # fmt: skip
-        return Output("view", index=self._number(base), view=view)
+        return Viewed(self._number(base), view)
 
 
 def _share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -259,7 +263,7 @@ def _lazy(t: torch.Tensor) -> Any:
     return torch.Tensor.conj if t.is_conj() else torch._neg_view if t.is_neg() else None
 
 
-def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Any) -> Lease:
+def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Device) -> Lease:
     """The lease of a storage that the call made; a new one is noted in `leases`."""
     if key not in leases:
         made = captured.made[key]
@@ -285,7 +289,7 @@ def _places(t: torch.Tensor) -> Iterable[int]:
 
 
 def _attached(output: Output) -> Output:
-    if output.kind != "lease" or output.lazy is not None:
+    if not isinstance(output, Leased) or output.lazy is not None:
         raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                       "return a clone of it")  # fmt: skip
     return replace(output, consumed=False, attached=True)

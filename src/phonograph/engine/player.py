@@ -12,29 +12,27 @@ may be at work when nobody holds it any more.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 
 from .._torch.autograd import bump
-from .._torch.dynamo import ended_by
 from .._torch.tensors import address, alias, has_memory, storage_id, use_count
 from ..autograd.function import Joint
 from ..call.signature import Call
-from ..capture.recording import MEMORY, Output, Recording, memory_of
+from ..capture.recording import MEMORY, Output, Recording, Replay, memory_of
+from ..devices.base import Device
 from ..devices.segments import Diverged, Segments
 from ..guards.attribute_effects import advance, putting
-from ..memory.loans import Borrowed, Loan, plain
-from ..memory.pool import Fill, once
+from ..memory.pool import Fill, Pool, once
 from ..memory.spans import Spans
 from ..python.identity import identity
 from ..values.host_scalars import reading
 from ..values.pytree import rebuilding
+from .output_kinds import AS_IT_IS, Aliased, Copied, Leased
 
 __all__ = ["GRAD", "Player", "uses"]
 
@@ -42,31 +40,12 @@ GRAD = "a .grad attribute"  # as what has changed
 
 _references: Callable[[object], int] = sys.getrefcount
 uses = count()
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()  # for the mode: to set it would cost 1.5 us
-
-
-class _Consumed(torch.autograd.Function):
-    """Gives an output the autograd history that eager's has after its backward ran: one that cannot be used again."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=template.dtype, device=template.device).set_(
-            template.untyped_storage(), template.storage_offset(), template.size(), template.stride()
-        )
-
-    @staticmethod
-    @ended_by
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: this tensor's backward already ran inside the recorded "
-            "function that returned it."
-        )
 
 
 class Player:
     """Plays one recording."""
 
-    def __init__(self, recording: Recording, device: Any) -> None:
+    def __init__(self, recording: Recording, device: Device) -> None:
         self.recording = recording
         self._device = device
         slots = list(enumerate(recording.slots))
@@ -87,10 +66,7 @@ class Player:
             recording.program.versions = recording.reliances.versions
             recording.program.grads = recording.reliances.grads
         self._amiss = recording.program.amiss
-        self._copies = {identity(lease): i for i, lease in enumerate(recording.copied)}
-        self._templates = [
-            o.template for o in recording.outputs if o.template is not None and identity(o.lease) not in self._copies
-        ]
+        self._templates = [o.memory for o in recording.outputs if isinstance(o, Aliased)]
         self._places = [*map(address, self._templates)]
         self._plain = self._plain_outputs()
         self._rebuild = rebuilding(recording.shape, len(recording.outputs))
@@ -101,15 +77,17 @@ class Player:
         self._edits = recording.edits
         self._gained = recording.gained
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
-        recording.reliances.grads.gives(frozenset(map(storage_id, filter(has_memory, _handed_out(recording.outputs)))))
+        recording.reliances.grads.gives(
+            frozenset([storage_id(o.memory) for o in recording.outputs if o.memory is not None and has_memory(o.memory)])
+        )
         self._dials = recording.reliances.dials or None
         self._turned = False
         dials = recording.reliances.dials
         self._steps = dials if dials.counts or dials.advanced else None
         self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
-        late = [(i, o) for i, o in enumerate(recording.outputs) if o.kind in ("view", "same")]
+        self._first = [(i, o) for i, o in enumerate(recording.outputs) if o.of < 0]
+        late = [(i, o) for i, o in enumerate(recording.outputs) if o.of >= 0]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
-        self._given = [(i, o.index) for i, o in enumerate(recording.outputs) if o.kind == "given"]
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and not recording.gained and indices == [*range(len(recording.program.outs))]
@@ -124,11 +102,12 @@ class Player:
         whole = {identity(mould): i for i, mould in enumerate(copies) if mould.is_inference() is inference}
         plain: list[tuple[int, torch.Tensor]] = []
         for o in self.recording.outputs:
-            copied = identity(o.lease) in self._copies
-            special = o.kind != "lease" or o.consumed or o.lazy is not None or (copied and identity(o.template) not in whole)
-            if special or o.template is None or self.recording.borrow:
+            if not isinstance(o, Leased) or o.consumed or o.lazy is not None or self.recording.borrow:
                 return None
-            plain.append((whole[identity(o.template)] if copied else -1, o.template))
+            copied = isinstance(o, Copied)
+            if copied and identity(o.memory) not in whole:
+                return None
+            plain.append((whole[identity(o.memory)] if copied else -1, o.memory))
         return plain
 
     def touch(self) -> None:
@@ -136,7 +115,7 @@ class Player:
         self.used = next(uses)
 
     @property
-    def pool(self) -> Any:
+    def pool(self) -> Pool:
         return self._device.pool
 
     @property
@@ -208,7 +187,7 @@ class Player:
     def awaited(self) -> bool:
         """Whether a backward waits for what the last replay has saved."""
         backward = self.recording.backward
-        return backward is not None and any(lease.alive for lease in backward.memory)
+        return backward is not None and any(lease.alive for lease in backward.saved.memory)
 
     def obstructed(self) -> bool:
         """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for.
@@ -228,7 +207,7 @@ class Player:
 
     def half_attached(self, call: Call) -> bool:
         """Whether some results depend on an argument with a history, and others do not: one node of autograd cannot say so."""
-        return self.joint is not None and any(not call.tensors[i].is_leaf for i in self.joint.traced.partial)
+        return self.joint is not None and any(not call.tensors[i].is_leaf for i in self.joint.traced.graph.partial)
 
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
         """Whether an argument that is not in place cannot be copied to its place, which another recording's output has."""
@@ -340,27 +319,17 @@ class Player:
             elif dense and not (theirs.requires_grad or slot.requires_grad or theirs.is_inference()):
                 theirs.copy_(slot)
             else:
-                with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else _AS_IT_IS:
+                with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else AS_IT_IS:
                     once(theirs).copy_(once(slot))
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
         plain = self._plain
         if plain is not None:
             made: list[Any] = [targets[i] if i >= 0 else alias(template) for i, template in plain]
+            if self._attached:
+                self._attach(made, tensors, call)
         else:
-            made = []
-            for o in self.recording.outputs:
-                t = self._make(o, tensors, call.lent if call is not None else {}, targets)
-                t = _alike(t, _with_history) if o.consumed else t
-                made.append(o.lazy(t) if o.lazy is not None else t)
-        if self._attached:
-            assert self.joint is not None
-            self.joint.attach(made, tensors, call.lent if call is not None else ())
-        for i, o in self._late:
-            made[i] = made[o.index] if o.view is None else _alike(made[o.index], o.view.of)
-        for i, number in self._given:
-            assert call is not None
-            made[i] = call.containers[number]
+            made = self._made(call, tensors, targets)
         result = self._rebuild(made)
         if self._gained:
             result, gradients = result
@@ -373,56 +342,25 @@ class Player:
                 edit.repeat(call.containers[edit.number], new)
         return result
 
-    def _make(self, o: Output, tensors: Sequence[Any], lent: dict[int, Borrowed], targets: list[torch.Tensor]) -> Any:
-        if o.kind == "lease":
-            if identity(o.lease) in self._copies:
-                return self._on_copy(o, targets[self._copies[identity(o.lease)]])
-            return self._lend(o) if self.recording.borrow else alias(o.template)
-        if o.kind == "worked":
-            return o.value(self.recording.reliances.dials.values)
-        if o.kind in ("value", "outside"):
-            return copy.copy(o.value) if type(o.value) is set else o.value
-        if o.kind == "argument":
-            return lent.get(o.index, tensors[o.index])
-        if o.kind == "empty":
-            with torch.inference_mode(o.value):
-                return torch.empty_strided(o.size, o.stride, dtype=o.dtype, device=self.recording.device)
-        return None  # until there is what it is a view of, or which container it is
+    def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[Any]:
+        made: list[Any] = [None] * len(self.recording.outputs)
+        replay = Replay(self.recording, self._device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
+        for i, output in self._first:
+            made[i] = output.make(replay)
+        if self._attached:
+            self._attach(made, tensors, call)
+        for i, output in self._late:
+            made[i] = output.make(replay)
+        return made
 
-    def _lend(self, o: Output) -> torch.Tensor:
-        assert o.lease is not None
-        tensor = alias(o.template)
-        loan = Loan(o.lease.address, o.lease.nbytes, self.recording.name, tensor)
-        self.pool.loans.add(loan)
-        return Borrowed.lend(tensor, loan)
-
-    def _on_copy(self, o: Output, target: torch.Tensor) -> torch.Tensor:
-        """The output in memory of its own, which outputs that share memory go on sharing. (It was made in the mode of the
-        caller, and may be the result of another: only there can it be copied to.)"""
-        assert o.template is not None
-        inference = o.template.is_inference()
-        as_it_is = target.is_inference() is inference
-        if as_it_is and any(o.template is mould for mould in self.recording.program.outs):
-            return target
-        with _AS_IT_IS if as_it_is else torch.inference_mode(inference):
-            t = torch.empty(0, dtype=o.template.dtype, device=o.template.device)
-            return t.set_(target.untyped_storage(), o.template.storage_offset(), o.template.size(), o.template.stride())
-
-
-def _handed_out(outputs: Iterable[Output]) -> Iterator[torch.Tensor]:
-    """The tensors that results are, or on whose memory they lie."""
-    for o in outputs:
-        yield from (x for x in (o.template, o.value) if isinstance(x, torch.Tensor))
+    def _attach(self, made: list[Any], tensors: Sequence[torch.Tensor], call: Call | None) -> None:
+        assert self.joint is not None
+        self.joint.attach(made, tensors, call.lent if call is not None else ())
 
 
 def _behind(o: Output, outputs: Sequence[Output]) -> int:
     """How many others have to be made before this one."""
-    return 1 + _behind(outputs[o.index], outputs) if o.kind in ("view", "same") else 0
-
-
-def _alike(t: torch.Tensor, made: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What is `made` of a tensor, on its memory: borrowed if that is."""
-    return Borrowed.lend(made(plain(t)), t.loan) if type(t) is Borrowed else made(t)
+    return 1 + _behind(outputs[o.of], outputs) if o.of >= 0 else 0
 
 
 def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:
@@ -434,9 +372,3 @@ def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:
 
 def _closed(*_: Any) -> list[torch.Tensor]:
     raise RuntimeError("this recording was closed, and its memory may be another's now")
-
-
-def _with_history(t: torch.Tensor) -> torch.Tensor:
-    with torch.enable_grad():
-        out: torch.Tensor = _Consumed.apply(torch.empty(0, requires_grad=True, device=t.device), t)
-    return out

@@ -36,7 +36,7 @@ from .._torch import modules as torch_modules
 from .._torch.dynamo import compiling, ended_by, run_where_traced
 from .._torch.skipped_frames import passes_on
 from ..aten.operators import meaning
-from ..autograd.backward import Backward
+from ..autograd.backward import Backward, Forward
 from ..autograd.function import TWICE, Joint
 from ..autograd.saved_hooks import Tracing
 from ..call.growing_sizes import Growth
@@ -48,7 +48,8 @@ from ..capture.live_results import Notes, noting
 from ..capture.recording import BEGINS_ANEW, MEMORY, Entangled, Recording
 from ..capture.value_checks import look, lookouts
 from ..devices import device_for, lock, owned
-from ..devices.segments import Diverged, Unmarked
+from ..devices.cuts import Unmarked
+from ..devices.segments import Diverged
 from ..errors import Attached, Decides, Elsewhere, Overlooked, Refusal, RunsLive, Unpadded, Unrecordable, Unseen
 from ..guards.carried_state import Carried, Carries, tensors_in
 from ..guards.followed_numbers import Fixed, Following
@@ -521,7 +522,7 @@ class Recorded(Binding, Observed, Generic[P, R]):
             self._displaced += len(displaced)
             self._drop(displaced)
         crossed = found.blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
-        apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.apart)
+        apart = bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.forward.apart)
         history.tried = True
         try:
             return self._record(call, found.blocked, apart=apart)
@@ -920,16 +921,14 @@ class Recorded(Binding, Observed, Generic[P, R]):
                 ranks.follow(recording, self._counters)
             player = Player(recording, device)
             if recording.backward is not None:
-                recording.backward.takes_turns = in_flight
-                recording.backward.apart = apart
-                recording.backward.once = device.once
-                recording.backward.averaged = torch_ddp.averaging() is not None
+                ran = history.ran_backward
+                gradients_go = ran and not recording.backward.gradients_stay(call.tensors)
+                recording.backward.forward = Forward(
+                    stop=_weakly(self._stop), doubt=_weakly(self._doubt), once=device.once, takes_turns=in_flight, apart=apart,
+                    averaged=torch_ddp.averaging() is not None, room=recording.room if gradients_go else None,
+                )  # fmt: skip
                 if _loses_overlap(recording):
                     self._advise(_AT_ONCE)
-                recording.backward.stop, recording.backward.doubt = _weakly(self._stop), _weakly(self._doubt)
-                ran = history.ran_backward
-                if ran and not recording.backward.gradients_stay(call.tensors):
-                    recording.backward.shares, recording.backward.room = True, recording.room
                 warmup = 0 if ran or recording.backward.only_captured else min(self.options.warmup, 1)
                 name = f"the backward of {self.name}"
                 options = replace(self.options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
@@ -1163,7 +1162,7 @@ def _loses_overlap(recording: Recording) -> bool:
     """Whether gradients come out of this one's backward to where they are averaged as they come, on a device that could go on
     meanwhile. (A compiled graph gives them at its end also where it is not recorded.)"""
     backward = recording.backward
-    return backward is not None and backward.averaged and backward.lasting and recording.device.type == "cuda"
+    return backward is not None and backward.forward.averaged and backward.graph.lasting and recording.device.type == "cuda"
 
 
 def counted(recorded: Recorded[Any, Any]) -> Counters:

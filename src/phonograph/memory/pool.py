@@ -263,7 +263,7 @@ class Pool:
     @property
     def takes_turns(self) -> bool:
         """Whether forwards of one function wait for their backwards at the same time."""
-        return any(r.backward is not None and r.backward.takes_turns for r in self.recordings)
+        return any(r.backward is not None and r.backward.forward.takes_turns for r in self.recordings)
 
     def footprints(self) -> Spans:
         """The addresses that any recording may overwrite, or fill because an argument lay there."""

@@ -19,6 +19,7 @@ import torch
 from .._torch.tensors import has_memory, storage_id
 from ..call.signature import Call, describe
 from ..capture.recording import Recording
+from ..engine.output_kinds import Argument, Fresh, Leased, Viewed
 from ..engine.player import Player
 from ..engine.verify import equal, generators_in
 from ..errors import Unpadded
@@ -238,10 +239,10 @@ def objection(recording: Recording) -> Unpadded | None:
         return Unpadded(recording.effects, "do that outside, where it is to be padded")
     if recording.live_parts:
         return Unpadded("has operators that run live", "do what they do outside")
-    if recording.backward is not None or any(o.attached or o.consumed for o in recording.outputs):
+    if recording.backward is not None or any(o.attached or (isinstance(o, Fresh) and o.consumed) for o in recording.outputs):
         return gradients()
-    leases = [identity(o.lease) for o in recording.outputs if o.kind == "lease"]
-    views = any(o.lazy is not None or o.kind in ("argument", "view") for o in recording.outputs)
+    leases = [identity(o.lease) for o in recording.outputs if isinstance(o, Leased)]
+    views = any(isinstance(o, (Argument, Viewed)) or (isinstance(o, Fresh) and o.lazy is not None) for o in recording.outputs)
     if views or len(set(leases)) < len(leases):
         return Unpadded("returns an argument, or a view of one or of another result", "return a clone of it")
     return None

@@ -201,7 +201,7 @@ class _HookedBackward(Hooked):
 
     def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         (found, _), backward = result, self._backward
-        self._hooks.call(self._hooks.backward, tuple(found[: len(backward.arguments)]), backward.gradients(args))
+        self._hooks.call(self._hooks.backward, tuple(found[: len(backward.graph.arguments)]), backward.gradients(args))
 
     @property
     def _backward(self) -> Backward:

@@ -1,7 +1,7 @@
 """Constants of the host in a graph: tensors on the CPU that a captured call copies to the GPU.
 
 Nothing of the host's is in a graph but what its kernels are launched with, and a copy from pageable memory cannot be captured.
-A tensor on the CPU whose values are the same in each replay is another matter (`cuda_watch` says which are): its values lie in
+A tensor on the CPU whose values are the same in each replay is another matter (`dispatch.py` says which are): its values lie in
 memory of the recording's own on the GPU, its `Room`, from before the first replay. Whatever would copy it from the host copies
 it from there, or uses it in place where only the operator itself sees it. Nobody writes there: a call that writes into its copy
 begins with the constant again in each replay.

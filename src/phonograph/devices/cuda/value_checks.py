@@ -1,4 +1,4 @@
-"""Where a replay leaves the answers of checks (`checks`), and how it is found out that one was wrong.
+"""Where a replay leaves the answers of checks (`capture/value_checks.py`), and how it is found out that one was wrong.
 
 Nobody waits for them. There is a page of the host's memory, pinned, on which each check has a byte: 1 while all is well.
 The last kernels of a graph put the answers of its checks together, and set the bytes of those that have failed to 0, over the

@@ -1,0 +1,181 @@
+"""A tape with its memory fixed, which a replay runs.
+
+Each step has become one call without arguments: by an `out=` variant where the operator has one, or by the operator itself and
+a copy of its results. What only allocates is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..._torch.modes import below_autograd
+from ..._torch.tensors import maker
+from ...aten import operators
+from ...aten.autocast import Casts
+from ...capture.recording import Tensors
+from ...memory.pool import Fill, once
+from ...memory.spans import Spans
+from ...python.identity import identity
+from .bindings import spelled
+from .steps import Operand, Step
+
+__all__ = ["NOTHING", "TapeProgram", "read_state"]
+
+aten = torch.ops.aten
+
+_FILLS: dict[int, Callable[[Any, Any], Any]] = {identity(func): value for func, value in {
+    aten.zeros.default: lambda a, k: 0, aten.zeros_like.default: lambda a, k: 0, aten.new_zeros.default: lambda a, k: 0,
+    aten.ones.default: lambda a, k: 1, aten.ones_like.default: lambda a, k: 1, aten.new_ones.default: lambda a, k: 1,
+    aten.full.default: lambda a, k: a[1], aten.full_like.default: lambda a, k: a[1],
+    aten.new_full.default: lambda a, k: a[2], aten.scalar_tensor.default: lambda a, k: a[0],
+}.items()}  # fmt: skip
+_COPIES = frozenset(map(identity, (aten.clone.default, aten._to_copy.default)))
+NOTHING = frozenset(map(identity, (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+                                    aten.new_empty.default, aten.new_empty_strided.default)))  # fmt: skip
+
+
+class TapeProgram:
+    """A tape with its memory fixed: a list of calls without arguments."""
+
+    def __init__(self, steps: list[Step], footprint: Spans, slots: list[torch.Tensor], keep: Any) -> None:
+        self.footprint = footprint
+        self.operators = len(steps)
+        self.amiss: Callable[[], str | None] | None = None
+        self.own_generators: Sequence[torch.Generator] = ()
+        self.owned = Spans()
+        self.outs: tuple[torch.Tensor, ...] = ()
+        self._new: list[Callable[[], torch.Tensor]] = []
+        self._fill = Fill(slots)
+        self._keep = keep  # the memory itself
+        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            calls = [call for step in steps if (call := self._call(step)) is not None]
+        with below_autograd(), torch._C._DisableAutocast():
+            self.calls = spelled(calls)
+        self._probes: list[tuple[int, partial[Any], frozenset[float]]] | None = (
+            None  # calls with probes of `dials`; where; which
+        )
+        self._numbers: dict[float, float] = {}  # what was last put in their place
+
+    def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
+        self.outs = outs
+        self._new = [maker(o) for o in outs]
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        targets = [new() for new in self._new]
+        with below_autograd(), torch._C._DisableAutocast():
+            self._fill(sources)
+            for call in self.calls:
+                call()
+            if targets:
+                torch._foreach_copy_(targets, self.outs)
+        return targets
+
+    def close(self) -> None:
+        self.calls = []
+        self._probes = None
+        self._tensors = {}
+        self._keep = None
+
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
+        if self._probes is None:
+            held = [(i, c, frozenset(numbers.keys() & {*_numbers_of(c)})) for i, c in enumerate(self.calls if numbers else ())]
+            self._probes = [entry for entry in held if entry[2]]
+        last, self._numbers = self._numbers, dict(numbers)
+        for i, call, own in self._probes:
+            if any(last.get(n) is not numbers[n] for n in own):
+                self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
+        return frozenset[float]().union(*(own for _, _, own in self._probes))
+
+    def holds(self, numbers: Set[float]) -> bool:
+        return any(not numbers.isdisjoint(_numbers_of(call)) for call in self.calls)
+
+    def _call(self, step: Step) -> partial[Any] | None:
+        """What a replay does for a step; None where the operator only allocates."""
+        which = identity(step.func)  # an overload's own hash is Python code
+        if which in NOTHING:
+            return None
+        args, kwargs = self._real(step.args), self._real(step.kwargs)
+        outs = [None if o is None else self._operand(o) for o in step.results]
+        if _asks_for_modes(step.func):
+            op = partial(_in_modes, step.grad_mode, step.autocast, step.func._op)
+            return partial(_run_and_copy, op, args, kwargs, outs)
+        if not any(o is not None for o in outs):
+            return partial(step.func, *args, **kwargs)
+        if step.func is read_state:
+            return partial(read_state, outs[0])
+        if which in _FILLS:
+            return partial(aten.fill_.Scalar, outs[0], _FILLS[which](step.args, step.kwargs))
+        if which in _COPIES:
+            return partial(aten.copy_.default, outs[0], args[0])
+        if step.variant is not None:
+            return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
+        return partial(_run_and_copy, step.func._op, args, kwargs, outs)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Operand):
+            return self._operand(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._real, value))
+        if isinstance(value, dict):
+            return {k: self._real(v) for k, v in value.items()}
+        return value
+
+    def _operand(self, o: Operand) -> torch.Tensor:
+        key = (o.place, o.offset, o.kind)
+        known = self._tensors.get(key)
+        if known is None:
+            known = self._tensors[key] = o.tensor()
+        return known
+
+
+def read_state(out: torch.Tensor) -> None:
+    out.copy_(torch.default_generator.get_state())
+
+
+def _asks_for_modes(func: Any) -> bool:
+    """Whether an operator may do something else where gradients are wanted, or under autocast: this one returns what its
+    backward needs; what others than torch have made may do what it likes."""
+    return func is aten.mkldnn_rnn_layer.default or (isinstance(func, torch._ops.OpOverload) and operators.meaning(func).others)
+
+
+def _in_modes(enabled: bool, casts: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.set_grad_enabled(enabled), Casts.restored(casts):
+        return op(*args, **kwargs)
+
+
+def _numbers_of(call: partial[Any]) -> Iterator[float]:
+    return _numbers((call.args, call.keywords))
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if type(value) is float:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _numbers(v)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
+
+
+def _replaced(value: Any, numbers: Mapping[float, float]) -> Any:
+    if type(value) is float:
+        return numbers.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(v, numbers) for v in value)
+    if isinstance(value, dict):
+        return {k: _replaced(v, numbers) for k, v in value.items()}
+    return value
+
+
+def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | None]) -> None:
+    for out, result in zip(outs, operators.tensors_in(op(*args, **kwargs), []), strict=True):
+        if out is not None:
+            if out.shape != result.shape or out.dtype is not result.dtype:  # copy_ would broadcast, and convert
+                raise RuntimeError(f"{op} gave a result of shape {tuple(result.shape)} and type {result.dtype}, and "
+                                   f"{tuple(out.shape)} and {out.dtype} at capture")  # fmt: skip
+            once(out).copy_(once(result))

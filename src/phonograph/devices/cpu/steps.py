@@ -1,0 +1,83 @@
+"""Operators on a tape, as they are noted: tensors are operands, whose memory is final when the capture ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..._torch.tensors import storage_at
+from .out_variants import Variant
+
+__all__ = ["Operand", "Place", "Step", "described", "kind_of"]
+
+
+class Place:
+    """The memory of one storage of the tape: at a fixed address that outlives the tape (an argument's slot, a weight,
+    a gradient that lives on), or planned in the arena."""
+
+    def __init__(self, address: int, nbytes: int, *, planned: bool) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.planned = planned
+        self.anchor: torch.UntypedStorage | None = None
+
+    def storage(self) -> Any:
+        if self.anchor is not None:
+            return self.anchor
+        return storage_at(self.address, self.nbytes, torch.device("cpu"))
+
+
+class Operand:
+    """A tensor of the tape before its memory is final."""
+
+    __slots__ = ("kind", "offset", "place")
+
+    def __init__(self, place: Place, t: torch.Tensor) -> None:
+        self.place, self.offset = place, t.storage_offset()
+        self.kind = kind_of(t)
+
+    def tensor(self) -> torch.Tensor:
+        dtype, size, stride, conjugate, negative = self.kind
+        t = torch.empty(0, dtype=dtype, device="cpu").set_(self.place.storage(), self.offset, size, stride)
+        t = torch.conj(t) if conjugate else t
+        return torch._neg_view(t) if negative else t
+
+
+def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]:
+    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
+
+
+class Step:
+    """One operator of the tape: what to call, with what, and which new tensors its results go to."""
+
+    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
+
+    def __init__(
+        self, func: Any, args: Any, kwargs: Any, results: list[Operand | None], variant: Variant | None = None,
+        casts: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
+        self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
+
+
+def described(noted: Any) -> list[Any]:
+    """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
+    them."""
+    found, plain = list[Any](), list[Any]()
+    _describe(noted, found, plain)
+    return [*found, repr(plain)] if plain else found
+
+
+def _describe(values: Any, found: list[Any], plain: list[Any]) -> None:
+    for value in values:
+        if type(value) is Operand:
+            found.append(value.kind)
+        elif isinstance(value, torch.Tensor):
+            found.append(kind_of(value))
+        elif isinstance(value, dict):
+            _describe(value.items(), found, plain)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, (Operand, torch.Tensor)) for v in value):
+            _describe(value, found, plain)
+        else:
+            plain.append(value)

@@ -1,0 +1,403 @@
+"""The capture of a call on the CPU: each operator runs for real, and is noted.
+
+What the call writes outside is put back in the end, so that from outside a capture is a dry run, as on CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..._torch.modes import without_modes
+from ..._torch.process_groups import groups_tell_their_end, stands_for_work
+from ..._torch.tensors import has_memory, storage_id
+from ...aten import operators
+from ...aten.autocast import Casts
+from ...aten.collectives import COLLECTIVES, called, refusal
+from ...aten.operators import Meaning
+from ...capture.breaks import Break
+from ...capture.dispatch import OperatorWatch
+from ...capture.effects import ANYONE, Effect, Starts
+from ...capture.host_numbers import CHECKS
+from ...capture.python_events import unheard
+from ...capture.recording import Made, Program, memory_of
+from ...capture.value_checks import Check
+from ...errors import Elsewhere, Refusal
+from ...guards.guards import changed
+from ...guards.reachable import Reach
+from ...memory.spans import Spans
+from ...python.identity import identity
+from ...python.origin import users_line
+from ...values.wording import at_work
+from ..segments import Segments
+from .arena import Arena
+from .collectives import Exchange, UnderWay, made_by, stand_in
+from .out_variants import tried, variant_of
+from .program import NOTHING, TapeProgram, read_state
+from .raising import may_raise
+from .steps import Operand, Place, Step, described
+
+__all__ = ["Tape"]
+
+aten = torch.ops.aten
+
+# Compiled code calls its own kernels: a tape of operators would not see them.
+COMPILED: Starts = {
+    "compile_wrapper": [
+        (
+            os.path.join("_dynamo", "eval_frame.py"),
+            lambda frame: True,
+            Effect("calls a torch.compile'd function, whose kernels the CPU device cannot see",
+                   "record the uncompiled function on the CPU", ANYONE),
+        )
+    ]
+}  # fmt: skip
+
+
+class Tape(OperatorWatch):
+    """Runs each operator for real, notes it, and remembers how to undo what it wrote outside."""
+
+    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
+                 arena: Arena) -> None:  # fmt: skip
+        super().__init__(device, reach, slots, borrowed)
+        self._arena = arena
+        self._steps: list[Step] = []
+        self._cuts: list[tuple[int, Break, list[Operand], list[Operand]]] = []  # after how many steps, and what lies where
+        self._places: dict[int, Place] = {}
+        self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._undone: set[int] = set()
+        self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
+        self._under_way: list[UnderWay] = []
+        self.drew = False
+        self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
+        self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
+                                  if g.device.type == "cpu"]  # fmt: skip
+
+    def frames(self) -> Starts:
+        return COMPILED
+
+    def meet(self, generator: torch.Generator) -> None:
+        super().meet(generator)
+        self._generator_states.append((generator, generator.get_state()))
+
+    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
+        tensors = super()._see(m, args, kwargs)
+        if self._lent_by_others:
+            self._see_arrays(m, args, kwargs, tensors)
+        if kwargs and (named := kwargs.get("device")) is not None:
+            self._stays_here(m, torch.device(named))
+        for t in tensors:
+            if not t.is_cpu:
+                self._stays_here(m, t.device)
+        return tensors
+
+    def _see_arrays(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        """A replay has what an array held when a tensor was made of it, and has no array."""
+        for key in {*map(storage_id, tensors)} & self._lent_by_others.keys():
+            address, nbytes, before = self._lent_by_others[key]
+            if ctypes.string_at(address, nbytes) != before:
+                raise Refusal(f"{at_work(m.name)} reads a tensor on the memory of an array that was written since",
+                              "make the tensor of the array when it is complete, or by torch.tensor")  # fmt: skip
+        if any(storage_id(t) in self._lent_by_others for t in operators.written_by(m, args, kwargs)):
+            raise Refusal(f"{at_work(m.name)} writes a tensor on the memory of an array", "write a clone of it")
+
+    def close_arrays(self, leaving: Set[int]) -> None:
+        """A result on the memory of an array would be one of its own in a replay."""
+        if leaving & self._lent_by_others.keys():
+            raise Refusal("returns a tensor on the memory of an array", "return a clone of it")
+
+    def _stays_here(self, m: Meaning, device: torch.device) -> None:
+        if device.type not in ("cpu", "meta"):
+            refusal = Elsewhere(f"{m.name} works on {device}, and the call's arguments are on the CPU",
+                                "move the arguments to the device before the call")  # fmt: skip
+            refusal.device = device
+            raise refusal
+
+    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        if m.communicates:
+            return self._exchange(func, m, args, kwargs)
+        if m.constant:
+            return self._constant(operators.constant(m, args[0]))
+        if m.metadata_only:
+            return func(*args, **kwargs)
+        if may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
+            self._nothing_to_clear_up(m.name)
+        reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
+        noted: tuple[Any, Any] = (), {}
+        if not reads_only:
+            self._save(operators.written_by(m, args, kwargs))
+            noted = self._note(args), self._note(kwargs)
+        states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
+        self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
+        if m.others:
+            for place in changed(self._before):
+                raise Refusal(f"{at_work(m.name)}, which may be code that asks for it, is called while {place} is changed "
+                              "for a time", "change it outside, around the call")  # fmt: skip
+        casts = self.casts.within(m)
+        self.repeated = not m.compiled
+        try:
+            if casts:
+                with Casts.restored(casts):
+                    out = func(*args, **kwargs)
+            else:
+                out = func(*args, **kwargs)
+        finally:
+            self.repeated = False
+        results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
+        made = self.memory_in(m, results)
+        if results and not made:
+            return out  # nothing that a replay would compute
+        for t in results:
+            if not t.is_cpu:
+                self._stays_here(m, t.device)
+        if len(made) < len(results):
+            is_made = set(map(identity, made))
+            fresh = [identity(t) in is_made and storage_id(t) not in self.known for t in results]
+        else:
+            fresh = [storage_id(t) not in self.known for t in results]
+        if reads_only:
+            if results and not any(fresh):
+                return out  # views
+            noted = self._note(args), self._note(kwargs)
+        if identity(func) in NOTHING and fills_memory():
+            return self._constant(out)
+        operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
+        variant = None
+        if results and all(fresh) and (found := variant_of(func, len(results))) is not None:
+            known = identity(func), *described(noted[0]), *described(noted[1].items()), *described(operands)
+            variant = tried(found, known, args, kwargs, results, states)
+        works = bool(m.writes or m.writes_named or any(fresh) or not results)
+        if works and not m.name.startswith("profiler::"):
+            self._steps.append(Step(func, *noted, operands, variant, casts))
+        return out
+
+    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+        known = COLLECTIVES.get(m.name)
+        if known is None or not known.on_tapes:
+            raise refusal(m.name)
+        if known.name == "wait_tensor":
+            return
+        if not groups_tell_their_end():
+            raise refusal(m.name, ", of which this release of torch tells too little")
+        self._may_fail(m.name)
+        self.communicated = True
+        self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _may_fail(self, name: str) -> None:
+        """Where another rank is gone, a replay raises what eager does."""
+        if self.comes_to_users(any_kind=False):
+            raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
+                          "let the exception out, and catch it around the call")  # fmt: skip
+
+    def _exchange(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+        """A collective, which does not run now. Returns what stands for its result."""
+        if called(m.name) == "wait_tensor":
+            if m.name.endswith("_autograd"):
+                return func(*args, **kwargs)
+            for one in [one for one in self._under_way if one.work is None and one.has(args[0])]:
+                self._wait(one)
+            return args[0]
+        given, written = operators.operands(args, kwargs), operators.written_by(m, args, kwargs)
+        self._save(written)
+        made = [] if written or func.namespace == "c10d" else made_by(func, args, kwargs)
+        noted = self._note(args), self._note(kwargs)
+        places = [*map(self._new, made)] if made else [*map(self._note, written)]
+        exchange = Exchange(func)
+        step = Step(exchange.begin, (*noted, places), {}, [])
+        self._steps.append(step)
+        stand_in(m, args, made or written, given)
+        found = made or written
+        one = UnderWay(exchange, m.name, step, places, found, given, users_line())
+        self._under_way.append(one)
+        returns = [str(r.type) for r in func._schema.returns]
+        if any("Work" in kind for kind in returns):
+            future = found if self.workplaces else None  # that is how DistributedDataParallel waits for its buckets
+            one.work = stands_for_work(partial(self._wait, one), partial(self._asks, one), future)
+            result = [one.work.boxed() if "Work" in kind else args[0] for kind in returns]
+            return result[0] if len(result) == 1 else tuple(result)
+        if not returns:
+            self._wait(one)
+            return None
+        return found if "List" in returns[0] else found[0]
+
+    def _wait(self, one: UnderWay, timeout: Any = None) -> None:
+        """The call waits for a collective."""
+        listening = unheard()
+        try:
+            if one not in self._under_way:
+                return
+            self._under_way.remove(one)
+            one.exchange.at_once = self._steps[-1] is one.step and timeout is None
+            if not one.exchange.at_once:
+                self._may_fail(one.name)
+                self._steps.append(Step(one.exchange.finish, (one.places, timeout), {}, []))
+            one.work, one.results, one.tensors = None, (), ()
+        except Refusal as refused:
+            raise self.located(refused) from None
+        finally:
+            if listening is not None:
+                sys.setprofile(listening)
+
+    def _asks(self, one: UnderWay) -> None:
+        raise self.located(Refusal(f"waits for a collective otherwise than by wait() ({called(one.name)})", "call wait()"))
+
+    def under_way(self) -> str:
+        return called(self._under_way[0].name) if self._under_way else super().under_way()
+
+    def let_go(self) -> None:
+        """The capture is over. What stands for collectives refers to this."""
+        while self._under_way:
+            self._under_way.pop().work = None
+
+    def all_arrived(self) -> None:
+        """The call has ended."""
+        for one in self._under_way:
+            found = refusal(one.name, ", and does not wait for what it begins", "wait() for it in the same call")
+            found.where = one.where
+            raise found
+
+    def _nothing_to_clear_up(self, name: str) -> None:
+        """A replay knows of no Python code that would run after an exception."""
+        if self.caught(any_kind=False):
+            raise Refusal(f"{at_work(name)} may raise depending on data, and an except or finally clause or a context manager "
+                          "of yours is around it", "let the exception out, and catch it around the call")  # fmt: skip
+        self._nothing_is_changed(at_work(name))
+
+    def _nothing_is_changed(self, said: str) -> None:
+        for place in changed(self._before):
+            raise Refusal(f"{said} may raise depending on data, while {place} is changed for a time",
+                          "change it outside, around the call")  # fmt: skip
+
+    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+        """It is looked at where it is: a replay raises there, as eager does."""
+        with without_modes():
+            found = bool(answer.item())
+        good = super().checks(check, answer)
+        self._nothing_is_changed(CHECKS)
+        if found is not good:  # here and now: the live call raises
+            raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
+        given = [self._note(t) if storage_id(t) in self._places else None for t in check.given]
+        check.given.clear()
+        self._steps.append(Step(check, (self._note(answer), given), {}, []))
+        return good
+
+    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        super().state_read(state, of)
+        if of.type == "cpu":
+            self._steps.append(Step(read_state, (), {}, [self._new(state)]))
+
+    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+        name = self.known.get(storage_id(state))
+        if of.type != "cpu" or name is None:
+            super().state_set(state, of)
+            return
+        if name:
+            self.touched.add(storage_id(state))
+        self.drew = True
+        self._steps.append(Step(torch.default_generator.set_state, (self._note(state),), {}, []))
+
+    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        self._cuts.append((len(self._steps), part, [*map(self._note, inputs)], [*map(self._note, results)]))
+
+    def _constant(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor made of Python numbers: each replay starts from its value again."""
+        super()._constant(t)
+        if not t.untyped_storage().resizable():  # it is an array's
+            place = memory_of(t)
+            self._lent_by_others[storage_id(t)] = *place, ctypes.string_at(*place)
+        operand = self._new(t)
+        self._steps.append(Step(aten.clone.default, (t.clone(),), {}, [operand]))
+        return t
+
+    def _save(self, written: list[torch.Tensor]) -> None:
+        for t in written:
+            key = storage_id(t)
+            if key in self.theirs and key not in self._undone:
+                self._undone.add(key)
+                self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+
+    def _new(self, t: torch.Tensor) -> Operand:
+        storage = t.untyped_storage()
+        if storage._cdata not in self._places or storage._cdata not in self.known:
+            self._places[storage._cdata] = Place(self._arena.take(storage.nbytes()), storage.nbytes(), planned=True)
+            self._begins(storage)
+        return Operand(self._places[storage._cdata], t)
+
+    def died(self, key: int) -> None:
+        super().died(key)
+        self._lent_by_others.pop(key, None)
+        place = self._places.pop(key, None)
+        if place is not None and place.planned:
+            self._arena.give(place.address)
+
+    def _note(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
+            if place is None:
+                if not has_memory(value):
+                    return value  # it is the same at each replay
+                key = storage_id(value)
+                place = self._places.get(key)
+            if place is None:
+                # Not kept alive: a recording whose tensors outside are gone is never played (`guards.py`).
+                storage, own = value.untyped_storage(), key in self.gathered
+                at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
+                place = self._places[key] = Place(at, storage.nbytes(), planned=own)
+            return Operand(place, value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._note, value))
+        if isinstance(value, dict):
+            return {k: self._note(v) for k, v in value.items()}
+        return value
+
+    def undo(self) -> None:
+        """Put back everything that the call wrote outside, and the generators. Whatever dies from now on had its place in the
+        arena before, which may be another capture's by then."""
+        self._births.clear()
+        # Backwards: two storage objects may stand for one memory (borrowed arguments), and the first copy is the oldest.
+        for storage, old in reversed(self._undo):
+            storage.copy_(old)
+        for generator, state in self._generator_states if self.drew else ():
+            generator.set_state(state)
+
+    def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
+        """What a replay runs: the steps, in segments if operators run live between."""
+        ends = [n for n, *_ in self._cuts]
+        pieces = [self._steps[a:b] for a, b in zip([0, *ends], [*ends, len(self._steps)], strict=True)]
+        programs = [TapeProgram(steps, footprint, [] if i else slots, keep) for i, steps in enumerate(pieces)]
+        if not self._cuts:
+            return programs[0]
+        for _, part, inputs, results in self._cuts:
+            with torch.inference_mode(False), torch.no_grad():
+                part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
+        generators = [g for g, _ in self._generator_states] if self.drew else []
+        return Segments(programs, [part for _, part, *_ in self._cuts], self.undone, generators, len(self._steps))
+
+    def close(self, leaving: set[int]) -> dict[int, Made]:
+        """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,
+        mostly. The tape then writes to that very memory."""
+        made: dict[int, Made] = {}
+        for key, birth in list(self._births.items()):
+            storage, place = birth(), self._places.get(key)
+            if storage is None or place is None or not place.planned:
+                continue
+            if key in leaving:
+                made[key] = Made(place.address, place.nbytes)
+            else:
+                place.anchor = storage
+        self._births.clear()
+        return made
+
+
+def fills_memory() -> bool:
+    """Whether `torch.empty` fills what it gives, so that the same is in it each time."""
+    return torch.are_deterministic_algorithms_enabled() and getattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", True
+    )
