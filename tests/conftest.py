@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from phonograph.engine import profitability as paying
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
+from phonograph.testing import cuda_required
 
 pytest_plugins = ["pytester"]
 
@@ -57,18 +58,20 @@ out_of_sight = OutOfSight()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda"):
-        device_or_skip("cuda")  # before anything is set up for it: these are half of the tests
+def pytest_runtest_setup() -> None:
     out_of_sight.keep()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-k cuda` chooses all tests that need a GPU: also those that run on nothing else."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`-k cuda` chooses all tests that need a GPU: also those that run on nothing else. Where there is none, and none has to be,
+    these are left out here: they are half of all, and to skip one by one takes as long as to run many."""
     for item in items:
         if "cuda" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cuda)
+    if not torch.cuda.is_available() and not cuda_required():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
 
 
 @pytest.fixture

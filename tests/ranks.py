@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group, init_process_group  # as many import them: what they are is settled here
+
+from tests import forked
 
 CALLS = 20
 STARTING, PATIENCE = 150, 120  # seconds until both processes have imported all that they need, and for the rest
@@ -47,21 +48,13 @@ def start(
     backend: str, folder: Path, cases: Iterable[str], module: str = "tests.ranks", lasts: float = PATIENCE, **environment: str
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What both ranks have found, in programs of that module. A process that does not end in time is killed: nothing."""
-    here = Path(__file__).parent
-    paths = [str(here.parent), str(here.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    base = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-        **environment,
-    }
+    if sys.platform == "linux":
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **environment}
     folder.mkdir(parents=True, exist_ok=True)
     processes = []
     for rank in range(2):
-        command = [sys.executable, "-m", module, str(rank), backend, str(folder), *cases]
-        with (folder / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, env=base, cwd=here.parent, stdout=log, stderr=log))
+        arguments, log = (str(rank), backend, str(folder), *cases), folder / f"{rank}.log"
+        processes.append(forked.start(forked.Module(module), *arguments, stdout=log, stderr=log, env=environment))
     began = time.monotonic()
     while time.monotonic() < began + STARTING and not all((folder / f"{rank}.ready").exists() for rank in range(2)):
         if any(process.poll() is not None for process in processes):
@@ -72,9 +65,9 @@ def start(
     for rank, process in enumerate(processes):
         try:
             status: Any = process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             process.kill()
-            process.wait()
+            process.wait(60)
             status = "did not end"
         told = folder / f"{rank}.json"
         cases_found = json.loads(told.read_text()) if told.exists() else {}

@@ -4,8 +4,6 @@ import copy
 import gc
 import importlib.metadata
 import pickle
-import subprocess
-import sys
 import warnings
 import weakref
 
@@ -19,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import phonograph as pg
 from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
+from tests import forked
 from tests.helpers import may_run_live
 
 pytestmark = pytest.mark.filterwarnings(
@@ -555,7 +554,8 @@ import phonograph as pg
 from phonograph.compile import graphs
 assert pg.stats(graphs()[0]).replayed == 3
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    ended = forked.run(code)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_what_is_recorded_elsewhere_compiles_nothing_again():
@@ -633,7 +633,8 @@ assert first is None or found == first, (first, found)
 def test_c14_recording_does_not_change_what_dynamo_traces(before):
     """What tells us of changes to modules does not show, whichever comes first in a process."""
     code = _TRACED.replace("{before}", str(before))
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    ended = forked.run(code)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_c06_a_parameter_whose_memory_is_replaced_before_the_backward(device, inner):
@@ -736,8 +737,7 @@ assert len(seen) == 4, seen
 @pytest.mark.parametrize(("backend", "when"), [("phonograph", 0), ("phonograph", 2), ("phonograph", 9), ("eager", 2),
                                                ("aot_eager", 2)])  # fmt: skip
 def test_hooks_that_compiled_code_sets_before_and_after_the_first_recording(backend, when):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HOOK_IN_COMPILED, backend, str(when)],
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    done = forked.run(HOOK_IN_COMPILED, backend, str(when), warned="ignore")
     assert not done.returncode, done.stderr[-2000:]
 
 

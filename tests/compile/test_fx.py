@@ -4,7 +4,6 @@ import copy
 import gc
 import importlib
 import itertools
-import subprocess
 import sys
 import threading
 import weakref
@@ -22,6 +21,7 @@ import phonograph as pg
 from phonograph.compile import bound
 from phonograph.fx import record_graph
 from phonograph.testing import assert_same
+from tests import forked
 from tests.helpers import may_run_live
 
 pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
@@ -471,7 +471,8 @@ def test_dynamo_traces_through_to_the_graph(device):
 
 def test_thunder_is_asked_for_only_where_it_is_used(monkeypatch):
     run = "import sys, phonograph, phonograph.fx; assert 'thunder' not in sys.modules"
-    subprocess.run([sys.executable, "-c", run], check=True, timeout=300)
+    ended = forked.run(run)
+    assert ended.returncode == 0, ended.stderr
     monkeypatch.setitem(sys.modules, "thunder", None)
     monkeypatch.delitem(sys.modules, "phonograph.thunder", raising=False)
     with pytest.raises(ImportError, match=r"needs lightning-thunder: pip install \"lightning-thunder==0\.2\.6\""):

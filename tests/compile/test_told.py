@@ -3,9 +3,6 @@ a compiled step of an optimizer does between two replays is noticed."""
 
 import inspect
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import phonograph as pg
 from phonograph.testing import assert_same
+from tests import forked
 
 ALONE = "PHONOGRAPH_TESTED_ALONE"
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning", "ignore:.*lr_scheduler")
@@ -134,9 +132,8 @@ def test_compiled_code_that_changes_what_is_remembered():
 
 def test_steps_of_optimizers_that_are_compiled():
     """Those below, in a process of their own: Dynamo cannot trace some of them after what other tests have compiled."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {ALONE: "1"}
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "made_in or between_replays", __file__]
-    done = subprocess.run(run, cwd=Path(__file__).parents[2], env=own, capture_output=True, text=True, timeout=250, check=False)
+    chosen = ("-q", "-p", "no:cacheprovider", "-k", "made_in or between_replays", __file__)
+    done = forked.run(forked.Module("pytest"), *chosen, env={ALONE: "1"})
     assert done.returncode == 0, done.stdout
     assert "7 passed" in done.stdout
 

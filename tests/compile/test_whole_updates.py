@@ -6,9 +6,6 @@ and to the last frame.
 """
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from torch.func import functional_call, stack_module_state, vmap
 import phonograph as pg
 from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
-from tests.examples.test_examples import environment
+from tests import forked
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TensorFloat32", "ignore:The .grad attribute", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning",
@@ -223,6 +220,5 @@ def test_c06_compiled_autograd(device):
     """Its backward is traced as well; what autograd would call of a recording's, it calls in between. (In a process of its own:
     compiled autograd keeps the nodes of its last backward.)"""
     run_it = f"from {__name__} import with_compiled_autograd as run; run({str(device)!r})"
-    done = subprocess.run([sys.executable, "-c", run_it], cwd=Path(__file__).parents[2], env=environment(), capture_output=True,
-                          text=True, timeout=200, check=False)  # fmt: skip
+    done = forked.run(run_it)
     assert done.returncode == 0, done.stderr

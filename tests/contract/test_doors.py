@@ -2,7 +2,6 @@
 one needs it. Otherwise torch's attributes are the very same objects as if phonograph were not there."""
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -15,6 +14,7 @@ import phonograph as pg
 from phonograph.guards import attribute_epochs as doors
 from phonograph.guards import module_epochs as witness
 from phonograph.testing import assert_same
+from tests import forked
 from tests.helpers import may_run_live, ramp
 
 pytestmark = may_run_live
@@ -242,7 +242,7 @@ assert all(a is b for a, b in zip(before[1:], after[1:]))
 
 
 def test_c21_where_nothing_was_ever_recorded_nothing_has_been_touched(device):
-    ended = subprocess.run([sys.executable, "-c", _NEVER], capture_output=True, text=True, timeout=120)
+    ended = forked.run(_NEVER)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -28,6 +28,7 @@ from phonograph._torch.cuda import clear_cublas_workspaces
 from phonograph.devices import device_for
 from phonograph.memory.spans import Spans
 from phonograph.testing import Pair, assert_no_new_recordings, assert_same
+from tests import forked
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, reasons, side_by_side
 
 # ---------------------------------------------------------------------------------------------------
@@ -1251,7 +1252,7 @@ def test_c20_off_refuses_nothing_and_warns_of_nothing(device, monkeypatch):
 
 
 def test_c20_without_cuda_the_cpu_device_records():
-    ended = run_python(
+    ended = forked.run(
         "import torch, phonograph as pg\n"
         "f = pg.record(lambda x: x * 2)\n"
         "print([f(torch.full((2,), float(n))).tolist() for n in range(3)], pg.stats(f).replayed, "

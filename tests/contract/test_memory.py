@@ -680,7 +680,7 @@ def test_c05_garbage_that_is_collected_anywhere_in_a_capture(device, often):
 
     def f(x):
         kept, total = [], x
-        for i in range(600):
+        for i in range(300):
             _Ring((x * i, [[] for _ in range(i % 13)]))
             kept.append(x + i)
             if len(kept) > 7:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.examples.test_examples import environment
+from tests import forked
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +27,7 @@ def test_benchmark_runs_and_ours_is_played(script: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {NEEDS[script]}")
     device = () if script == "digits_cpu" else ("--device", DEVICE)
     arguments = ("--quick", "--out", str(tmp_path), *device, *SCRIPTS[script])
-    done = subprocess.run([sys.executable, str(FOLDER / f"{script}.py"), *arguments], capture_output=True, text=True,
-                          timeout=200, env={**environment(), "PYTHONWARNINGS": "always"})  # fmt: skip
+    done = forked.run(FOLDER / f"{script}.py", *arguments, warned="always")
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line for line in done.stderr.splitlines() if "RunsLive" in line]
     assert not told, told

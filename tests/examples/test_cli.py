@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 
 from phonograph.cli import console, doctor, gpt, main, tested
 from phonograph.cli.race import Outcome, race
-from tests.examples.test_examples import environment
+from tests import forked
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -157,7 +155,6 @@ def test_the_releases_that_were_tested_are_those_that_the_project_asks_for() -> 
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "phonograph", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=200)
+    done = forked.run(forked.Module("phonograph"), "doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["works"]

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 
-import phonograph
+from tests import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate",
          "lightning_ranks": "lightning", "accelerate_ranks": "accelerate"}  # fmt: skip
 """Examples that need another package."""
 ON_RANKS = {"several_gpus": ["ddp"], "lightning_ranks": ["fabric"], "accelerate_ranks": []}
-"""Those that torchrun starts, and with which arguments."""
+"""Those that torchrun would start, and with which arguments."""
 
 
-def environment() -> dict[str, str]:
-    """What a fresh interpreter needs to find the same phonograph as this one."""
-    source = str(Path(phonograph.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    # One thread: the tensors are small, and threads that wait for each other on a busy machine take for ever.
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run(script: Path) -> subprocess.CompletedProcess[str]:
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched = ranks if script.stem in ON_RANKS else []
-    command = [sys.executable, *launched, str(script), *ON_RANKS.get(script.stem, [])]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
+def on_ranks(script: Path, folder: Path) -> forked.Ended:
+    """Two processes of a script, each told its rank as torchrun tells it, and what both have printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out, err = folder / "stdout", folder / "stderr"
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    started = [
+        forked.start(script, *ON_RANKS[script.stem], stdout=out, stderr=err, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    try:
+        status = max(abs(process.wait(200)) for process in started)
+    finally:
+        for process in started:
+            process.kill()
+    return forked.Ended(status, out.read_text(), err.read_text())
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
-def test_example_runs_and_agrees_with_live(script: Path) -> None:
+def test_example_runs_and_agrees_with_live(script: Path, tmp_path: Path) -> None:
     needed = LOOPS.get(script.stem, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
-    done = run(script)
+    done = on_ranks(script, tmp_path) if script.stem in ON_RANKS else forked.run(script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] in ("bitwise equal", "the same tokens")
     assert "Traceback" not in done.stderr

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.examples.test_examples import environment
+from tests import forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,9 +24,8 @@ def names() -> list[str]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("real")
-    command = [sys.executable, str(BENCHMARKS / "real_programs.py"), "--device", DEVICE, "--quick", "--no-times"]
-    command += ["--keep", "always", "--out", str(out), "--only", *PLAYED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment())
+    arguments = ("--device", DEVICE, "--quick", "--no-times", "--keep", "always", "--out", str(out), "--only", *PLAYED)
+    done = forked.run(BENCHMARKS / "real_programs.py", *arguments, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return {row["program"]: row for row in json.loads((out / "real.json").read_text())["rows"]}
 
@@ -76,9 +73,8 @@ raise SystemExit(real_programs.main())
 def test_a_rival_that_is_never_ready_or_fails_costs_nothing_but_its_own_place(tmp_path: Path) -> None:
     script = tmp_path / "with_a_rival.py"
     script.write_text(WITH_A_RIVAL.format(benchmarks=str(BENCHMARKS)))
-    command = [sys.executable, str(script), "--device", "cpu", "--quick", "--jobs", "2", "--limit", "60"]
-    command += ["--out", str(tmp_path), "--only", "pinn", "c51"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
+    arguments = ("--device", "cpu", "--quick", "--jobs", "2", "--limit", "60", "--out", str(tmp_path), "--only", "pinn", "c51")
+    done = forked.run(script, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "real.json").read_text())["rows"]
     assert [(row["program"], [*row["speed"]], [*row["errors"]], row.get("error")) for row in rows] == [

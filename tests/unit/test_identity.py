@@ -1,12 +1,12 @@
 """What is looked at in each replay, without telling Python's audit hooks."""
 
-import subprocess
 import sys
 
 import pytest
 
 from phonograph.python import identity as identity_module
 from phonograph.python.identity import identity, reading_list, reading_parts
+from tests import forked
 
 _AUDITED = """
 import sys, torch, phonograph as pg
@@ -34,7 +34,8 @@ print(*told)
 
 def test_replays_are_nothing_to_be_told():
     """filelock sets an audit hook, and each event then costs 0.4 us. (A replay whose arguments are taken apart may ask.)"""
-    run = subprocess.run([sys.executable, "-c", _AUDITED], capture_output=True, text=True, check=True)
+    run = forked.run(_AUDITED)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
 
 
