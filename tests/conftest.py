@@ -64,8 +64,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`-k cuda` chooses all tests that need a GPU: also those that run on nothing else. Where there is none, and none has to be,
-    these are left out here: they are half of all, and to skip one by one takes as long as to run many."""
+    """`-k cuda` chooses all tests that need a GPU: also those that run on nothing else. Where there is none, and none has to
+    be, these are left out here: they are half of all, and to skip each takes its time."""
     for item in items:
         if "cuda" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cuda)

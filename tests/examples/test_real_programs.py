@@ -23,11 +23,15 @@ def names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    out = tmp_path_factory.mktemp("real")
-    arguments = ("--device", DEVICE, "--quick", "--no-times", "--keep", "always", "--out", str(out), "--only", *PLAYED)
-    done = forked.run(BENCHMARKS / "real_programs.py", *arguments, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {row["program"]: row for row in json.loads((out / "real.json").read_text())["rows"]}
+    """What each has found that `real_programs.py` would start in a process of its own."""
+    folder, found = tmp_path_factory.mktemp("real"), {}
+    for name in PLAYED:
+        row = folder / f"{name}.json"
+        arguments = ("--device", DEVICE, "--quick", "--no-times", "--keep", "always", "--folder", str(folder))
+        done = forked.run(BENCHMARKS / "real_programs.py", *arguments, "--program", name, "--row", str(row))
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = json.loads(row.read_text())
+    return found
 
 
 @pytest.mark.parametrize("name", PLAYED)
