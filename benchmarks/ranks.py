@@ -29,6 +29,7 @@ A case that takes longer than `--limit` seconds has its processes killed; those 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -61,6 +62,7 @@ TARGET = (
     f"at most {MEMORY} x eager's memory; p99/p50 at most {STEADY}; a module inside a wrapper at most eager's time"
 )
 EAGER, HAND, OURS = "eager", "by hand", "phonograph"
+UNMEASURED = "unmeasured"
 QUICK = 3  # turns
 TRIED = 120  # steps after which it is known whether what is recorded inside pays
 WIDE = 4096  # features
@@ -112,7 +114,8 @@ class Rank:
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case: Case, first: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """What is found; `first` gets what the first pass has found, in case that the second does not end."""
         row: dict[str, Any] = {"inside": case.inside, "MiB": {}}
         given: dict[str, list[Tensor]] = {}
         for kind in (EAGER, OURS):
@@ -137,7 +140,12 @@ class Rank:
         if not row["equal"]:
             row["differ"] = [n for n, (a, b) in enumerate(zip(given[EAGER], given[OURS], strict=False)) if not equal(a, b)][:8]
         if self.device.type == "cuda":
-            self.measure(case, row)
+            first(row)
+            try:
+                self.measure(case, row)
+            except Exception as error:
+                traceback.print_exc()
+                row[UNMEASURED] = said(error)
         return row
 
     def measure(self, case: Case, row: dict[str, Any]) -> None:
@@ -157,7 +165,7 @@ class Rank:
                 steps[HAND] = self.by_hand(case, batch, graphs)
             except Exception as error:
                 traceback.print_exc()
-                row["by hand"] = f"{type(error).__name__}: {str(error)[:200]}"
+                row["by hand"] = said(error)
         if not self.all_have(HAND in steps):
             steps.pop(HAND, None)
         times: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -261,7 +269,9 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.contiguous().flatten().view(torch.uint8) if t.numel() else t
+    """As words, where it has so many, which are compared sooner."""
+    flat = t.contiguous().flatten()
+    return flat.view(torch.uint8 if t.nbytes % 8 else torch.int64) if t.numel() else flat
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -269,17 +279,30 @@ def work(arguments: argparse.Namespace) -> None:
     rank = Rank(arguments)
     for name in arguments.only:
         (arguments.folder / f"begun-{arguments.rank}").write_text(name)
+        written = arguments.folder / f"{name}-{arguments.rank}.json"
         try:
-            row = rank.run(CASES[name])
+            row = rank.run(CASES[name], functools.partial(write, written.with_suffix(".first")))
         except Exception as error:
             traceback.print_exc()
-            row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        written = arguments.folder / f"{name}-{arguments.rank}.json"
-        written.with_suffix(".part").write_text(json.dumps(row))
-        written.with_suffix(".part").rename(written)
-        if "error" in row:
+            row = {"error": said(error)}
+        write(written, row)
+        if failed(row):
             os._exit(1)  # the others may wait for what never comes
     dist.destroy_process_group()
+
+
+def write(file: Path, row: dict[str, Any]) -> None:
+    """Whole, or not at all."""
+    file.with_suffix(".part").write_text(json.dumps(row))
+    file.with_suffix(".part").rename(file)
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def failed(row: dict[str, Any]) -> bool:
+    return "error" in row or UNMEASURED in row
 
 
 def look_at_memory(arguments: argparse.Namespace) -> None:
@@ -354,7 +377,7 @@ def together(
             if ended or all((folder / f"{left[0]}-{rank}.json").exists() for rank in range(arguments.nproc)):
                 rows = rows_of(name := left.pop(0), folder, arguments.nproc)
                 found(name, rows)
-                if any("error" in row for row in rows):
+                if any(map(failed, rows)):
                     print("".join((folder / f"{rank}.log").read_text()[-600:] for rank in range(arguments.nproc)), flush=True)
                     return left
                 since = time.monotonic()
@@ -372,8 +395,14 @@ def together(
 
 
 def rows_of(name: str, folder: Path, nproc: int) -> list[dict[str, Any]]:
-    files = [folder / f"{name}-{rank}.json" for rank in range(nproc)]
-    return [json.loads(file.read_text()) if file.exists() else {"error": "did not end"} for file in files]
+    return [row_of(folder / f"{name}-{rank}.json") for rank in range(nproc)]
+
+
+def row_of(file: Path) -> dict[str, Any]:
+    first = file.with_suffix(".first")
+    if file.exists():
+        return json.loads(file.read_text())  # type: ignore[no-any-return]
+    return json.loads(first.read_text()) | {UNMEASURED: "did not end"} if first.exists() else {"error": "did not end"}
 
 
 def slowest(rows: list[dict[str, Any]], kind: str) -> float | None:
@@ -403,6 +432,7 @@ def line_of(name: str, rows: list[dict[str, Any]]) -> str:
     if "kernels" in rows[0]:
         cells.append(f"nccl {rows[0]['kernels']}")
     cells += [f"by hand: {row['by hand']}" for row in rows[:1] if "by hand" in row]
+    cells += [f"{UNMEASURED}: {row[UNMEASURED]}" for row in rows if UNMEASURED in row]
     reasons = Counter({reason: count for row in rows for reason, count in row["reasons"].items()})
     cells += [f"\n      {count} live: {reason[:300]}" for reason, count in reasons.items()]
     return "  ".join(cells)
@@ -431,18 +461,22 @@ def judged(rows: list[dict[str, Any]], memory: dict[int, Any]) -> dict[str, Any]
         "memory over eager in the end, wide": over_eager(memory.get(WIDE, {}), "in the end"),
         "memory over eager, first pass": over_eager(passes, "most"),
         "memory, MiB": memory or passes,
+        "single us": {kind: max(row["single us"][kind]["p50"] for row in rows) for kind in rows[0].get("single us", {})},
         "p99/p50": unsteady(rows, OURS),
         "p99/p50 by hand": unsteady(rows, HAND),
         "NCCL kernels": rows[0].get("kernels"),
         "reasons": [row["reasons"] for row in rows],
+        UNMEASURED: [row.get(UNMEASURED) for row in rows if UNMEASURED in row],
     }
 
 
 def met(case: dict[str, Any]) -> bool:
-    if case.get("inside"):  # that runs live at times to find out whether it pays
+    if "error" in case or case[UNMEASURED]:
+        return False
+    if case["inside"]:  # that runs live at times to find out whether it pays
         return bool(case["equal"] and (case["phonograph us"] or 0) <= NOISE * (case["eager us"] or math.inf))
     return bool(
-        case.get("equal") and case["replayed"] >= REPLAYED and case["counts agree"] and case["live"] <= LIVE
+        case["equal"] and case["replayed"] >= REPLAYED and case["counts agree"] and case["live"] <= LIVE
         and (case["over by hand"] or 0) <= CLOSE and (case["p99/p50"] or 0) <= STEADY
         and all((case[f"memory over eager{size}"] or 0) <= MEMORY for size in ("", ", wide"))
     )  # fmt: skip
