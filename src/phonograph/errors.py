@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .reasons import code_of
+
 __all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
            "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
 
@@ -80,7 +82,8 @@ class Refusal(Exception):
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         advice = f" ({self.remedy})" if self.remedy else ""
-        return f"{self.reason}{place}{advice}"
+        code = code_of(self.reason)
+        return f"{self.reason}{place}{advice}{f' [{code}]' if code else ''}"
 
     def at(self, where: str) -> Refusal:
         """The same, as it is told to the user: with this line, if it has none of its own."""

@@ -9,6 +9,7 @@ import datetime
 import gc
 import inspect
 import io
+import linecache
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import phonograph as pg
+from phonograph import reasons as coded
 from phonograph.engine import recorded as corridor
 from phonograph.values.keys import NoSignature
 from phonograph.values.wording import Naming, at_work, excerpt, failure, operator
@@ -1347,10 +1349,11 @@ def marked_in(program):
 
 
 def taken_apart(text):
-    """A warning's reason, line and remedy."""
-    found = re.fullmatch(r"(?P<name>.*?) runs live: (?P<reason>.*) at (?P<line>\S+:\d+)(, in \S+)?( \((?P<remedy>.*)\))?", text)
+    """A warning's reason, line, remedy and code."""
+    found = re.fullmatch(r"(?P<name>.*?) runs live: (?P<reason>.*) at (?P<line>\S+:\d+)(, in \S+)?( \((?P<remedy>.*)\))?"
+                         r" \[(?P<code>PG\d+)\]", text)  # fmt: skip
     assert found is not None, text
-    return found["reason"], found["line"], found["remedy"] or ""
+    return found["reason"], found["line"], found["remedy"] or "", found["code"]
 
 
 @pytest.mark.parametrize(("program", "words", "remedy", "only"), WAYS)
@@ -1358,13 +1361,16 @@ def test_c11_each_way_to_be_refused_is_told_with_cause_line_and_remedy(device, p
     if only and device.type != only:
         pytest.skip(f"needs {only}")
     (text,) = said_of(program, device)
-    reason, line, advice = taken_apart(text)
+    reason, line, advice, code = taken_apart(text)
     for word in words:
         if SHOWS_EXPRESSIONS or not word.startswith("`"):
             assert word in reason, text
     assert line in marked_in(program), text
     assert advice, text
     assert remedy in advice, text
+    shown = {linecache.getline(__file__, int(at.rpartition(":")[2])).strip() for at in marked_in(program)}
+    of_it = {known.code for known in coded.reasons() if f"{known.example}  # here" in shown}
+    assert device.type == "cuda" or not of_it or code in of_it, text
     for raw in ("aten::", "RuntimeError", "NotImplementedError", "phonograph itself failed", "open an issue", "capture failed"):
         assert raw not in text
 

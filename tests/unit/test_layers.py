@@ -10,7 +10,7 @@ import pytest
 import phonograph
 
 SOURCE = Path(phonograph.__file__).parent
-FACE = ("errors", "options", "statistics", "version")  # of the public face, what all may import
+FACE = ("errors", "options", "reasons", "statistics", "version")  # of the public face, what all may import
 LAYERS = (
     "_torch", "python", "values", "memory", "state", "distributed", "aten", "call", "guards", "capture", "autograd", "devices",
     "engine", "shapes", "wrappers", "compile",

@@ -1,4 +1,4 @@
-"""The command line: ``phonograph demo`` and ``phonograph doctor``.
+"""The command line: ``phonograph demo``, ``phonograph doctor`` and ``phonograph reasons``.
 
 A command is a module in this package with three names: ``HELP`` (one line), ``add_arguments(parser)`` and
 ``run(arguments) -> int``, the exit status. 0 is what one hopes for, 1 means that the command found what it looks for
@@ -11,10 +11,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from phonograph.cli import demo, doctor
+from phonograph.cli import demo, doctor, reasons
 from phonograph.cli.console import CannotRun
 
-_COMMANDS = {"demo": demo, "doctor": doctor}
+_COMMANDS = {"demo": demo, "doctor": doctor, "reasons": reasons}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -64,4 +64,4 @@ class Measured:
             return
         self._call = graph.inner
         for bound in list(graph.bound.values()):
-            bound.recorded.remarks += (f"runs live without gradients: {samples}",)
+            bound.recorded.remarks += (f"runs live without gradients: a replay takes {samples}",)

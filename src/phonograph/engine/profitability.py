@@ -167,7 +167,7 @@ class Samples:
 
     def __str__(self) -> str:
         played, live = (f"{median(self._seconds(kind)) * 1e6:.3g}" for kind in (False, True))
-        return f"a replay takes {played} us and the function itself {live} us (medians of {self.count(True)})"
+        return f"{played} us and the function itself {live} us (medians of {self.count(True)})"
 
 
 def on_trial(recording: Recording, options: Options, *, averaged: bool = False) -> bool:
@@ -291,4 +291,4 @@ class Trial:
 
     def verdict(self) -> Unrewarding:
         """Why such calls run live from now on."""
-        return Unrewarding(str(self._samples), 'keep="always" keeps the recording', history=self.history)
+        return Unrewarding(f"a replay takes {self._samples}", 'keep="always" keeps the recording', history=self.history)
