@@ -18,7 +18,8 @@ RAISED = [*raised_in(SOURCE)]
 
 def test_the_page_is_what_the_source_says() -> None:
     """`python -m phonograph reasons > docs/reasons.md` writes it."""
-    assert (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8") == page()
+    written = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    assert written == page(), "run python -m phonograph reasons > docs/reasons.md"
 
 
 def test_what_is_raised_has_a_code() -> None:
