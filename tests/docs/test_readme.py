@@ -55,3 +55,27 @@ def test_the_tour_names_what_exists() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_a_heading_lead_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert [(to, heading) for to, heading in links if heading not in headings(page.parent / to if to else page)] == []
+
+
+def headings(page: Path) -> list[str]:
+    """Those of a page, as links name them."""
+    text = page.read_text(encoding="utf-8")
+    written = [*re.findall(r"^#+ (.*)$", text, re.MULTILINE), *re.findall(r'<a (?:id|name)="(.*?)">', text)]
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in written]
+
+
+def test_limits_are_one_page() -> None:
+    assert len((ROOT / "docs" / "limits.md").read_text(encoding="utf-8")) <= 6000
+
+
+def test_details_name_tests_that_there_are() -> None:
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "details.md").read_text(encoding="utf-8"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 40
+    assert [name for name in named if f"def {name}(" not in tests] == []

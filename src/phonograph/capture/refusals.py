@@ -23,7 +23,7 @@ _REMEDIES = {
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
-    "attention_mask, or use an attention that gets none (docs/limits.md)",
+    "attention_mask, or use an attention that gets none (docs/details.md)",
 }
 
 

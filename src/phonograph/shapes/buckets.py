@@ -102,7 +102,7 @@ class Padded(Recorded[..., Any]):
                 self._say_once(found)
                 if known is not None:
                     raise Mismatch(f"a padded replay of {self.name} {found}, and did not when that was tried before; see "
-                                   "docs/limits.md")  # fmt: skip
+                                   "docs/details.md")  # fmt: skip
             return True, result
 
     def _known(self, call: Call, padded: Call, history: History) -> tuple[Player | None, Moulds | None]:
