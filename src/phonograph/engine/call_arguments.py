@@ -71,6 +71,14 @@ class Arguments:
         leaves = [(i, t) for i, (t, theirs) in enumerate(given) if theirs.is_leaf]
         return [i for i, t in leaves if type(t) is torch.Tensor and t.is_leaf and t.requires_grad and t.grad is not None]
 
+    def take_gradients(self, numbers: Sequence[int]) -> list[torch.Tensor | None]:
+        """Take the gradients of these tensors away."""
+        tensors = [self._tensors[i] for i in numbers]
+        gradients = [t.grad for t in tensors]
+        for t in tensors:
+            t.grad = None
+        return gradients
+
     def check(self) -> None:
         """Refuse what the call has done to them that cannot be repeated for the caller."""
         if any(self._sets[identity(x)] != x for x in self._call.leaves if type(x) is set):

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,9 +61,23 @@ _ELSEWHERE = f"call it outside the recorded function, {MARKED}"
 _SETTERS = frozenset({"setattr", "__setattr__", "delattr", "__delattr__"})
 
 
+class _Effects(NamedTuple):
+    """What a call has done besides giving a result."""
+
+    known: Ran | None
+    """All code that ran, if that is certain."""
+    left: Left
+    filled: set[int]
+    """The identities of the containers that it fills."""
+    edits: list[Edit]
+    """Changes of containers among the arguments."""
+    gained: list[int]
+    """Arguments that have gained a gradient."""
+
+
 class DryRun:
-    """One capture of a call on its device. Tensors of the call are in no field: what of them is still there when the capture
-    ends, the call itself must have kept."""
+    """One capture of a call on its device. No field holds a tensor that the call may have made while it runs: what is still
+    there when it has ended, the call itself keeps."""
 
     def __init__(self, request: Request, prepared: Prepared, dials: Dials) -> None:
         self._request, self._prepared, self._dials = request, prepared, dials
@@ -135,38 +149,23 @@ class DryRun:
     # -- inside of the capture
 
     def _run(self, slots: list[torch.Tensor], watch: OperatorWatch) -> list[Any]:
-        """Run the call with these slots. Returns the leaves of its result."""
+        """Run the call with these slots. Returns the leaves of its result.
+
+        From where a number in the result is replaced by its tensor (`without`), nothing here may hold the number: what is still
+        there then, the call keeps."""
         request, tracing = self._request, self._request.tracing
         self._prepare(watch)
         seen = self._seen(slots, watch)
         arguments = Arguments(request.call, self._leaves(seen), seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
-        attributes = before(self._prepared.snapshot.holders)
-        result, state = self._call(arguments.args, by_name, watch)
-        listener = self._listener
-        assert listener is not None
+        found = before(self._prepared.snapshot.holders)
+        result, state, listener = self._call(arguments.args, by_name, watch)
         self._dials.left()
-        edited = arguments.edits()
-        torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
-        for refusal in self._refused:
-            raise refusal
-        known = self._all_that_ran(listener)
-        left = self._left(attributes, known, (result, [values for _, values in edited]), watch)
-        filled = self._restored(left, listener)
-        if left.puts:
-            self._found_once(result, left, filled)
-            result, left = (result, [put.new for put in left.puts]), left.after()
-        edits = [edit for edit, _ in edited]
-        if edits:
-            result = (result, [values for _, values in edited])
-        edited.clear()
-        gained = arguments.gained() if tracing is None else []
-        if gained:
-            result = (result, _taken([seen[i] for i in gained]))
+        result, effects = self._with_effects(result, arguments, found, watch, listener)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
         result, read = without(result, {*map(identity, arguments.built)})
-        returned = self._returned(result, edits, gained, arguments.built, filled)
+        returned = self._returned(result, effects, arguments.built)
         result = returned.leaves
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
@@ -174,8 +173,8 @@ class DryRun:
         self._check(arguments, modes_before, listener)
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
-        code = CodeThatRan.heard(listener, known, request.reach.mentions.names)
-        self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, left)
+        code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)
+        self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, effects.left)
         return _with_slots(result, [*zip(seen, slots, strict=True), *state])
 
     def _prepare(self, watch: OperatorWatch) -> None:
@@ -213,9 +212,9 @@ class DryRun:
 
     def _call(
         self, args: Sequence[Any], kwargs: dict[str, Any], watch: OperatorWatch
-    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Call the function where its effects are heard. Returns its result, and the pairs of what stood for the parameters and
-        buffers of a graph and these."""
+    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
+        """Call the function where its effects are heard. Returns its result; pairs of a tensor that stood for a parameter of a
+        graph, and that; and who has listened."""
         request, prepared, reach = self._request, self._prepared, self._request.reach
         called: Any = request.function
         tracing, backward = request.tracing, request.backward
@@ -247,9 +246,30 @@ class DryRun:
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
-        return result, [*zip(stands, state, strict=True)]
+        return result, [*zip(stands, state, strict=True)], listener
 
     # -- after the call, still inside of the capture
+
+    def _with_effects(
+        self, result: Any, arguments: Arguments, found: Attributes, watch: OperatorWatch, listener: Listener
+    ) -> tuple[Any, _Effects]:
+        """A result together with the tensors that the call leaves elsewhere; they are taken away from there."""
+        edited = arguments.edits()
+        torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
+        for refusal in self._refused:
+            raise refusal
+        known = self._all_that_ran(listener)
+        left = self._left(found, known, (result, [values for _, values in edited]), watch, listener)
+        filled = self._restored(left, listener)
+        if left.puts:
+            self._found_once(result, left, filled)
+            result, left = (result, [put.new for put in left.puts]), left.after()
+        if edited:
+            result = (result, [values for _, values in edited])
+        gained = arguments.gained() if self._request.tracing is None else []
+        if gained:
+            result = (result, arguments.take_gradients(gained))
+        return result, _Effects(known, left, filled, [edit for edit, _ in edited], gained)
 
     def _all_that_ran(self, listener: Listener) -> Ran | None:
         """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
@@ -263,11 +283,11 @@ class DryRun:
                 return None
         return Ran(codes, listener.elsewhere.values())
 
-    def _left(self, found: Attributes, known: Ran | None, given: Any, watch: OperatorWatch) -> Left:
+    def _left(self, found: Attributes, known: Ran | None, given: Any, watch: OperatorWatch, listener: Listener) -> Left:
         """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""
-        terms, reach, listener = self._request.terms, self._request.reach, self._listener
+        terms, reach = self._request.terms, self._request.reach
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
-        if known is None or listener is None or not alone() or terms.placement.borrow or watch.runs_python:
+        if known is None or not alone() or terms.placement.borrow or watch.runs_python:
             return Left()
         # Whether it is another tensor of the call's, nobody could say of what stands in for one.
         carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
@@ -295,10 +315,10 @@ class DryRun:
         if len({*once}) < len(once) or not self._outer.isdisjoint({*once} - filled):
             raise Refusal(f"keeps a container in {left.paths[0]} that is found elsewhere as well", "use a new one")
 
-    def _returned(self, result: Any, edits: list[Edit], gained: list[int], built: list[Any], filled: set[int]) -> Returned:
+    def _returned(self, result: Any, effects: _Effects, built: list[Any]) -> Returned:
         grads = self._prepared.grads
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
-        return Returned.of(result, edits, gained, built, self._outer | made_grads, filled)
+        return Returned.of(result, effects.edits, effects.gained, built, self._outer | made_grads, effects.filled)
 
     def _check(self, arguments: Arguments, modes_before: Any, listener: Listener) -> None:
         """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""
@@ -328,14 +348,6 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = defaultdict(list)
     for t in (*(t for _, t in reach.tensors.values()), *(t for t in call.tensors if isinstance(t, torch.nn.Parameter))):
         found[storage_id(t)].append(t)
-    return found
-
-
-def _taken(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Take these tensors' gradients away."""
-    found = [t.grad for t in tensors]
-    for t in tensors:
-        t.grad = None
     return found
 
 
