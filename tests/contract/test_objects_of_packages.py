@@ -104,6 +104,22 @@ def test_c04_a_model_that_makes_its_cache_returns_it(device):
     assert counts(recorded)[2] == 3, pg.explain(recorded)
 
 
+def test_c09_a_field_that_compiled_code_of_a_package_reads(device):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Settings(pydantic.BaseModel):
+        rate: float = 2.0
+
+    settings, x = Settings(), ramp(device, 3)
+
+    def f(x):
+        return x * settings.model_dump()["rate"]
+
+    recorded = pg.record(f)
+    for settings.rate in (2.0, 2.0, 2.0, 2.0, 3.0, 3.0):
+        assert_same(recorded(x), f(x))
+
+
 # ---------------------------------------------------------------------------------------------------
 # TensorDict, and a class of that kind
 

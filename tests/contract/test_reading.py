@@ -315,6 +315,51 @@ def test_c09_a_tensor_that_no_code_that_ran_names(device):
     assert_same(recorded(x), hiding.step(x))
 
 
+COUNTING = """
+import pkgtrain
+class Mine(pkgtrain.Trainer):
+    def update(self, x):
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+def make():
+    net = torch.nn.Linear(3, 1, bias=False, device=DEVICE)
+    torch.nn.init.ones_(net.weight)
+    return Mine(net, torch.optim.SGD(net.parameters(), lr=0.01))
+#file site-packages/pkgtrain.py
+class Trainer:
+    def __init__(self, net, optimizer): self.net, self.optimizer, self.step = net, optimizer, 0
+    def train(self, x):
+        self.step += 1
+        return self.update(x)
+"""
+
+
+def test_c09_a_trainer_of_a_package_counts_what_the_step_does_not_read(device, load):
+    """It names `step`, which is the optimizer's."""
+    if device.type != "cpu" and sys.version_info < (3, 12):
+        pytest.skip("what a backward calls on a GPU is heard from Python 3.12 on")
+    module = load(COUNTING)
+    plain, mine, x = module.make(), module.make(), ramp(device, 3)
+    mine.update = pg.record(mine.update)
+    for _ in range(8):
+        assert_same(mine.train(x), plain.train(x))
+    assert mine.step == 8
+    assert pg.stats(mine.update).recorded == 1, pg.explain(mine.update)
+    assert pg.stats(mine.update).replayed >= 5, pg.explain(mine.update)
+
+
+@pytest.mark.parametrize("reads", ["self.step % 3", "getattr(self, 'st' + 'ep')", "float('{0.step}'.format(self))"])
+def test_c09_a_trainer_of_a_package_counts_what_the_step_reads(device, load, reads):
+    module = load(COUNTING.replace("loss = ", f"scale = {reads}; loss = scale * "))
+    plain, mine, x = module.make(), module.make(), ramp(device, 3)
+    mine.update = pg.record(mine.update)
+    for _ in range(8):
+        assert_same(mine.train(x), plain.train(x))
+
+
 @may_run_live
 def test_c05_what_a_refused_capture_has_made_goes_while_another_is_made(device, load):
     """Somebody keeps a tensor of it, and, with an exception that was caught, the capture itself. Its places are others'."""

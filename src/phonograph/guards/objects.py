@@ -40,6 +40,7 @@ from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
+from . import packages
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
 
@@ -235,12 +236,16 @@ class Objects:
             self._fixed(path, place.read())
 
     def _is_plain(self, kind: type) -> bool:
-        """Whether nobody but the user's code knows the attributes of such objects: no class of another library. Dataclasses and
-        parsed arguments are made to be handed on: of them it has to be known that nobody has asked for all."""
+        """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
+        what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
+        it has to be known that nobody has asked for all."""
         if kind not in self._plain:
+            ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
             handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
-            asked = self._ran is None or self._ran.reads_fields or kind in _pytree.SUPPORTED_NODES
+            asked = ran is None or ran.reads_fields or kind in _pytree.SUPPORTED_NODES
+            if ran is not None and not ran.packages_look_around:
+                foreign -= packages.read_by_name(kind, matches=ran.matches)
             self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
         return self._plain[kind]
 

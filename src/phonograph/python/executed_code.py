@@ -18,7 +18,7 @@ from collections.abc import Collection, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import looks_around, matches, names_in, slight_use_in, used_in_full
+from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
 from .names_in_code import likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
 
@@ -64,6 +64,8 @@ class Ran:
         self.reads_fields = any(map(_reads_fields, others))
         """Whether it may read all that a dataclass, or a parser's result, has."""
         self.matches = any(map(matches, others))
+        self.packages_look_around = any(map(_looks_around_in_a_package, others))
+        """Whether code of a package may read attributes that it does not name, of whatever it works with."""
 
     def has(self, code: CodeType) -> bool:
         """Whether it is, or may be, among it: from Python 3.12 on only the start of a generator is heard."""
@@ -137,3 +139,9 @@ def _goes_through_objects(code: CodeType) -> bool:
 def _reads_fields(code: CodeType) -> bool:
     installed = origin(code.co_filename) == LIBRARY
     return code.co_filename in _OF_FIELDS or not _FIELDS.isdisjoint(code.co_names) or (installed and looks_around(code))
+
+
+def _looks_around_in_a_package(code: CodeType) -> bool:
+    if origin(code.co_filename) != LIBRARY:
+        return False
+    return looks_around(code) or any(not _FORMATS.isdisjoint(inner.co_names) for inner in all_within(code))
