@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import forked
 
@@ -14,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPS = {"transformers_trainer": "transformers", "lightning_trainer": "lightning", "accelerate_loop": "accelerate",
          "lightning_ranks": "lightning", "accelerate_ranks": "accelerate"}  # fmt: skip
 """Examples that need another package."""
-ON_RANKS = {"several_gpus": ["ddp"], "lightning_ranks": ["fabric"], "accelerate_ranks": []}
+ON_RANKS = {"several_gpus": ["ddp"], "lightning_ranks": ["fabric"], "accelerate_ranks": [], "torchtitan_llama": []}
 """Those that torchrun would start, and with which arguments."""
 
 
@@ -38,8 +39,15 @@ def on_ranks(script: Path, folder: Path) -> forked.Ended:
     return forked.Ended(status, out.read_text(), err.read_text())
 
 
+NEEDS_GPUS = {"torchtitan_llama": ("torchtitan", "torchdata", "datasets", "spmd_types")}
+"""Those that need two GPUs, and packages."""
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 def test_example_runs_and_agrees_with_live(script: Path, tmp_path: Path) -> None:
+    for package in NEEDS_GPUS.get(script.stem, ()):
+        if importlib.util.find_spec(package) is None or torch.cuda.device_count() < 2:
+            pytest.skip(f"needs two GPUs and {package}")
     needed = LOOPS.get(script.stem, "torch")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
