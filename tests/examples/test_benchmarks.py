@@ -35,3 +35,13 @@ def test_benchmark_runs_and_ours_is_played(script: str, tmp_path: Path) -> None:
     rows = json.loads(written.read_text())["rows"]
     failed = [row for row in rows if row["error"]]
     assert not failed, failed
+
+
+@pytest.mark.slow
+def test_c23_four_ranks_play_what_is_sharded_in_two_dimensions(tmp_path: Path) -> None:
+    names = ("hsdp", "fsdp2 + tp")
+    arguments = ("--device", "cpu", "--quick", "--nproc", "4", "--out", str(tmp_path), "--only", *names)
+    done = forked.run(FOLDER / "ranks.py", *arguments)
+    figures = json.loads((tmp_path / "ranks_4.json").read_text())["figures"]
+    assert figures["missed"] == figures["left out"] == [], done.stdout + done.stderr
+    assert [figures["cases"][name]["replayed"] for name in names] == [19, 19]
