@@ -50,7 +50,7 @@ def _never(spread: Callable[[], bool], refusal: Refusal) -> None:
 
 
 class Recompute:
-    """What has to be done around each run of a backward that recomputes parts of its forward."""
+    """Surroundings of a backward that recomputes parts of its forward: random states, and what `checkpoint` keeps."""
 
     def __init__(self, parts: list[Any], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
         self.parts = parts  # what `checkpoint` knows of each
@@ -78,79 +78,79 @@ class Recompute:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """How the forward is recorded and played, as far as its backward has to know."""
+    """The forward's side: how it is recorded and played."""
 
     stop: Callable[[Refusal], object] = str
-    """To be called when a run has shown that the forward should not be played any more."""
+    """Ends its replays: a run has shown that they are wrong from now on."""
     doubt: Callable[[Callable[[], bool], Refusal], object] = _never
-    """Likewise, when that will show before the next forward."""
+    """Ends its replays if a condition holds before the next one."""
     once: Callable[[Callable[[], Gradients], Rewind | None], Gradients] | None = None
-    """For a backward that is `only_captured`: captures a call, plays it, and forgets it."""
+    """Captures a call, plays it, and forgets it: for a backward that is `only_captured`."""
     averaged: bool = False
-    """Whether gradients are averaged over ranks as they come."""
+    """Gradients are averaged over ranks as they come."""
     takes_turns: bool = False
-    """Recorded while another forward of the function waited for its backward."""
+    """Another forward of the function waited for its backward when this one was recorded."""
     apart: bool = False
-    """It shares no memory, because others were in its way: then the backward shares none either."""
+    """It shares memory with no other recording; nor does its backward."""
     room: Spans | None = None
-    """Where it works, and has handed out nothing: gradients may lie there that are gone when forwards run. None if they may
-    be there still."""
+    """Memory in which it works and hands out nothing. Gradients may lie there that are gone when it runs again. None if they
+    may be there still."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Which gradients one run is asked for, and what besides."""
+    """Gradients that one run is asked for."""
 
     wanted: Sequence[bool] = ()
-    """Which of those of the `arguments` and `parameters`, if not all."""
+    """One truth for each of the graph's `starts`; none if all are wanted."""
     differentiable: bool = False
-    """Whether they get a history, in the graph of the capture."""
+    """The gradients get a history, in the graph of the capture."""
     further: Sequence[tuple[GradientEdge, torch.Tensor]] = ()
-    """Places there at which gradients of such gradients arrive."""
+    """Places in the graph at which gradients of gradients arrive."""
     besides: Sequence[GradientEdge] = ()
-    """Places there for which it gives the gradients as well, at the end."""
+    """Places in the graph whose gradients are given as well, at the end."""
 
 
 @dataclass(eq=False)
 class Backward:
-    """What autograd does in the backward of a recorded call: gradients of its results in, gradients of what they depend on
-    out. Reads what the last replay of the forward has saved, and leaves it there."""
+    """The backward of a recorded call: gradients of its results in, gradients of what they depend on out. It reads what the
+    last replay of the forward has saved, and leaves it there."""
 
     graph: Graph
     saved: Saved
     kept: Kept
     recompute: Recompute
     function: Any
-    """The forward's, if some of its code runs in the backward: what it reads, that may read."""
+    """The recorded function, if some of its code runs in the backward. What is in reach of it, that code may read."""
     only_captured: bool
-    """Whether it can be captured and played, and not run: in a capture attention leaves its seed on the device. Outside, its
-    backward would read that on the host; and recomputed, it would leave it there, where it is not looked for."""
+    """It can be captured and played, and not run. (In a capture attention leaves its seed on the device. Outside, its backward
+    would read that on the host; and recomputed, it would leave it there, where it is not looked for.)"""
     forward: Forward = field(default_factory=Forward)
     request: Request = field(default_factory=Request)
     last: bool = False
-    """Whether nothing reads what is saved after it: then it may give that back, as it goes."""
+    """Nothing reads the saved tensors after it: it may give their memory back, as it goes."""
     reads: Reads | None = None
-    """What it has read when it was captured last."""
+    """Saved tensors that its last capture has asked for."""
     captured: bool = False
-    """Whether that happens now."""
+    """A capture of it goes on."""
 
     def __post_init__(self) -> None:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.saved.places.own, *self.kept.held))
 
     def for_request(self, request: Request) -> Backward:
-        """The same, for a run that is asked for this."""
+        """A copy for a run that is asked for this."""
         found = copy.copy(self)
         found.request = request
         return found
 
     @property
     def repeatable(self) -> bool:
-        """Whether parts of it can be run twice: no code of the user's runs in it, and nothing is recomputed, which may write
-        (running statistics)."""
+        """Whether parts of it can be run twice: it runs no code of the user's, and recomputes nothing. (What is recomputed may
+        write running statistics.)"""
         return self.function is None and not (self.graph.nested or self.only_captured or self.recompute.parts)
 
     def reached(self) -> tuple[Any, ...]:
-        """What it can reach. It never changes."""
+        """Objects that it can reach, always the same."""
         places = self.saved.places
         return self.function, *self.kept.held, *places.own, *places.leaves.values(), *self.graph.parameters
 
@@ -219,7 +219,7 @@ class Backward:
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
 
     def _keeping(self) -> AbstractContextManager[None]:
-        """Inside the block it runs, and what code keeps by itself stays with it. (A capture sees to it that nothing leaves.)"""
+        """Surrounds a run: what code keeps must stay with it. (A capture sees to that by itself.)"""
         if self.captured or (self.only_captured and torch.cuda.is_current_stream_capturing()):
             return nullcontext()
         return self.kept.staying(self.forward.stop, self.forward.doubt)

@@ -41,22 +41,24 @@ _NONE = frozenset[int]()
 
 
 class Read(NamedTuple):
-    """What a backward reads: the numbers of what is saved, and which of what somebody may write meanwhile."""
+    """Saved tensors that a backward reads."""
 
     numbers: Set[int]
     places: tuple[int, ...]
+    """Places, among a flight's, of those that somebody may write before it."""
 
 
 class Look(NamedTuple):
-    """What one backward has to do with results on which others depend: those whose gradients are looked at, and those of which
-    they are complete."""
+    """Results on which others depend, in one backward."""
 
     seen: frozenset[int]
+    """Those at whose gradients somebody looks..."""
     cut: set[int]
+    """...and those whose gradients are complete."""
 
 
 class Wiring:
-    """How the calls of one recording are wired into the user's graph of autograd: worked out once."""
+    """The way in which calls of one recording are put into the user's graph of autograd, worked out once."""
 
     def __init__(self, traced: Backward, elsewhere: bool) -> None:
         graph, saved = traced.graph, traced.saved
@@ -82,15 +84,15 @@ class Wiring:
         self._saves_numbers = any(graph.numbered)
 
     def version_of(self, number: int) -> int | None:
-        """Which of what somebody may write a number stands for, if one does."""
+        """The place of a saved tensor among those that somebody may write, if it is one."""
         return self._index.get(number)
 
     def read_of(self, numbers: Set[int]) -> Read:
-        """What a backward has read that has asked for these."""
+        """Reads of a backward that has asked for these."""
         return Read(numbers, tuple({self._index[n] for n in numbers if n in self._index}))
 
     def numbered(self, pattern: tuple[bool, ...]) -> Set[int]:
-        """What stands for Python numbers that are saved, on the ways from the results in the pattern."""
+        """Stand-ins for Python numbers that are saved on the ways from the results in a pattern."""
         if not self._saves_numbers:
             return _NONE
         return _NONE.union(*(numbers for numbers, given in zip(self.traced.graph.numbered, pattern, strict=True) if given))

@@ -25,11 +25,12 @@ __all__ = ["REENTRANT", "SOURCE", "Found", "Graph", "Source", "Start", "calls_th
 
 
 class Start(NamedTuple):
-    """Where the graph of a call begins at an argument that requires a gradient, and where that arrives."""
+    """An argument that requires a gradient, as the graph begins there."""
 
     number: int
     edge: GradientEdge
     arrived: list[torch.Tensor | None]
+    """Gets its gradient."""
 
 
 class Source(torch.autograd.Function):
@@ -55,30 +56,30 @@ REENTRANT: Any = CheckpointFunction._backward_cls
 
 @dataclass(eq=False)
 class Graph:
-    """One such graph: its ends, its starts, and which of them belong together."""
+    """One such graph: its ends, its starts, and the ways between them."""
 
     ends: list[GradientEdge]
     attached: list[int]
-    """The numbers of the results that are at its ends."""
+    """Numbers of the results at its ends."""
     sources: list[Start]
     """Arguments that get a gradient."""
     partial: frozenset[int]
-    """The numbers of those on which not all results depend."""
+    """Numbers of arguments on which some results do not depend."""
     parameters: list[torch.Tensor]
-    """Leaf tensors outside that get one."""
+    """Leaf tensors outside that get a gradient."""
     stands: list[Start]
-    """Where the first of these enter the graph; the others do so as leaves."""
+    """Starts of the first of the `parameters`. The others are leaves of the graph."""
     reaches: list[frozenset[int]]
-    """For each end, on which it depends of `sources` and `parameters`, taken together."""
+    """One set for each end: its starts, by their places among `sources` and `parameters` taken together."""
     numbered: list[frozenset[int]]
-    """For each end, what stands for Python numbers that are saved on its way: they are never asked for, and gone after the last
-    backward as all else."""
+    """One set for each end: stand-ins for Python numbers that are saved on its way. Nobody asks for these; like all that is
+    saved, they are gone after the last backward."""
     lasting: bool
-    """Whether autograd adds up gradients of some leaves on the device's own stream, where they were captured."""
+    """Autograd adds up gradients of some leaves on the device's own stream, where they were captured."""
     nested: bool
-    """Whether there are parts that are recomputed by a backward of their own."""
+    """Some parts are recomputed by a backward of their own."""
     reentrant: list[torch.Tensor]
-    """Leaf tensors that may get gradients from such parts."""
+    """Leaf tensors to which such parts may add gradients."""
 
     def __post_init__(self) -> None:
         self.arguments = [s.number for s in self.sources]

@@ -73,23 +73,23 @@ class Contents:
 
 @dataclass(eq=False)
 class Kept:
-    """Values of the capture that code keeps for its backward: each forward writes them where they are."""
+    """Tensors and objects that code keeps for its backward. Each forward writes them where they are."""
 
     contents: Contents
-    """Of containers and objects: the backward must leave it, as each forward makes it anew in eager."""
+    """Containers and objects. Eager makes them anew in each forward, so a backward must not change them."""
     held: list[torch.Tensor]
-    """Tensors, on memory of the recording."""
+    """Tensors, as aliases on memory of the recording."""
     keepsakes: list[torch.Tensor]
-    """The very tensors that code has there."""
+    """The same tensors, as code has them."""
     slots: dict[int, torch.Tensor]
-    """The slots among them, by the arguments' numbers."""
+    """Slots among them, by the arguments' numbers."""
     themselves: frozenset[int]
-    """The numbers of arguments that are kept themselves, and not views of them."""
+    """Numbers of arguments that are kept themselves, and not views of them."""
     at_rest: list[int] | None = None
-    """Its `owners` when no backward runs."""
+    """The `owners` while no backward runs."""
 
     def owners(self) -> list[int]:
-        """How many there are of what is kept, and of what leads to it."""
+        """Counts of references to what is kept, and to what leads to it."""
         counts = [use_count(t.untyped_storage()._cdata) for t in self.held]
         return counts + [sys.getrefcount(x) for x in self.keepsakes] + self.contents.owners()
 
@@ -99,14 +99,14 @@ class Kept:
             self.at_rest = self.owners()
 
     def _storages(self) -> list[int]:
-        """How many have the storages themselves: calls that wait for their backwards among them."""
+        """Counts of references to the storages. Calls that wait for their backwards have some."""
         return [sys.getrefcount(t.untyped_storage()) for t in self.held]
 
     @contextmanager
     def staying(
         self, stop: Callable[[Refusal], object], doubt: Callable[[Callable[[], bool], Refusal], object]
     ) -> Iterator[None]:
-        """A backward runs inside the block, and what is kept must stay with its code: the next forward writes that."""
+        """Surrounds a backward, which must hand on nothing that is kept: the next forward writes that."""
         before = self.owners(), self._storages()
         try:
             yield

@@ -150,21 +150,21 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """Tensors that autograd has saved of a call, by their numbers, and the memory that each forward leaves them in."""
+    """Tensors that autograd has saved of a call. They go by numbers."""
 
     places: Places
     memory: list[Lease]
-    """What the forward leaves for the backward."""
+    """Memory of the recording, which a call holds until its backward."""
     kept: frozenset[int]
-    """The numbers of what lies on `memory`."""
+    """Numbers of what lies on `memory`."""
     constant: dict[int, torch.Tensor]
-    """Tensors outside."""
+    """Tensors outside that were saved."""
     unversioned: frozenset[int]
-    """The numbers of those of which it lies on the memory only: a write of the one is not noted for the other."""
+    """Numbers of saved tensors that only share memory with one outside: a write of the one does not count for the other."""
     exposed: dict[int, int]
-    """Results, which their owner may write."""
+    """Numbers of results that were saved, and that their owner may write."""
     releasable: dict[int, Lease]
-    """The `memory` that nothing but a backward reads."""
+    """Memory that nothing but a backward reads."""
 
 
 class Reads(NamedTuple):
