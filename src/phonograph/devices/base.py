@@ -82,54 +82,30 @@ class Device(Protocol):
     torch_device: torch.device
     pool: Pool
     roomy: int
-    """Bytes: as long as all recordings need no more than this, each gets memory of its own."""
+    """Bytes. As long as all recordings need no more than this, each gets memory of its own."""
     failures: Sequence[Failure]
     """Exceptions of this device that end a capture."""
     first_uses: Sequence[str]
-    """Parts of their message where the only fault is that something is used for the first time, which a live call mends."""
+    """Parts of the messages of exceptions that are raised at a first use only. A live call mends it."""
 
-    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
-        """Whether the current stream is one of these."""
+    # -- live calls before a capture
 
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> AbstractContextManager[None]:
-        """Where live warm-up calls run: so that what they leave behind does not disturb a later capture, which will need
-        places for these `arguments`. So many bytes are expected to be `lasting`: the states that an optimizer's step makes.
+        """Surrounds a warm-up call, so that what it leaves behind does not disturb a later capture.
+
+        That will need places for these `arguments`. About `lasting` bytes stay: states that an optimizer's first step makes.
         It works on several streams if it is `spread`."""
 
-    def release_unused(self) -> None:
-        """Give back what is cached outside of the pool and used by nobody, where that is much."""
-
-    def apart(self) -> AbstractContextManager[Any]:
-        """Where captures are made, for what has to be made beside one. Gives the stream, if there are any."""
-
     def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
-        """The backward of such a call begins, or goes on in what another has made. It reads these, which others have made."""
+        """Tells of the backward of a warm-up call, which reads these tensors of others."""
 
     def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
-        """It may have made these, which others are about to read."""
+        """Tells of gradients that such a backward has made, and that others are about to read."""
 
     def backward_ends(self) -> None:
-        """It has ended: release what it needed besides."""
+        """Releases what such a backward needed besides."""
 
-    def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
-        """Capture a call, play it, and forget it; returns its result."""
-
-    def settle(self, recording: Recording) -> None:
-        """A recording has been made, and all of its capture but it is gone."""
-
-    def outlives(self, t: torch.Tensor) -> Any:
-        """For a tensor whose contents outlive it during a capture: what can bring it back. Otherwise None."""
-
-    def enter(self) -> None:
-        """A replay begins on the current stream: it waits for whatever still reads what was given out on others, or within a
-        backward the gradients of replays before."""
-
-    def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
-        """Where a node of autograd is made whose backward replays a recording. It gives gradients to `many` parameters. If
-        `lasting`, those of some are added up where they were captured, and else on the current stream."""
-
-    def anchor(self, place: Spans) -> Any:
-        """What owns the pool's memory at a place: it stays for as long as this is referred to."""
+    # -- captures
 
     def capture(self, plan: CapturePlan) -> Captured:
         """Dry-run the call of a plan, and keep what it did as a program.
@@ -137,8 +113,43 @@ class Device(Protocol):
         Raises whatever the call raised, or `Refusal`; everything is then as before.
         """
 
+    def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
+        """Capture a call, play it, and forget it. Returns its result."""
+
+    def settle(self, recording: Recording) -> None:
+        """Look at what a capture has left in the pool, when the recording is made and all else of the capture is gone."""
+
+    def outlives(self, t: torch.Tensor) -> Any:
+        """What can bring a tensor back whose contents outlive it during a capture; None if they do not."""
+
+    def apart(self) -> AbstractContextManager[torch.Stream | None]:
+        """Surrounds what is made beside a capture, and has to lie where captures do. Gives their stream, if there is one."""
+
+    # -- replays
+
+    def enter(self) -> None:
+        """Begin a replay on the current stream. It waits for readers on other streams of what was given out: of results, and
+        within a backward of gradients."""
+
+    def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
+        """Surrounds the making of a node of autograd whose backward replays a recording.
+
+        It gives gradients to `many` parameters. If `lasting`, some are added up where they were captured, and else on the
+        current stream."""
+
+    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
+        """Whether the current stream is one of these."""
+
+    # -- memory
+
+    def anchor(self, place: Spans) -> Any:
+        """The owner of the pool's memory at a place, which stays for as long as this is referred to."""
+
     def tidy(self) -> None:
         """Return memory that nothing needs any more, if recordings have gone."""
+
+    def release_unused(self) -> None:
+        """Give back what is cached outside of the pool and used by nobody, where that is much."""
 
     @property
     def pool_bytes(self) -> int:
@@ -150,4 +161,4 @@ class Device(Protocol):
 
     @property
     def spare(self) -> int:
-        """Bytes that a call may well take besides the memory of recordings."""
+        """Bytes that a call may take besides the memory of recordings."""

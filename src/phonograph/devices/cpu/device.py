@@ -12,7 +12,7 @@ outputs are therefore really overwritten by a later replay if liveness is ever m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,28 +51,25 @@ class CpuDevice:
         self.pool = Pool(self.torch_device)
         self._arena = Arena()
 
-    def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> Any:
+    # -- live calls before a capture
+
+    def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def release_unused(self) -> None:
-        """Nothing: what is freed on the CPU is not kept."""
+    def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
+        """Nothing: what a live call lies in is not the arena's."""
 
-    def apart(self) -> Any:
-        return nullcontext()
+    def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
+        """Nothing."""
 
-    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
-        return False
+    def backward_ends(self) -> None:
+        """Nothing."""
 
-    def slot(self, t: torch.Tensor) -> torch.Tensor:
-        shift, end = place_for(t)
-        nbytes = end * t.element_size()
-        place = Place(self._arena.take(nbytes), nbytes, planned=True)
-        with torch.inference_mode(False):
-            return _filled(torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride()), t)
+    # -- captures
 
     def capture(self, plan: CapturePlan) -> Captured:
         self._arena.open(plan.protected)
-        slots = [t if b else _filled(unowned(s), t) if s is not None else self.slot(t)
+        slots = [t if b else _filled(unowned(s), t) if s is not None else self._slot(t)
                  for t, b, s in zip(plan.arguments, plan.borrowed, plan.shared, strict=True)]  # fmt: skip
         tape = Tape(self.torch_device, plan.reach, slots, plan.borrowed, self._arena)
         tape.follow(plan.dials)
@@ -97,6 +94,13 @@ class CpuDevice:
         out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)
 
+    def _slot(self, t: torch.Tensor) -> torch.Tensor:
+        shift, end = place_for(t)
+        nbytes = end * t.element_size()
+        place = Place(self._arena.take(nbytes), nbytes, planned=True)
+        with torch.inference_mode(False):
+            return _filled(torch.empty(0, dtype=t.dtype, device="cpu").set_(place.storage(), shift, t.size(), t.stride()), t)
+
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Nothing can only run captured."""
         return call()
@@ -107,20 +111,21 @@ class CpuDevice:
     def outlives(self, t: torch.Tensor) -> None:
         """Nothing does: memory that is freed may be written at once."""
 
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # -- replays
+
     def enter(self) -> None:
         """Nothing: work on the CPU is done when a call returns."""
 
-    def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
-        """Nothing: what a live call lies in is not the arena's."""
-
-    def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
-        """Nothing."""
-
-    def backward_ends(self) -> None:
-        """Nothing."""
-
-    def joining(self, lasting: bool, many: bool) -> Any:
+    def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def is_current(self, streams: Sequence[torch.Stream]) -> bool:
+        return False
+
+    # -- memory
 
     def anchor(self, place: Spans) -> Any:
         return self._arena.under(place)
@@ -129,6 +134,9 @@ class CpuDevice:
         if self.pool.untidy:
             self.pool.untidy = False
             self._arena.trim(self.pool.footprints() | self.pool.protected())
+
+    def release_unused(self) -> None:
+        """Nothing: what is freed on the CPU is not kept."""
 
     @property
     def pool_bytes(self) -> int:
