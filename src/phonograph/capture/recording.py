@@ -17,6 +17,7 @@ from ..memory.pool import Lease, Pool
 from ..memory.spans import Spans
 from ..python.identity import identity
 from ..values.pytree import Edit, Node
+from .breaks import Break
 
 __all__ = [
     "BEGINS_ANEW",
@@ -72,17 +73,15 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """An argument's fixed place.
-
-    `borrowed` slots lie where another recording leaves its output, so that a chain `g(f(x))` needs no copy. `written`
-    slots are copied back to the caller's tensor after a replay; where those that write it leave versions alone, as collectives
-    do, so does that.
-    """
+    """An argument's fixed place."""
 
     tensor: torch.Tensor
     borrowed: bool = False
+    """It lies where another recording leaves its output: a chain `g(f(x))` needs no copy."""
     written: bool = False
+    """It is copied back to the caller's tensor after a replay..."""
     moved: bool = True
+    """...whose version moves on, unless all that writes it leaves versions alone, as collectives do."""
 
 
 class Made(NamedTuple):
@@ -195,18 +194,8 @@ class Entangled:
 class Recording:
     """One captured call.
 
-    Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it.
-    What lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way. The backward
-    of another `reads` what that has saved, and may write it then where it `releases` it: the one call whose backward it is may
-    hold that. `lent` is where borrowed slots lie. `live_parts` run between its segments. No argument may lie in `entangled`
-    memory.
-    `outputs` has more than the result has leaves where these are views of what is no result.
-    `rivals`, the leases that playing it would overwrite, is kept current by the pool; `spoiled` gets the name of what it works
-    with and has lost: its memory, mostly. `effects` says what playing it does besides giving results; "" if it does nothing
-    else. `draws` is False if it surely draws no random numbers; it `drops_out` by dropout of cuDNN's, and `communicates` with
-    other ranks. Each time it is played, it leaves what the call has `left` in attributes, and makes its `edits` in the
-    arguments' containers; these arguments have `gained` a gradient, and those of their containers that are
-    tensors, and were `written` in their parts. Those leaves of the result are `numbers` that are read of tensors.
+    Results are handed out in one of two ways. Memory in `leases` is the caller's for as long as he holds a tensor on it. What
+    lies on `copied`, small results mostly, each replay copies to new memory: it is never in anybody's way.
     """
 
     name: str
@@ -216,30 +205,47 @@ class Recording:
     slots: tuple[Slot, ...]
     shape: Node | None
     outputs: tuple[Output, ...]
+    """Leaves of the result, and after them what some are views of and is no result."""
     leases: tuple[Lease, ...]
     copied: tuple[Lease, ...]
     footprint: Spans
     reliances: Reliances
     written_outside: tuple[torch.Tensor, ...]
     effects: str = ""
+    """What playing it does besides giving results; "" if it does nothing else."""
     draws: bool = True
+    """Whether it may draw random numbers."""
     drops_out: bool = False
+    """Dropout of cuDNN's is drawn in it."""
     communicates: bool = False
+    """It communicates with other ranks."""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
-    live_parts: tuple[Any, ...] = ()
+    live_parts: tuple[Break, ...] = ()
+    """Parts that run live between its segments."""
     left: Left = field(default_factory=Left)
+    """Attributes of objects outside that each replay sets."""
     edits: tuple[Edit, ...] = ()
+    """Changes that each replay makes in containers among the arguments."""
     gained: tuple[int, ...] = ()
+    """Numbers of arguments that get a gradient."""
     written: tuple[int, ...] = ()
+    """Numbers of the arguments' containers that are tensors, and whose parts are written."""
     numbers: tuple[int, ...] = ()
+    """Leaves of the result that are numbers, read of tensors."""
     settings: tuple[Setting, ...] = ()
     releases: frozenset[Lease] = frozenset()
+    """Saved memory that it may write once it has read it. The one call whose backward this is may hold that."""
     reads: Any = field(default=None, repr=False)
+    """Saved tensors that it reads, as the backward of another."""
     lent: Spans = field(default_factory=Spans, repr=False)
+    """Where borrowed slots lie."""
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
+    """Memory in which no argument may lie."""
     spoiled: list[str] = field(default_factory=list, repr=False)
+    """Names of what it works with and has lost: its memory, mostly."""
     rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
+    """Leases that playing it would overwrite, kept current by the pool."""
 
     @property
     def room(self) -> Spans:
