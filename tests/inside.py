@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import phonograph as pg
 from phonograph._torch.ddp import reducer_anew
 from phonograph.compile import graphs
-from phonograph.engine.recorded import together
+from phonograph.engine.parts import together
 from phonograph.statistics import Counters, Observed, Stats
 from tests import ranks
 from tests.ranks import Case

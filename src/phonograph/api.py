@@ -14,7 +14,8 @@ from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
 from .engine.live_parts import live
-from .engine.recorded import Recorded, counted
+from .engine.parts import counted
+from .engine.recorded import Recorded
 from .engine.repeated_records import made_anew
 from .options import Options
 from .python.origin import has_called

@@ -1835,7 +1835,7 @@ def test_c12_a_failure_of_our_own_is_said_and_the_call_runs_live(device, monkeyp
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("phonograph.engine.recorded.record", broken)
+    monkeypatch.setattr("phonograph.engine.making.record", broken)
     f = pg.record(lambda x: x * 2, warmup=0)
     with pytest.warns(pg.RunsLive, match="phonograph itself failed"):
         assert_same(f(ramp(device, 3)), ramp(device, 3) * 2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import phonograph as pg
+from phonograph.engine import describer
 from phonograph.engine import known_calls as known
-from phonograph.engine import recorded
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -23,7 +23,7 @@ def made(monkeypatch):
         before = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *args, **kwargs: found.append(name) or before(*args, **kwargs))
 
-    noting(recorded, "describe")
+    noting(describer, "describe")
     noting(known.KnownCall, "__init__")
     noting(known, "tensor_check")
     noting(builtins, "compile")

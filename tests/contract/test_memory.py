@@ -1648,7 +1648,7 @@ def test_c09_code_that_a_compiler_wrote_is_no_code_of_the_users(device):
     for n in range(4):
         assert_same(f(filled(device, n)), filled(device, n) * 2)
     assert pg.stats(f).replayed == 3, pg.explain(f)
-    assert not f._heard
+    assert not f._describer.heard
 
 
 RATES = """

@@ -32,7 +32,8 @@ from torch.autograd import forward_ad
 
 import phonograph as pg
 from phonograph import reasons as coded
-from phonograph.engine import recorded as corridor
+from phonograph.engine import contained, making
+from phonograph.errors import Refusal
 from phonograph.values.keys import NoSignature
 from phonograph.values.wording import Naming, at_work, excerpt, failure, operator
 from tests.helpers import may_run_live, ramp
@@ -1398,8 +1399,8 @@ def test_c11_the_first_refusal_of_a_call_is_what_is_told_whatever_is_done_about_
 
 
 def test_c11_a_failure_of_our_own_names_the_users_line_and_what_to_do(device, monkeypatch):
-    monkeypatch.setattr(corridor, "record", max)  # which raises
-    monkeypatch.setattr(corridor.logger, "error", lambda *args, **kwargs: None)
+    monkeypatch.setattr(making, "record", max)  # which raises
+    monkeypatch.setattr(contained.logger, "error", lambda *args, **kwargs: None)
     f = pg.record(lambda x: x * 2, warmup=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1508,7 +1509,7 @@ def test_c11_what_torch_says_becomes_a_cause_and_a_remedy():
 
 
 def test_c11_a_refusal_without_a_line_gets_that_of_the_call_and_is_not_changed_itself():
-    refusal = corridor.Refusal("a", "b")
+    refusal = Refusal("a", "b")
     told = refusal.at("train.py:3")
     assert (told.where, refusal.where) == ("train.py:3", "")
     assert told.at("other.py:4") is told

@@ -201,7 +201,7 @@ def test_c11_a_flag_that_flips_in_each_call_is_captured_once(device):
 @may_run_live
 def test_c11_a_value_that_is_new_in_each_call_is_tried_a_few_times(device, monkeypatch):
     attempts = []
-    monkeypatch.setattr("phonograph.engine.recorded.record", counting(attempts))
+    monkeypatch.setattr("phonograph.engine.making.record", counting(attempts))
     settings = types.SimpleNamespace(limit=0)
 
     def make():
@@ -228,7 +228,7 @@ def counting(attempts):
 @may_run_live
 def test_c11_what_the_call_itself_changes_does_not_end_a_refusal(device, monkeypatch):
     attempts = []
-    monkeypatch.setattr("phonograph.engine.recorded.record", counting(attempts))
+    monkeypatch.setattr("phonograph.engine.making.record", counting(attempts))
 
     class Steps:
         def __init__(self):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import phonograph as pg
-from phonograph.engine import recorded
+from phonograph.engine import describer, making, recorded
 from phonograph.engine import standing_refusals as standing
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
@@ -27,8 +27,8 @@ def done(monkeypatch):
         before = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *args, **kwargs: found.append(name) or before(*args, **kwargs))
 
-    for name in ("describe", "Reach", "noting", "modes"):
-        noting(recorded, name)
+    for where, name in ((describer, "describe"), (describer, "Reach"), (recorded, "noting"), (recorded, "modes")):
+        noting(where, name)
     noting(recorded.Within, "__enter__")
     noting(standing.Grounds, "_first")
     noting(warnings, "warn")
@@ -337,8 +337,8 @@ def test_c21_flags_that_change_while_no_call_is_looked_at(device):
 
 
 def _captures(monkeypatch):
-    made, record = [], recorded.record
-    monkeypatch.setattr(recorded, "record", lambda *args: made.append(args) or record(*args))
+    made, record = [], making.record
+    monkeypatch.setattr(making, "record", lambda *args: made.append(args) or record(*args))
     return made
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import phonograph as pg
-from phonograph.engine import recorded
+from phonograph.engine import describer
 from phonograph.testing import Pair, assert_same
 from tests.helpers import assert_replays, counts, may_run_live, side_by_side
 
@@ -20,8 +20,8 @@ def ramp():
 @pytest.fixture
 def described(monkeypatch):
     """As many as calls were taken apart."""
-    calls, describe = [], recorded.describe
-    monkeypatch.setattr(recorded, "describe", lambda *call: calls.append(None) or describe(*call))
+    calls, describe = [], describer.describe
+    monkeypatch.setattr(describer, "describe", lambda *call: calls.append(None) or describe(*call))
     return calls
 
 

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.dynamo import looked_at_first
-from ..engine.recorded import Recorded, counted, together
+from ..engine.parts import counted, together
+from ..engine.recorded import Recorded
 from ..guards.reachable import Reach
 from ..options import Options
 from ..python.identity import identity

@@ -244,7 +244,7 @@ class Trial:
         """Calls run live from now on, and these are not there."""
         self.aside = players
         _trials.add(self)
-        self._over = self.history.stand_by(self.refusal)
+        self._over = self.history.refused.stand_by(self.refusal)
 
     def take_back(self) -> list[Player]:
         """Calls are played again, if these are put back."""

@@ -7,14 +7,17 @@ memory that they overwrite (two that take turns serve a loop which keeps its las
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from ..call.signature import Call
 from ..memory.spans import Spans
+from .known_calls import KnownCalls
 from .player import Player
 
-__all__ = ["Found", "Shelf"]
+__all__ = ["Found", "Key", "Shelf"]
+
+Key: TypeAlias = tuple[Any, ...]
 
 
 class Found:
@@ -31,17 +34,20 @@ class Found:
 
 class Shelf:
     """At most `limit` players, by signature, and together no more than `most` bytes that they may overwrite; but one in any
-    case."""
+    case. `known` are the kinds of calls that lead to them."""
 
     def __init__(self, limit: int, most: int | None = None) -> None:
         self.limit = limit
         self.most = most
-        self._by_key: dict[Any, list[Player]] = {}
+        self.known = KnownCalls()
+        self.unplayed = 0
+        """Recordings made since one went that was played a second time."""
+        self._by_key: dict[Key, list[Player]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Player]:
         return (p for players in self._by_key.values() for p in players)
 
     def find(self, call: Call) -> Found:
@@ -59,8 +65,26 @@ class Shelf:
                 return Found(player, waiting, None)
         return Found(None, waiting, None if waiting else broken)
 
-    def add(self, key: Any, player: Player) -> list[Player]:
-        """Put a recording on the shelf; returns those that had to go."""
+    def of(self, key: Key) -> list[Player]:
+        """The recordings of a signature."""
+        return self._by_key.get(key, [])
+
+    def has_room(self, since: int | None) -> bool:
+        """Whether another signature has a place: a free one, or that of a recording which was not played since then (a number
+        as in `Player.used`). Where more of them take turns than have a place, the oldest is the one that is needed next."""
+        if len(self) < self.limit:
+            return True
+        return since is not None and min(map(self._last_use, self._by_key)) < since
+
+    def _last_use(self, key: Key) -> int:
+        return max(player.used for player in self._by_key[key])
+
+    # -- what comes
+
+    def add(self, key: Key, player: Player) -> None:
+        """Put a recording on the shelf. Those go for which there is no room any more."""
+        self.unplayed += 1
+        self.known.forget(key)
         players = self._by_key.setdefault(key, [])
         # One that copies its results may always be played, but those that need not copy come first. Of several that wait for
         # their backwards at the same time, each keeps clear of the older ones: in that order they are in nobody's way.
@@ -73,27 +97,43 @@ class Shelf:
             self._by_key[oldest].remove(gone[-1])
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
-        return gone
-
-    def has_room(self, since: int | None) -> bool:
-        """Whether another signature has a place: a free one, or that of a recording which was not played since then (a number
-        as in `Player.used`). Where more of them take turns than have a place, the oldest is the one that is needed next."""
-        if len(self) < self.limit:
-            return True
-        return since is not None and min(map(self._last_use, self._by_key)) < since
-
-    def _last_use(self, key: Any) -> int:
-        return max(player.used for player in self._by_key[key])
+        self.close(gone)
 
     def _nbytes(self) -> int:
         return Spans(piece for player in self for piece in player.recording.footprint).nbytes
 
-    def of(self, key: Any) -> list[Player]:
-        """The recordings of a signature."""
-        return self._by_key.get(key, [])
+    def put_back(self, key: Key, players: list[Player]) -> None:
+        """Put those back that were taken, in their order."""
+        if players:
+            self.known.forget(key)
+            self._by_key.setdefault(key, []).extend(players)
 
-    def discard(self, key: Any, unwanted: Callable[[Player], Any]) -> list[Player]:
-        """Take out those recordings of a signature; returns them."""
+    # -- what goes
+
+    def take(self, key: Key) -> list[Player]:
+        """Take all recordings of a signature off the shelf."""
+        self.known.forget(key)
+        return self._discard(key, lambda _: True)
+
+    def drop(self, key: Key, unwanted: Callable[[Player], object]) -> int:
+        """Close those recordings of a signature; how many there were."""
+        gone = self._discard(key, unwanted)
+        self.close(gone)
+        return len(gone)
+
+    def drop_all(self, unwanted: Callable[[Key], bool]) -> None:
+        """Close all recordings of such signatures."""
+        self.close([player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)])
+
+    def clear(self) -> None:
+        """Close all recordings."""
+        gone = list(self)
+        self._by_key.clear()
+        self.known.clear()
+        self.close(gone)
+        self.unplayed = 0
+
+    def _discard(self, key: Key, unwanted: Callable[[Player], object]) -> list[Player]:
         players = self._by_key.get(key, [])
         gone = [p for p in players if unwanted(p)]
         players[:] = [p for p in players if p not in gone]
@@ -101,16 +141,10 @@ class Shelf:
             del self._by_key[key]
         return gone
 
-    def discard_all(self, unwanted: Callable[[Any], bool]) -> list[Player]:
-        """Take out all recordings of such signatures; returns them."""
-        return [player for key in filter(unwanted, list(self._by_key)) for player in self._by_key.pop(key)]
-
-    def put_back(self, key: Any, players: list[Player]) -> None:
-        """Those that `discard` has taken out, in their order."""
-        if players:
-            self._by_key.setdefault(key, []).extend(players)
-
-    def clear(self) -> list[Player]:
-        gone = list(self)
-        self._by_key.clear()
-        return gone
+    def close(self, players: list[Player]) -> None:
+        """Free what these take, which are not on the shelf any more."""
+        for player in players:
+            self.known.forget(player.recording.key)
+            player.close()
+            if player.played > 1:
+                self.unplayed = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from ..guards import module_epochs as witness
 from ..guards.guards import Entries, is_heard_of, relied, state_of, which
 from ..guards.reachable import Reach
 from ..python.containers import Holder
+from .contained import Contained
 
-__all__ = ["Grounds", "Lasting", "Standing"]
+__all__ = ["Grounds", "Lasting", "Standing", "grounds_of"]
 
 _EVERY = 4  # calls after which there is a look, where there is little to look at...
 _SELDOM = 12  # ...and after which there is one at least, where nothing was found several times
@@ -111,6 +113,13 @@ class Grounds(Entries):
         self._held = [entry for entry in self._held if self.unchanged(entry) or _without_changes(entry)]
         self._tensors = [(n, ref, kind) for n, ref, kind in self._tensors if (t := ref()) is None or _kind_of(t) == kind]
         self._sort()
+
+
+def grounds_of(refusal: Refusal) -> Grounds | None:
+    """What a refused call has relied on, if that can be told."""
+    with suppress(Refusal), Contained("looked at what a refusal relies on"):
+        return Grounds.of(refusal.reach, refusal.places)
+    return None
 
 
 def _kind_of(t: torch.Tensor) -> Values:

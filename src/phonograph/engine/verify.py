@@ -21,6 +21,7 @@ from ..guards.guards import same
 from ..guards.reachable import Reach
 from ..memory.loans import Borrowed
 from ..memory.pool import row_of_bytes
+from ..state.reentrancy import Within
 from ..state.rng import put
 from ..values.pytree import Opening, flatten
 from ..values.tensor_subclasses import parts
@@ -93,16 +94,21 @@ def generators_in(reach: Reach) -> list[torch.Generator]:
 
 
 def verified(
-    name: str, call: Call, reach: Reach, live: Callable[[], Any], play: Callable[[], Any], own: Sequence[torch.Generator] = ()
+    name: str,
+    call: Call,
+    reach: Reach,
+    function: Callable[..., Any],
+    play: Callable[[], Any],
+    own: Sequence[torch.Generator] = (),
 ) -> Any:
-    """The result of `play()`, which must be what `live()` gives on the same state. Both draw from the generators that compiled
-    code has of its `own`.
+    """The result of `play()`, which must be what the function gives on the same state. Both draw from the generators that
+    compiled code has of its `own`.
 
     Raises:
         Mismatch: they differ; the state is then the live run's.
     """
     before, given = _State(call, reach, own), _tensors(call.like)
-    expected = _noted(live(), given)
+    expected = _noted(_live(function, call), given)
     after = _State(call, reach, own)
     grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
     before.restore()
@@ -117,6 +123,12 @@ def verified(
         raise Mismatch(f"a replay of {name} differs from a live run in {wrong}; see docs/limits.md for what cannot be "
                        "noticed, and call pg.reset after changing it")  # fmt: skip
     return result
+
+
+def _live(function: Callable[..., Any], call: Call) -> Any:
+    args, kwargs = call.like
+    with Within():
+        return function(*args, **kwargs)
 
 
 class _Noted(NamedTuple):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -30,14 +29,13 @@ from ..engine.contained import Contained
 from ..engine.history import History
 from ..engine.locking import acquired
 from ..engine.player import Player
+from ..engine.policy import Case
 from ..engine.recorded import Recorded
-from ..errors import Mismatch, Refusal, RunsLive, Unpadded
+from ..errors import Mismatch, Refusal, Unpadded
 from ..guards.carried_state import Carried
 from ..memory.loans import Borrowed
 from ..options import Options, switched_off
-from ..python.origin import users_level
 from ..state.reentrancy import inside
-from ..statistics import logger
 from ..values.keys import NoSignature
 from .progress import progress
 from .trial import Moulds, Pad, Pads, cut, gradients, judged, objection, replaced, with_zeros
@@ -68,7 +66,7 @@ class Padded(Recorded[..., Any]):
         self._verdicts: weakref.WeakKeyDictionary[Player, dict[Any, Moulds | Unpadded]] = weakref.WeakKeyDictionary()
         self._padded = 0  # calls that were
         super().__init__(function, options)
-        self._carried = Carried(learns=False)  # what is carried would have to be padded as well
+        self._describer.carried = Carried(learns=False)  # what is carried would have to be padded as well
 
     @property
     def _kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
@@ -85,7 +83,7 @@ class Padded(Recorded[..., Any]):
                 call = self._described(args, kwargs)
                 with Contained("padded the arguments"):
                     padded = describe(*replaced(pads, args, kwargs, with_zeros))
-                history = self._history((Padded, padded.key))
+                history = self._patience.history((Padded, padded.key))
                 player, known = self._known(call, padded, history)
                 due = self.options.verify and (self._padded + 1) % self.options.verify == 0
                 if player is not None and known is not None and not due:
@@ -96,8 +94,10 @@ class Padded(Recorded[..., Any]):
             self._counters.calls += 1
             self._padded += 1
             result = self._warm_up(call, args, kwargs)
-            history.warm += 1
-            found = self._tried(pads, call, padded, history, result) if history.warm >= self.options.warmup else None
+            history.arrivals.warm_ups += 1
+            found = (
+                self._tried(pads, call, padded, history, result) if history.arrivals.warm_ups >= self.options.warmup else None
+            )
             if isinstance(found, Unpadded):
                 self._say_once(found)
                 if known is not None:
@@ -113,7 +113,7 @@ class Padded(Recorded[..., Any]):
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise gradients()
-        refusal = history.still()
+        refusal = self._patience.still(history)
         if refusal is not None:
             raise refusal
         player = self._shelf.find(padded).player
@@ -121,8 +121,8 @@ class Padded(Recorded[..., Any]):
         verdict = verdicts.get(None, verdicts.get(call.key))
         if player is not None and verdict is not None:
             player.touch()
-        elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._reach(call).all_tensors):
-            self._refuse(history, refusal := gradients(), None)
+        elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._describer.reach(call).all_tensors):
+            self._patience.refuse(history, refusal := gradients(), None)
             raise refusal
         if isinstance(verdict, Unpadded):
             raise verdict
@@ -142,24 +142,24 @@ class Padded(Recorded[..., Any]):
         """Whether such calls may be padded, of which this one had that result, live; None if that cannot be told yet."""
         try:
             found = self._shelf.find(padded)
-            found.broken = self._broken(found, history)
-            if found.broken is not None:
-                self._count_change(found.broken, history, padded)
-            player = found.player or self._made(padded, found, history)
+            case = Case(padded, history, self._policy.broken(history, found.broken, found.blocked), found.blocked)
+            if case.broken is not None and (refusal := self._patience.changed(case.broken, history, padded)) is not None:
+                raise refusal
+            player = found.player or self._recorded(case)
         except Refusal as e:
             e.let_go()
             if e.failed:
-                self._failed(e)
-            if history.refusal is not None:
+                self._patience.live_run_succeeded(e)
+            if history.refused.refusal is not None:
                 why = Unpadded(f"cannot be recorded with padding: {e.reason}", e.remedy, e.where)
-                history.say(why)
+                history.refused.say(why)
                 return why
             return None
         verdicts = self._verdicts.setdefault(player, {})
         never = objection(player.recording)
         try:
             with Contained("tried a padded call"):
-                verdict = never or judged(self._said(pads), pads, call, padded, player, self._reach(call), result)
+                verdict = never or judged(self._said(pads), pads, call, padded, player, self._describer.reach(call), result)
             if verdict is None:
                 history.untold += 1
                 if history.untold < _UNTOLD:
@@ -170,11 +170,18 @@ class Padded(Recorded[..., Any]):
             e.let_go()
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)
         verdicts[None if never else call.key] = verdict
-        if isinstance(verdict, Unpadded) and history.changed(self._counters.replayed) > _FAILURES:
+        if isinstance(verdict, Unpadded) and self._patience.count_change(history) > _FAILURES:
             history.refuse(verdict)
         elif len(verdicts) > _KNOWN:
             history.refuse(Unpadded("is called in ever other ways", "pass contiguous tensors, and numbers as tensors"))
         return verdict
+
+    def _recorded(self, case: Case) -> Player:
+        """A recording of a padded call, which has not come by the corridor."""
+        refusal = self._policy.no_room(case)
+        if refusal is not None:
+            raise refusal
+        return self._made(case)
 
     def _said(self, pads: Pads) -> str:
         of = {at for at, dims in pads.items() if any(pad.size != pad.to for pad in dims)}
@@ -185,12 +192,8 @@ class Padded(Recorded[..., Any]):
         if not isinstance(refusal, Refusal):
             return
         refusal.let_go()
-        if isinstance(refusal, Unpadded) and refusal.reason not in self._reasons:
-            self._reasons[refusal.reason] = refusal
-            logger.info("%s is not padded: %s", self.name, refusal)
-            if self._counters.refuse(refusal.reason):
-                said = f"{self.name} is not padded, but recorded with its own sizes: {refusal}"
-                warnings.warn(said, RunsLive, stacklevel=users_level())
+        if isinstance(refusal, Unpadded):
+            self._report.not_padded(refusal)
 
     # -- before the calls
 
@@ -246,14 +249,14 @@ class Padded(Recorded[..., Any]):
                     resized = self._described(*replaced(pads, args, kwargs, with_zeros))
                     found = self._shelf.find(resized)
                     if found.player is None:
-                        history = self._history(resized.key)
-                        self._made(resized, found, history)
+                        history = self._patience.history(resized.key)
+                        self._recorded(Case(resized, history, found.broken, found.blocked))
                     advance(1)
         except (NoSignature, Refusal) as e:
             refusal = e if isinstance(e, Refusal) else Refusal(str(e), e.remedy)
             refusal.let_go()
-            if history is None or not self._needs_a_look(refusal, history, resized):
-                self._count(refusal)
+            if history is None or not self._maker.learns(refusal, history, resized):
+                self._report.refuse(refusal)
 
     # -- for the observers
 

@@ -26,6 +26,7 @@ from .._torch.autograd import made_when, will_run
 from .._torch.skipped_frames import passes_on
 from ..autograd.backward import Backward
 from ..call.signature import Call
+from ..engine.making import BackwardKind
 from ..engine.recorded import Recorded
 from ..options import Options
 from ..values.pytree import flatten
@@ -187,7 +188,7 @@ class Hooked(Recorded[..., Any]):
         self._begin(*call.like)
         return super()._record(call, blocked, apart=apart)
 
-    def _backward_kind(self) -> Callable[[Any, Options], Recorded[Any, Any]]:
+    def _backward_kind(self) -> BackwardKind:
         hooks = self._hooks
         return lambda function, options: _HookedBackward(function, options, hooks, WarmUps(), 0)
 

@@ -1,0 +1,250 @@
+"""Recordings of one function, made: a capture, its place in the pool and on the shelf, and its backward.
+
+A capture may show that it has to be made in another way: code runs in it that was overlooked, or a backward of its results will
+run outside. Then it is taken back and made again, within the same call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from .._torch import ddp as torch_ddp
+from ..autograd.backward import Backward, Forward
+from ..autograd.function import Joint
+from ..autograd.saved_hooks import Tracing
+from ..call.signature import Call
+from ..capture.live_results import Notes
+from ..capture.recording import Entangled, Recording
+from ..devices import device_for
+from ..devices.base import Device
+from ..devices.cuts import Unmarked
+from ..devices.segments import Diverged
+from ..errors import Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
+from ..guards.followed_numbers import Fixed
+from ..guards.reachable import Reach
+from ..options import Options
+from ..python.gc_control import uncollected
+from ..state.reentrancy import Within
+from ..statistics import Counters, logger, totals
+from ..values.wording import MARKED
+from . import process_groups as ranks
+from .attached_results import settled
+from .capture_terms import Concessions, Placement, Terms
+from .contained import Contained
+from .describer import Describer
+from .history import History
+from .patience import Patience
+from .player import Player
+from .recorder import record
+from .shelf import Shelf
+from .verify import repeats
+
+__all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
+
+_LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
+_DECISIVE = 8  # places where a call may read numbers by which it goes on
+_ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
+                         "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
+
+BackwardKind = Callable[[Backward, Options], Callable[..., Any]]
+"""Makes a recorded function of a backward."""
+
+
+class Stops:
+    """Tells a function that calls have to run live where gradients are wanted, now (`stop`) or should that be so at the next
+    call (`doubt`). Autograd's graph holds this, so that it must not hold the function: an attribute of a module may hold the
+    graph, and the garbage collector does not see all of such a circle."""
+
+    def __init__(self, stop: Callable[[Refusal], None], doubt: Callable[[Callable[[], bool], Refusal], None]) -> None:
+        self._stop, self._doubt = weakref.WeakMethod(stop), weakref.WeakMethod(doubt)
+
+    def stop(self, refusal: Refusal) -> None:
+        if (stop := self._stop()) is not None:
+            stop(refusal)
+
+    def doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
+        if (doubt := self._doubt()) is not None:
+            doubt(broken, refusal)
+
+
+class Maker:
+    """Makes the recordings of one function."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], options: Options, counters: Counters, describer: Describer, shelf: Shelf,
+        patience: Patience, stops: Stops,
+    ) -> None:  # fmt: skip
+        self._name, self._function, self._options, self._counters = name, function, options, counters
+        self._describer, self._shelf, self._patience, self._stops = describer, shelf, patience, stops
+        self.entangled = Entangled()
+        """Memory that recordings write, and that no argument may share."""
+        self.devices: set[Device] = set()
+        self.backwards: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Recorded functions, of the backwards of its results."""
+
+    def record(self, call: Call, history: History, blocked: int, apart: bool, backward_kind: BackwardKind) -> Player:
+        """A recording of this call, on the shelf; `blocked`: so many others cannot be played, because of what is held. It may
+        have to keep `apart` from those."""
+        with Contained("made a recording"), uncollected():
+            reach = self._describer.reach(call)
+            if self._describer.regulars.stands_any((*call.containers, *call.tensors)):
+                raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
+            with _relying_on(reach):
+                device: Device = device_for(self._describer.device_of(call, reach, history.capture.device))
+            device.tidy()
+            device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
+            turns = self._options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
+            recording = self._capture(call, history, reach, device, blocked, apart, turns)
+            if self._options.live_backward and recording.backward is not None and recording.backward.only_captured:
+                raise replace(_ONLY_CAPTURED)
+            device.settle(recording)
+            device.pool.add(recording)
+            if recording.communicates:
+                ranks.follow(recording, self._counters)
+            player = Player(recording, device)
+            if recording.backward is not None:
+                player.joint = self._joint(recording.backward, recording, call, history, device, apart, turns, backward_kind)
+        self.entangled |= recording.entangled
+        self.devices.add(device)
+        self._counters.recorded += 1
+        self._patience.alike.made()
+        totals().recorded += 1
+        self._shelf.add(call.key, player)
+        logger.debug("%s", recording)
+        return player
+
+    def _joint(
+        self, backward: Backward, recording: Recording, call: Call, history: History, device: Device, apart: bool, turns: bool,
+        kind: BackwardKind,
+    ) -> Joint:  # fmt: skip
+        """Joins results to the graph of autograd; their backward is recorded as well, as a function of its own."""
+        ran = history.live.ran_backward
+        gradients_go = ran and not backward.gradients_stay(call.tensors)
+        backward.forward = Forward(
+            stop=self._stops.stop, doubt=self._stops.doubt, once=device.once, takes_turns=turns, apart=apart,
+            averaged=torch_ddp.averaging() is not None, room=recording.room if gradients_go else None,
+        )  # fmt: skip
+        warmup = 0 if ran or backward.only_captured else min(self._options.warmup, 1)
+        name = f"the backward of {self._name}"
+        options = replace(self._options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
+        return Joint(backward, self._recorded_backward(options, kind), device.joining)
+
+    def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Any]]:
+        """Records a backward, and does not hold this."""
+        known = self.backwards
+        if options.live_backward:
+            return lambda backward: backward
+
+        def recorded(function: Backward) -> Callable[..., Any]:
+            backward = kind(function, options)
+            known.add(backward)
+            return backward
+
+        return recorded
+
+    def _capture(
+        self, call: Call, history: History, reach: Reach, device: Device, blocked: int, apart: bool, turns: bool
+    ) -> Recording:
+        """Capture the call, until a capture hears nothing new."""
+        borrow = self._options.outputs == "borrow"
+        for _ in range(_LOOKS):
+            tracing = Tracing(device.torch_device) if history.capture.attached else None
+            terms = self._terms(call, history, tracing, Placement(blocked, apart, turns, borrow))
+            self._describer.packages.before()
+            try:
+                with Within(), _relying_on(reach):
+                    recording = record(self._name, self._function, call, reach, device, terms)
+                settled(tracing)
+                if self._options.verify and (twice := repeats(recording)) is not None:
+                    raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
+                return recording
+            except Overlooked as e:
+                self._describer.hear(e)
+                reach = self._describer.reach(call)
+            except Attached:
+                if history.capture.attached or borrow:
+                    raise
+                history.capture.attached = True
+            finally:
+                if tracing is not None:
+                    tracing.end()
+        raise Refusal("runs other code each time it is looked at", f"call the same in each call, {MARKED}", final=False)
+
+    def _terms(self, call: Call, history: History, tracing: Tracing | None, placement: Placement) -> Terms:
+        """The terms of a capture at this place, going by what is known of the signature."""
+        siblings = [player.recording for player in self._shelf.of(call.key)]
+        sizes = [recording.footprint.nbytes for recording in siblings] or [history.live.nbytes]
+        expected = max(sizes) if history.capture.attached else 0
+        placement = replace(placement, expected=expected, sibling=next(iter(siblings), None))
+        return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
+                     numbers=self._options.fallback == "split", carried=self._describer.carried,
+                     following=self._describer.following,
+                     concessions=Concessions(averages=history.live.averages))  # fmt: skip
+
+    def make_way(self, call: Call, history: History, blocked: int) -> bool:
+        """Drop recordings of which a new one takes the place; whether it has to keep apart from what is there."""
+        spoiled = self._shelf.drop(call.key, lambda player: player.recording.spoiled)
+        if history.capture.attached:  # the new one will not be in the way, and two have room for the activations of one
+            self._patience.displaced += self._shelf.drop(call.key, Player.obstructed)
+        crossed = blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
+        return bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.forward.apart)
+
+    def tidy(self) -> None:
+        """Return memory that no recording needs any more."""
+        for device in self.devices:
+            device.tidy()
+
+    # -- what refused calls show
+
+    def diverged(self, diverged: Diverged, call: Call) -> None:
+        """A replay could not go on after a live operator, which may give another shape from now on."""
+        self._counters.replayed -= 1
+        history = diverged.history = self._patience.history(call.key)
+        self._patience.diverged(history, call.key, diverged)
+        reach = None
+        with suppress(Refusal), Contained("looked at what the function can reach"):
+            reach = self._describer.reach(call)
+        history.live.notes = Notes(history.capture.split, reach, self._describer.marked, diverged.done,
+                                   decisive=history.capture.decisive, arrived=diverged.arrived)  # fmt: skip
+        self._patience.diverges(history, diverged, reach)
+
+    def learns(self, refusal: Refusal, history: History, call: Call) -> bool:
+        """Whether the next capture can go another way, and needs a live call before: to know what an operator gives that runs
+        live from now on, or because something was not seen to run there."""
+        capture, describer = history.capture, self._describer
+        if isinstance(refusal, Fixed):
+            describer.following.fix((call.shape, at) for at in call.numbers)
+            return True
+        if isinstance(refusal, Elsewhere) and capture.device is None and not call.tensors:
+            capture.device = refusal.device
+        elif isinstance(refusal, Decides) and refusal.site not in capture.decisive and len(capture.decisive) < _DECISIVE:
+            capture.decisive |= {refusal.site}
+        elif self._options.fallback == "split" and refusal.operator is not None and refusal.operator not in capture.split:
+            capture.split |= {refusal.operator}
+        elif isinstance(refusal, Unmarked) and not describer.marked:
+            describer.marked = True
+        else:
+            return isinstance(refusal, Unseen) and history.refused.refusal is None
+        history.begin_again(refusal)
+        return True
+
+
+@contextmanager
+def _relying_on(reach: Reach) -> Iterator[None]:
+    """A call that could get at this makes what is refused within."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.reach = reach
+        raise
+
+
+def loses_overlap(recording: Recording) -> bool:
+    """Whether gradients come out of this one's backward to where they are averaged as they come, on a device that could go on
+    meanwhile. (A compiled graph gives them at its end also where it is not recorded.)"""
+    backward = recording.backward
+    return backward is not None and backward.forward.averaged and backward.graph.lasting and recording.device.type == "cuda"

@@ -1,0 +1,85 @@
+"""Signatures that do not come again: nearly every call has one of its own, and none is worth a recording."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from ..call.signature import Call
+from ..errors import Refusal
+from ..guards.followed_numbers import Following
+from ..python.origin import users_line
+from ..values.pytree import Node, path_to
+from ..values.wording import Naming
+
+__all__ = ["Novelty"]
+
+Key: TypeAlias = tuple[Any, ...]
+
+_UNREPEATED = 64  # signatures that never come again...
+_NEARLY = 3  # ...among so many times as many calls
+
+
+class Novelty:
+    """Counts the new signatures of one function."""
+
+    def __init__(self) -> None:
+        self._unrepeated = 0
+        self._counted_from = 0  # the function's calls then
+        self._last_key: Key | None = None
+        self._differs = ""  # how the last one differs from the one before
+
+    def reset(self, calls: int) -> None:
+        """Count anew; the function has had so many `calls`."""
+        self._unrepeated, self._counted_from = 0, calls
+
+    def note(self, call: Call, calls: int, naming: Naming, following: Following) -> Refusal | None:
+        """Count one that comes for the first time; refuse it where nearly every call has one of its own. Numbers are to be
+        followed that differ from call to call."""
+        self._unrepeated += 1
+        last, self._last_key = self._last_key, call.key
+        self._differs = _difference(last, call, naming) if last is not None else ""
+        following.want_arguments(_numbers_that_differ(last, call))
+        if calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
+            self._unrepeated, self._counted_from = 1, calls
+        if self._unrepeated <= _UNREPEATED or not self._differs:
+            return None
+        remedy = "pass numbers that change as tensors; pad tensors to a few shapes (shapes=)"
+        return Refusal(f"is called with {self._differs} nearly each time", remedy, users_line())
+
+    def repeats(self) -> None:
+        """One of them comes for the second time."""
+        self._unrepeated = max(0, self._unrepeated - 1)
+
+    def passed(self, calls: int) -> None:
+        """So many calls were not looked at."""
+        self._counted_from += calls
+
+    def explain(self, calls: int) -> str | None:
+        """A line for `explain`."""
+        if self._unrepeated <= 2 or not self._differs:
+            return None
+        return (
+            f"{self._unrepeated} of the last {calls - self._counted_from} calls had a signature of their own: {self._differs}"
+        )
+
+
+def _difference(key: Key, call: Call, naming: Naming) -> str:
+    """The first difference between this call and one with that key."""
+    (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
+    if shape == shape_now and len(leaves) == len(leaves_now):
+        for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
+            if was != now:
+                tensor = isinstance(call.leaves[i], torch.Tensor)
+                return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
+    return "arguments of another structure"
+
+
+def _numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
+    """The places of numbers, if a call differs from one with that key by numbers alone."""
+    if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
+        return []
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
+    numbers = all(type(x) is tuple and len(x) == 2 and x[0] is float for _, *both in differing for x in both)
+    return [(call.shape, i) for i, *_ in differing] if numbers else []

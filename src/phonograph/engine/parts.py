@@ -1,0 +1,164 @@
+"""The parts of a recorded function, and what is asked of it as a whole: what it did so far, and to forget it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._torch.dynamo import run_where_traced
+from ..aten.operators import meaning
+from ..autograd.backward import Backward
+from ..capture.recording import Entangled
+from ..devices import lock
+from ..errors import Refusal
+from ..options import Options, overloads
+from ..state.reentrancy import inside
+from ..statistics import Counters, Observed, Stats
+from .binding import Binding
+from .current_capture import recording_here
+from .describer import Describer
+from .gate import Gate
+from .known_calls import Undescribed
+from .locking import acquired
+from .making import Maker, Stops
+from .patience import Patience
+from .policy import Policy
+from .reports import Report, stats_of
+from .shelf import Shelf
+from .trials import Trials
+
+__all__ = ["Parts", "counted", "together"]
+
+
+class Parts(Binding, Observed):
+    """Makes the parts, each of which knows those that were made before it."""
+
+    _watches_sizes = True
+    """Whether sizes that grow are noticed, and recordings that are played keep their places."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        self.options = options
+        self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        super().__init__()
+        self._counters = counters = Counters()
+        self._report = Report(self.name, counters, error=options.fallback == "error")
+        self._gate = Gate(function, final=options.fallback != "error")
+        marked, calls = options.fallback == "split", functools.partial(getattr, counters, "calls")
+        self._describer = describer = Describer(self.name, function, calls, marked)
+        self._shelf = shelf = Shelf(options.max_recordings, options.max_bytes)
+        self._known_calls, self._undescribed = shelf.known, Undescribed()
+        split = frozenset(x for name in options.split_at for x in overloads(name) if not meaning(x).communicates)
+        self._patience = patience = Patience(options, counters, shelf, describer, split)
+        self._policy = Policy(patience, options, counters, shelf, describer, watches_sizes=self._watches_sizes,
+                              is_backward=isinstance(function, Backward))  # fmt: skip
+        self._trials = Trials(shelf, patience, counters, describer)
+        self._stops = Stops(self._stop, self._doubt)
+        self._maker = Maker(self.name, function, options, counters, describer, shelf, patience, self._stops)
+        self._reset_wanted = False
+
+    def __repr__(self) -> str:
+        return f"<recorded {self.name}: {len(self._shelf)} recordings>"
+
+    # -- what a backward shows
+
+    def _stop(self, refusal: Refusal) -> None:
+        """A backward has shown that calls have to run live where gradients are wanted."""
+        self._forget_known()
+        self._gate.stop(refusal)
+
+    def _doubt(self, broken: Callable[[], bool], refusal: Refusal) -> None:
+        """Likewise, should this say so at the next call."""
+        self._forget_known()
+        self._gate.doubt(broken, refusal)
+
+    def _forget_known(self) -> None:
+        """The next call is taken apart."""
+        self._known_calls.clear()
+        self._patience.rest.over()
+
+    # -- for the observers
+
+    def say(self, refusal: Refusal) -> None:
+        """Count what is said of this function, and say it the first time."""
+        self._report.say(refusal)
+
+    @run_where_traced
+    def taken_as_plain(self) -> None:
+        """This is called in code that `torch.compile` compiles, which runs as it would without us."""
+        self._report.compiled()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines for `explain`, of who has made it."""
+        return self._report.remarks
+
+    @remarks.setter
+    def remarks(self, remarks: tuple[str, ...]) -> None:
+        self._report.remarks = remarks
+
+    @property
+    def _backwards(self) -> list[Parts]:
+        """The recorded backwards of its results."""
+        return list(self._maker.backwards)
+
+    @property
+    def _instances(self) -> list[Parts]:
+        """Instances' own, if this is a method."""
+        return [one for one in list(self._bound) if isinstance(one, Parts)]
+
+    def stats(self) -> Stats:
+        self._tidy()
+        return together([self, *self._instances], Counters())
+
+    def explain(self) -> str:
+        recordings = [player.recording for player in [*self._shelf, *self._trials.aside]]
+        backwards = [backward.explain() for backward in self._backwards]
+        others = [one._report for one in self._instances]
+        return "\n".join(self._report.explain(self.stats(), self._patience.explain(), recordings, backwards, others))
+
+    def reset(self) -> None:
+        """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
+        asked for in a capture, which counts on all memory that it has seen."""
+        if inside() or recording_here() or (not lock.acquire(False) and not acquired()):
+            for one in (self, *self._instances):
+                one._reset_wanted, one._gate.closed = True, None
+                one._forget_known()
+            return
+        try:
+            self._reset_wanted = False
+            self._shelf.clear()
+            self._shelf.close(self._trials.aside)
+            self._trials.clear()
+            self._undescribed = Undescribed()
+            self._patience.reset()
+            self._policy.reset()
+            self._describer.reset()
+            self._report.reasons.clear()
+            self._gate.reset()
+            for mine in (*self._instances, *self._backwards):
+                mine.reset()
+            self._maker.entangled = Entangled()
+            self._tidy()
+        finally:
+            lock.release()
+
+    def _tidy(self) -> None:
+        if inside():
+            return  # a capture counts on all memory that it has seen
+        if lock.acquire(blocking=False):  # not now, if another thread is busy: it may be waiting for this one
+            try:
+                self._maker.tidy()
+            finally:
+                lock.release()
+
+
+def counted(recorded: Parts) -> Counters:
+    """What a recorded function has counted."""
+    return recorded._counters
+
+
+def together(recorded: Sequence[Parts], before: Counters) -> Stats:
+    """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
+    devices = [device for one in recorded for device in one._maker.devices]
+    return stats_of(map(counted, recorded), devices, before)

@@ -1,0 +1,112 @@
+"""What is told of one recorded function: each reason to run live once, and all that it did when it is asked (`explain`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from .._torch import dynamo as torch_dynamo
+from .._torch.dynamo import run_where_traced
+from ..capture.recording import Recording
+from ..devices.base import Device
+from ..errors import Refusal, RunsLive, Unpadded, Unrecordable
+from ..options import switched_off
+from ..python.origin import is_users, users_level, users_line
+from ..state.reentrancy import inside
+from ..statistics import Counters, Stats, logger
+from .profitability import Unrewarding
+
+__all__ = ["Report", "stats_of"]
+
+_COMPILED = "is part of what torch.compile compiles, which takes it for a plain function"
+_COMPILE_FIRST = (
+    'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
+    "; on the CPU, do not compile what you record"
+)
+
+
+class Report:
+    """Counts the reasons of one function, and tells each the first time. `remarks` are more lines for `explain`. As an `error`,
+    a reason is raised."""
+
+    def __init__(self, name: str, counters: Counters, *, error: bool) -> None:
+        self._name, self._counters, self._error = name, counters, error
+        self.reasons: dict[str, Refusal] = {}
+        self.remarks: tuple[str, ...] = ()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count a call that runs live.
+
+        Raises:
+            Unrecordable: with ``fallback="error"``.
+        """
+        self.say(refusal)
+        if self._error:
+            raise Unrecordable(f"{self._name} cannot be recorded: {refusal.at(users_line())}")
+
+    def say(self, refusal: Refusal) -> None:
+        """Count a reason, and tell it the first time."""
+        if self._counters.refuse(refusal.reason):
+            told = self.reasons[refusal.reason] = refusal.at(users_line())
+            logger.info("%s runs live: %s", self._name, told)
+            if not self._error and not isinstance(told, Unrewarding):
+                self._warn(told)
+
+    def _warn(self, refusal: Refusal) -> None:
+        warnings.warn(f"{self._name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+
+    def not_padded(self, refusal: Unpadded) -> None:
+        """Tell a reason not to pad, once."""
+        if refusal.reason in self.reasons:
+            return
+        self.reasons[refusal.reason] = refusal
+        logger.info("%s is not padded: %s", self._name, refusal)
+        if self._counters.refuse(refusal.reason):
+            said = f"{self._name} is not padded, but recorded with its own sizes: {refusal}"
+            warnings.warn(said, RunsLive, stacklevel=users_level())
+
+    @run_where_traced
+    def compiled(self) -> None:
+        """Tell that `torch.compile` compiles code that calls the function, which runs there as a plain one. That is told,
+        whatever `fallback` is. (Its backend may be ours, or the code may be part of what is recorded: then nothing is lost.)"""
+        if inside() or switched_off():
+            return
+        refusal = self.reasons.get(_COMPILED)
+        if refusal is None:
+            backend = torch_dynamo.compiling_backend()
+            if str(getattr(backend, "__module__", "")).startswith("phonograph.") or torch.compiler.is_exporting():
+                return
+            traced = [f"{file}:{line}" for file, line in torch_dynamo.traced_stack() if is_users(file)]
+            refusal = self.reasons[_COMPILED] = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
+            logger.info("%s runs live: %s", self._name, refusal)
+            self._warn(refusal)
+        self._counters.refuse(refusal.reason)
+
+    def remark(self, remark: str) -> None:
+        """Add a line, and log it."""
+        if remark not in self.remarks:
+            self.remarks += (remark,)
+            logger.info("%s: %s", self._name, remark)
+
+    def explain(
+        self, stats: Stats, learned: Iterable[str], recordings: Iterable[Recording], backwards: Iterable[str],
+        others: Sequence[Report],
+    ) -> Iterator[str]:  # fmt: skip
+        """Lines for `explain`; `others`: what was told of instances' own."""
+        yield (f"{self._name}: {stats.calls} calls, {stats.live} live, {stats.replayed} replayed, {stats.recorded} recordings "
+               "made")  # fmt: skip
+        yield from learned
+        yield from map(str, recordings)
+        yield from backwards
+        reasons = {reason: refusal for one in (*others, self) for reason, refusal in one.reasons.items()}
+        for reason, n in stats.refusals.items():
+            refusal = reasons.get(reason, reason)
+            yield f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}"
+        yield from self.remarks
+
+
+def stats_of(counters: Iterable[Counters], devices: Iterable[Device], before: Counters) -> Stats:
+    """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
+    return sum(counters, before).stats(sum(device.pool_bytes for device in {*devices}))

@@ -1,0 +1,117 @@
+"""The trials of one function's recordings: which of them have yet to show that they pay (see `profitability.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from ..call.signature import Call
+from ..devices import device_for, lock
+from ..errors import Refusal
+from ..statistics import Counters
+from .contained import Contained
+from .describer import Describer
+from .history import History
+from .patience import Patience
+from .player import Player
+from .profitability import Took, Trial, Turn
+from .shelf import Shelf
+from .standing_refusals import grounds_of
+
+__all__ = ["Trials"]
+
+R = TypeVar("R")
+Ways = tuple[int, int]
+"""How many calls of a signature were played, and ran live."""
+
+
+class Trials:
+    """Those of one function. `timing`: there are some, and calls are to be timed."""
+
+    def __init__(self, shelf: Shelf, patience: Patience, counters: Counters, describer: Describer) -> None:
+        self._shelf, self._patience, self._counters, self._describer = shelf, patience, counters, describer
+        self._by_key = patience.on_trial
+        self.timing = False
+
+    def __iter__(self) -> Iterator[Trial]:
+        return iter(list(self._by_key.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def aside(self) -> list[Player]:
+        """The recordings that are not on the shelf while calls run live."""
+        return [player for trial in self for player in trial.aside]
+
+    def begin(self, player: Player, history: History, *, averaged: bool) -> None:
+        """Put a recording on trial. Calls run live for it where there is memory for both."""
+        spare: int = device_for(player.recording.device).spare
+        trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=averaged)
+        self._by_key[trial.key] = trial
+        self.timing = True
+
+    def clear(self) -> None:
+        self._by_key.clear()
+        self.timing = False
+
+    def timed(self, call: Callable[[], R]) -> R:
+        """The result of a call of the function, which is timed."""
+        self.timing = False
+        try:
+            trials, counters = list(self), self._counters
+            before, calls, recorded = [*map(self._ways, trials)], counters.calls, counters.recorded
+            took = Took.here(trials[0].device) if trials else None
+            if took is not None:
+                for trial in trials:
+                    trial.next(took)
+            result = call()
+            if took is not None:
+                took.end()
+                if (counters.calls, counters.recorded) == (calls + 1, recorded) and lock.acquire(blocking=False):
+                    try:
+                        for trial, ways in zip(trials, before, strict=True):
+                            self._see(trial, ways, took)
+                    finally:
+                        lock.release()
+            return result
+        finally:
+            self.timing = bool(self._by_key)
+
+    def _ways(self, trial: Trial) -> Ways:
+        return sum(player.played for player in self._shelf.of(trial.key)), trial.history.refused.calls
+
+    def _see(self, trial: Trial, before: Ways, took: Took) -> None:
+        """A call took so long; it may have been one of this trial's."""
+        if self._by_key.get(trial.key) is not trial:
+            return
+        played, live = self._ways(trial)
+        if (played - before[0], live - before[1]) in ((1, 0), (0, 1)):
+            trial.see(took, live > before[1])
+        turn = trial.turn()
+        if turn is Turn.GO_ON:
+            return
+        if turn is Turn.RUN_LIVE:
+            trial.set_aside(self._shelf.take(trial.key))
+            return
+        aside = trial.take_back()
+        if turn is Turn.DROP:
+            self._shelf.close(aside)
+            self._patience.refuse(trial.history, trial.verdict(), trial.grounds)
+        else:
+            self._shelf.put_back(trial.key, aside)
+        if turn is not Turn.PLAY:
+            trial.history.pays = turn is Turn.KEEP
+            del self._by_key[trial.key]
+
+    def note_grounds(self, call: Call) -> None:
+        """Note on what a live call of a signature relies that is on trial."""
+        trial = self._by_key.get(call.key)
+        if trial is None or trial.noted:
+            return
+        trial.noted = True
+        with suppress(Refusal), Contained("looked at what the function can reach"):
+            trial.refusal.reach = self._describer.reach(call)
+            trial.grounds = trial.history.refused.unsettled = grounds_of(trial.refusal)
+        trial.refusal.let_go()

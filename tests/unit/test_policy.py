@@ -1,0 +1,317 @@
+"""C1, C11, C18: when a call runs live, is recorded, waits or is given up. A policy decides that without any device: here calls
+come one after the other, and a word says what becomes of each (`L`: runs live, as a warm-up; `R`: is recorded; `P`: is played;
+`-`: is refused, and runs live)."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from phonograph.call.signature import describe
+from phonograph.capture.recording import BEGINS_ANEW, MEMORY
+from phonograph.engine import policy as rules
+from phonograph.engine.patience import ATTEMPTS, CHANGES, FORGIVEN, PATIENCE, UNLUCKY, Patience
+from phonograph.engine.player import GRAD, uses
+from phonograph.engine.policy import RULES, Policy, Step
+from phonograph.engine.shelf import Shelf
+from phonograph.errors import Refusal, Unseen
+from phonograph.guards.followed_numbers import Following
+from phonograph.memory.spans import Spans
+from phonograph.options import Options
+from phonograph.statistics import Counters
+from phonograph.values.wording import Naming
+
+
+class Recording:
+    """A recording that was made of nothing, and its player."""
+
+    def __init__(self, key):
+        self.key, self.recording = key, self
+        self.copied, self.backward, self.footprint, self.live_parts = (), None, Spans(), True
+        self.reliances = SimpleNamespace(numbers_changed=list)
+        self.played = self.used = 0
+        self.gone = True
+        self.play()
+
+    def play(self):
+        self.played, self.used = self.played + 1, next(uses)
+
+    def grads_gone(self):
+        return self.gone
+
+    def close(self):
+        pass
+
+
+class Described:
+    """How calls are described."""
+
+    marked = False
+
+    def __init__(self):
+        self.following = Following()
+
+    def named(self):
+        return Naming()
+
+    def read_at(self, name, call):
+        return "train.py:1"
+
+
+class Function:
+    """A function of one tensor. Its captures come to nothing while they are `refused`."""
+
+    def __init__(self, **options):
+        self.counters, self.options = Counters(), Options(**options)
+        self.shelf = Shelf(self.options.max_recordings)
+        self.described = Described()
+        self.patience = Patience(self.options, self.counters, self.shelf, self.described, frozenset())
+        self.policy = Policy(self.patience, self.options, self.counters, self.shelf, self.described)
+        self.refused = None
+        self.why, self.captured = [], []  # the reasons of refused calls; the numbers of those that were captured
+
+    def history(self, n=3):
+        return self.patience.history(describe((torch.ones(n),), {}).key)
+
+    def call(self, n=3, broken=None, blocked=0, obstructed=False):
+        """What becomes of a call with so many numbers."""
+        call, self.counters.calls = describe((torch.ones(n),), {}), self.counters.calls + 1
+        players, anew = self.shelf.of(call.key), bool(broken or blocked or obstructed)
+        if players and not anew:
+            players[0].play()
+            self.counters.replayed += 1
+            return "P"
+        history = self.patience.history(call.key)
+        try:
+            standing = self.patience.refused(history)
+            if standing is not None:
+                raise standing
+            case = self.policy.case(call, history, broken, blocked, obstructed)
+            if self.policy.next(case) is Step.WARM_UP:
+                return "L"
+            self._capture(case)
+        except Refusal as refusal:
+            self.why.append(refusal.reason)
+            return "-"
+        return "R"
+
+    def _capture(self, case):
+        case.history.attempts.tried = True
+        self.captured.append(self.counters.calls)
+        self.policy.raise_unrewarded(case.history)
+        if self.refused is not None:
+            self.patience.capture_failed(case.call, self.refused, case.history, changed=case.broken is not None)
+            if self.refused.failed:
+                self.patience.live_run_succeeded(self.refused)
+            raise self.refused
+        self.shelf.drop(case.call.key, lambda _: case.broken is not None)
+        self.shelf.add(case.call.key, Recording(case.call.key))
+        self.patience.alike.made()
+        self.counters.replayed += 1
+
+    def calls(self, times, *args, **kwargs):
+        return "".join(self.call(*args, **kwargs) for _ in range(times))
+
+
+# -- in the ordinary case
+
+
+@pytest.mark.parametrize(("warmup", "expected"), [(0, "RPPP"), (1, "LRPP"), (3, "LLLR")])
+def test_c01_a_signature_is_recorded_after_its_warm_ups(warmup, expected):
+    assert Function(warmup=warmup).calls(4) == expected
+
+
+def test_c01_each_signature_has_warm_ups_of_its_own():
+    f = Function()
+    assert "".join(f.call(n) for n in (3, 9, 3, 9, 3, 9)) == "LLRRPP"
+
+
+def test_the_last_rule_fits_every_call():
+    assert RULES[-1].when(Function().policy, None)
+    assert RULES[-1].step is Step.RECORD
+
+
+# -- after a change
+
+
+def test_c08_what_changes_runs_live_once_before_it_is_recorded_again():
+    f = Function()
+    assert f.calls(3) + f.calls(2, broken="model.scale") + f.calls(1) == "LRPLRP"
+
+
+def test_c08_without_warm_ups_it_is_recorded_at_once():
+    f = Function(warmup=0)
+    assert f.calls(2) + f.calls(2, broken="model.scale") == "RPRR"
+
+
+@pytest.mark.parametrize(("broken", "marked", "gone", "expected"), [
+    (GRAD, False, True, "R"), (GRAD, False, False, "L"), (GRAD, True, True, "L"), (MEMORY, True, False, "R"),
+])  # fmt: skip
+def test_c06_a_live_call_first_only_where_code_of_the_users_may_be_new(broken, marked, gone, expected):
+    f = Function()
+    f.calls(2)
+    f.described.marked = marked
+    for player in f.shelf:
+        player.gone = gone
+    assert f.call(broken=broken) == expected
+
+
+def test_c06_gradients_and_other_changes_each_have_their_live_call():
+    f = Function()
+    f.calls(2)
+    assert f.call(broken="x") + f.call(broken=BEGINS_ANEW) + f.call(broken="x") == "LLR"
+
+
+def test_c18_what_changes_again_and_again_waits_twice_as_long_each_time():
+    f = Function()
+    f.calls(2)
+    assert f.calls(2 * CHANGES, broken="model.scale") == "LR" * CHANGES
+    assert f.calls(PATIENCE, broken="model.scale") == "-" * PATIENCE
+    assert f.why[0] == "model.scale changes from call to call"
+    assert f.calls(2 * PATIENCE + 3, broken="model.scale") == "LR" + "-" * (2 * PATIENCE) + "L"
+
+
+def test_c18_rare_changes_are_forgotten():
+    f = Function()
+    f.calls(2)
+    for _ in range(5 * CHANGES):
+        assert f.calls(2, broken="model.scale") == "LR"
+        f.calls(FORGIVEN)
+    assert not f.why
+
+
+# -- captures that fail
+
+
+def test_c11_a_lasting_reason_ends_it_at_once_and_a_passing_one_after_three_captures():
+    for final, captures in ((True, 1), (False, ATTEMPTS)):
+        f = Function()
+        f.refused = Refusal("needs the host", final=final)
+        assert f.calls(9) == "L" + "-" * 8
+        assert len(f.captured) == captures
+
+
+def test_c11_a_failed_capture_counts_when_the_live_run_has_not_failed():
+    f = Function()
+    f.refused = Refusal("raises", failed=True)
+    assert f.calls(ATTEMPTS + 1) == "L" + "-" * ATTEMPTS
+    f.refused = None
+    assert f.call() == "-"
+
+
+def test_c11_a_reason_of_this_call_alone_does_not_count():
+    f = Function()
+    f.refused = Refusal("gets a borrowed output", this_call=True)
+    f.calls(20)
+    f.refused = None
+    assert f.calls(2) == "RP"
+
+
+def test_c11_what_has_not_run_yet_is_tried_after_more_and_more_calls():
+    f = Function()
+    f.refused = Unseen("an operator has not run")
+    f.calls(60)
+    gaps = [b - a for a, b in pairwise(f.captured)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 2 * gaps[0]
+
+
+def test_c11_a_refusal_stands_while_its_grounds_hold():
+    f, change = Function(), [None]
+    f.calls(1)
+    f.patience.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    assert f.calls(5) == "-----"
+    change[0] = "model.training"
+    assert f.calls(3) == "LRP"  # as what has changed since a recording
+
+
+def test_c11_signatures_like_others_that_were_refused_are_tried_later():
+    f = Function()
+    f.refused = Refusal("needs the host", where="train.py:3")
+    sizes = [5, 3, 9, 4, 17, 8]
+    words = ["".join(f.call(n) for _ in range(2)) for n in sizes[:4]]
+    assert words == ["L-"] * 4
+    assert [f.call(n) for n in sizes[4:]] == ["-", "-"]  # not even a warm-up
+    f.refused = None
+    assert f.calls(rules.SPARED + 3, sizes[4]) == "-" * (rules.SPARED - 1) + "LRPP"
+
+
+# -- sizes and signatures
+
+
+def test_c18_sizes_that_grow_run_live():
+    f = Function()
+    assert "".join(f.call(n) for n in range(3, 9)) == "LL----"
+    assert "grows each time" in f.why[0]
+
+
+def test_c18_of_signatures_that_are_new_nearly_each_time_none_is_recorded():
+    f = Function()
+    words = "".join(f.call(3 + 37 * n % 101) for n in range(70))
+    assert words == "L" * 64 + "-" * 6
+    assert "nearly each time" in f.why[0]
+    assert "had a signature of their own" in next(f.patience.explain())
+
+
+def test_c18_signatures_in_rotation_keep_their_recordings():
+    f = Function(max_recordings=1)
+    assert f.calls(3, 3) == "LRP"
+    words = "".join(f.call(3) + f.call(9) for _ in range(rules.ROOM + 2))
+    assert words == "PL" + "P-" * (rules.ROOM + 1)
+    assert "more signatures in rotation" in f.why[0]
+    assert f.calls(40, 9) == "-" * 15 + "R" + "P" * 24  # the other is not played any more
+
+
+# -- what is in the way
+
+
+def test_c05_what_others_hold_is_waited_for():
+    f = Function()
+    f.calls(2)
+    assert f.calls(30, obstructed=True) == "L" * 30
+
+
+def test_c05_held_outputs_are_recorded_around_a_few_times():
+    f = Function()
+    f.calls(2)
+    assert f.call(blocked=rules.BLOCKED) + f.call(blocked=rules.BLOCKED + 1) == "R-"
+    assert "are held" in f.why[0]
+
+
+def test_c06_as_many_calls_as_recordings_may_wait_for_their_backward():
+    f = Function(max_recordings=4)
+    f.calls(2)
+    f.history().capture.attached = True
+    assert f.call(blocked=3) + f.call(blocked=4) == "R-"
+
+
+# -- replays that could not go on
+
+
+def diverged(decided):
+    return SimpleNamespace(decided=decided, torn="", said="`x.item()`", reason="gives another shape", remedy="", where="")
+
+
+def test_c11_a_number_that_is_another_in_each_call_is_waited_for():
+    f = Function()
+    f.calls(2)
+    key = describe((torch.ones(3),), {}).key
+    for n in range(1, UNLUCKY + 2):
+        f.patience.diverged(f.history(), key, diverged(decided=True))
+        f.patience.diverges(f.history(), diverged(decided=True), None)
+        assert len(f.shelf) == (n < UNLUCKY)
+    assert f.calls(PATIENCE) == "-" * (PATIENCE - 1) + "R"
+
+
+def test_c11_another_shape_drops_the_recording_and_too_many_give_it_up():
+    f = Function()
+    f.calls(2)
+    key = describe((torch.ones(3),), {}).key
+    for _ in range(CHANGES):
+        f.patience.diverged(f.history(), key, diverged(decided=False))
+        f.patience.diverges(f.history(), diverged(decided=False), None)
+        assert f.calls(1) == "R"
+    f.patience.diverged(f.history(), key, diverged(decided=False))
+    f.patience.diverges(f.history(), diverged(decided=False), None)
+    assert f.calls(200) == "-" * 200
