@@ -12,6 +12,7 @@
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
 #   TORCH=2.11.0           another release of torch than constraints.txt's, in an environment of its own (.venv-2.11.0)
 #   WORKERS=4              processes that share the tests (2)
+#   SLOW=1                 with the tests that are marked slow
 #   ARGS="--json"          more arguments for the command (demo, test)
 #   PIP_ARGS="..."         more arguments for pip install (a mirror, --no-index, --find-links)
 
@@ -20,6 +21,7 @@ PYTHON_ENV ?= venv
 TORCH      ?=
 VENV       ?= .venv$(if $(TORCH),-$(TORCH))
 WORKERS    ?= 2
+SLOW       ?=
 ARGS       ?=
 PIP_ARGS   ?=
 
@@ -49,7 +51,7 @@ demo: $(call READY,demo)
 	$(RUN) -m phonograph demo $(ARGS)
 
 test: $(call READY,test loops pipelines)
-	$(RUN) -m pytest $(OPTIONS) $(ARGS)
+	$(RUN) -m pytest $(OPTIONS) $(if $(SLOW),,-m "not slow") $(ARGS)
 
 lint: $(call READY,test dev)
 	$(RUN) -m ruff check .
