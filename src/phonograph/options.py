@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+
+from ._torch.operators import OpOverload, OpOverloadPacket
 
 __all__ = ["Options", "at_least", "overloads", "switched_off"]
 

@@ -60,3 +60,37 @@ def test_nothing_lies_flat_but_the_public_face() -> None:
 @pytest.mark.parametrize("folder", LAYERS)
 def test_a_folder_says_what_it_is_for(folder: str) -> None:
     assert ast.get_docstring(ast.parse((SOURCE / folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def dotted(x: ast.expr) -> list[str]:
+    """`torch.a.b` as its names; of other expressions, none."""
+    names: list[str] = []
+    while isinstance(x, ast.Attribute):
+        names.insert(0, x.attr)
+        x = x.value
+    return [x.id, *names] if isinstance(x, ast.Name) else []
+
+
+def private(tree: ast.AST) -> Iterator[str]:
+    """What of torch's own a module names: `torch._C`, `from torch.utils import _pytree`. Operators have names of their own."""
+    for x in ast.walk(tree):
+        found: list[list[str]] = []
+        if isinstance(x, ast.Attribute):
+            found = [dotted(x)]
+        elif isinstance(x, ast.Import):
+            found = [alias.name.split(".") for alias in x.names]
+        elif isinstance(x, ast.ImportFrom) and not x.level:
+            found = [[*(x.module or "").split("."), alias.name] for alias in x.names]
+        for names in found:
+            if names[:1] == ["torch"] and names[1:2] != ["ops"] and any(n[0] == "_" != n[1:2] for n in names):
+                yield ".".join(names)
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if not name.startswith("_torch")])
+def test_only_one_folder_touches_what_is_private_in_torch(name: str) -> None:
+    assert [*private(ast.parse(modules()[name].read_text(encoding="utf-8")))] == []
+
+
+def test_what_is_private_is_told_apart() -> None:
+    named = "import torch._C\nfrom torch.utils import _pytree, data\ntorch._C._cuda_getDevice()\ntorch.ops.aten._x()\ntorch.__name__"
+    assert sorted(set(private(ast.parse(named)))) == ["torch._C", "torch._C._cuda_getDevice", "torch.utils._pytree"]

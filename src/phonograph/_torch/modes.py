@@ -13,10 +13,13 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .functions import _c
 
 __all__ = [
+    "ASKS_NO_SUBCLASS",
+    "TorchDispatchMode",
     "autocast_is_on",
     "below_autograd",
     "default_device",
@@ -26,7 +29,9 @@ __all__ = [
     "is_traced",
     "transformed",
     "transforms_undone",
+    "without_autocast",
     "without_modes",
+    "without_subclasses",
 ]
 
 
@@ -35,6 +40,15 @@ autocast_is_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled
 
 below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
 """A context in which operators run without autograd, and without a look at grad mode."""
+
+without_autocast: Callable[[], Any] = torch._C._DisableAutocast
+"""A context in which operators take their inputs as they are."""
+
+without_subclasses: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""A context in which subclasses of tensors are not asked (`__torch_function__`)."""
+
+ASKS_NO_SUBCLASS: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of classes that leave all to torch."""
 
 without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
 """A context in which operators are not shown to a `TorchDispatchMode`."""

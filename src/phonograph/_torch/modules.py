@@ -21,6 +21,7 @@ __all__ = [
     "goes_through",
     "hooks_of_modules",
     "hooks_of_optimizers",
+    "member_accessor",
     "module_hooks",
     "module_settings",
     "optimizer_hooks",
@@ -30,8 +31,14 @@ __all__ = [
     "step_hooks",
     "steps_captured",
     "steps_itself",
+    "unscale_grads",
 ]
 
+
+member_accessor: Any = torch.nn.utils._named_member_accessor
+"""The module whose `swap_tensor` puts tensors into modules, for `functional_call`."""
+
+unscale_grads: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
 
 CALLED_THROUGH = "_compiled_call_impl"
 """The attribute of a module that says what its calls go through."""

@@ -11,10 +11,20 @@ import torch.backends.mha
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from .functions import _c
 
-__all__ = ["bindings", "carried_out", "insists_on_no_mode", "is_composite", "is_higher_order", "is_missing"]
+__all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
+    "bindings",
+    "carried_out",
+    "insists_on_no_mode",
+    "is_composite",
+    "is_higher_order",
+    "is_missing",
+]
 
 
 def bindings(name: str, *, out: bool) -> list[Callable[..., Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,10 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .functions import _c
 from .tensors import _guards
 
-__all__ = ["kept_settings", "state_guard"]
+__all__ = ["fp32_precision", "kept_settings", "kernel_getters", "kernel_setter", "state_guard"]
 
 
 _GUARDED = {
@@ -85,3 +87,30 @@ def _changed_by(setter: Any, at: int, now: bool) -> int:
     change = before ^ int.from_bytes(copy.raw, "little")
     place, bit = divmod(change.bit_length() - 1, 8)
     return place if change and not bit and copy.raw[place] == (not now) and place < _LOOKED_AT else -1
+
+
+_KERNELS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+            "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
+            "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
+            "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled",
+            "_get_cublas_allow_fp16_accumulation", "_get_cpu_allow_fp16_reduced_precision_reduction",
+            "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
+
+
+def kernel_getters() -> list[Callable[[], Any]]:
+    """What gets the settings by which torch chooses kernels; those that this release has."""
+    found: list[Callable[[], Any]] = [get for name in _KERNELS if (get := _c(name)) is not None]
+    order: Callable[[], list[int]] = _c("_get_sdp_priority_order") or list
+    return [*found, lambda: tuple(order())]
+
+
+def kernel_setter(get: Callable[[], Any]) -> Callable[[Any], Any] | None:
+    """What sets a setting that one of these gets. None if there is none."""
+    name = getattr(get, "__name__", "")
+    names = name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)
+    return next((_c(ours) for ours in names if name.startswith("_get") and ours != name and _c(ours) is not None), None)
+
+
+def fp32_precision(backend: str, operator: str) -> str:
+    """How exactly a backend works in float32."""
+    return str(torch._C._get_fp32_precision_getter(backend, operator))

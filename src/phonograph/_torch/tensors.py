@@ -17,10 +17,12 @@ import torch.utils._python_dispatch
 from .functions import _c
 
 __all__ = [
+    "TensorBase",
     "address",
     "alias",
     "are_fake",
     "behind",
+    "copy_all",
     "dict_version",
     "has_memory",
     "inner_names",
@@ -28,8 +30,10 @@ __all__ = [
     "is_shape",
     "is_valueless",
     "kind_of",
+    "make_subclass",
     "maker",
     "makes_fakes",
+    "neg_view",
     "say_themselves",
     "storage_at",
     "storage_id",
@@ -40,6 +44,18 @@ __all__ = [
 
 use_count: Callable[[int], int] = _c("_storage_Use_Count")
 """How many owners a storage has, by its `_cdata`: tensors, and its Python object."""
+
+TensorBase: Any = torch._C.TensorBase
+"""The class in C++ from which `torch.Tensor` inherits its attributes."""
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""A view that stands for the negative of its base, as `torch.conj` does for the conjugate."""
+
+copy_all: Callable[..., None] = torch._foreach_copy_
+"""Copy tensors into as many others, in few kernels."""
+
+make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+"""The same memory as a tensor of a subclass, without history."""
 
 address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 """`Tensor.data_ptr` without the look-up of the method."""

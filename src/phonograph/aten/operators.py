@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.operators import OpOverload
 from ..errors import Refusal
 from ..memory.pool import dense
 from ..python.identity import identity
@@ -130,7 +131,7 @@ _REMEDIES_THERE = {
 _known: dict[int, tuple[Any, Meaning]] = {}  # by identity: an overload's own hash is Python code
 
 
-def meaning(func: torch._ops.OpOverload) -> Meaning:
+def meaning(func: OpOverload) -> Meaning:
     """What `func` means; worked out once an overload."""
     known = _known.get(identity(func))
     if known is None:
@@ -138,7 +139,7 @@ def meaning(func: torch._ops.OpOverload) -> Meaning:
     return known[1]
 
 
-def _meaning(func: torch._ops.OpOverload) -> Meaning:
+def _meaning(func: OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
     writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
     named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
@@ -182,7 +183,7 @@ def _is_nonzero(schema: Any) -> bool:
     return schema.name == "aten::nonzero_numpy" or (schema.name == "aten::where" and len(schema.arguments) == 1)
 
 
-def _answers_from_data(func: torch._ops.OpOverload) -> bool:
+def _answers_from_data(func: OpOverload) -> bool:
     """Whether an operator of tensors returns plain values only, and these from what the tensors hold."""
     schema = func._schema
     lengths_in_tensors = schema.name.endswith("ctc_loss") and schema.overload_name == "Tensor"

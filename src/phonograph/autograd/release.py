@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from .._torch.modes import without_modes
-from .._torch.tensors import storage_id
+from .._torch.tensors import neg_view, storage_id
 from ..capture.dispatch import OperatorWatch
 from ..memory.pool import Lease, unowned
 
@@ -66,7 +66,7 @@ class Release:
         with without_modes():
             t = unowned(place)
             t = torch.conj(t) if place.is_conj() else t
-            t = torch._neg_view(t) if place.is_neg() else t
+            t = neg_view(t) if place.is_neg() else t
         storage = t.untyped_storage()
         key = storage._cdata
         self._open[lease] += 1

@@ -39,7 +39,7 @@ from .._torch.autograd import (
     waits_for_all,
 )
 from .._torch.process_groups import once_there
-from .._torch.tensors import alias, has_memory, is_ordinary, is_valueless, storage_id, use_count
+from .._torch.tensors import alias, has_memory, is_ordinary, is_valueless, neg_view, storage_id, use_count
 from ..capture.effects import ANYONE, Effect, Starts
 from ..capture.recording import Made
 from ..errors import Refusal
@@ -420,7 +420,7 @@ class Tracing:
             return alias(t)
         if key in self.outside:  # old weights must not be kept because of a recording that read them
             place = torch.conj(unowned(t)) if t.is_conj() else unowned(t)
-            return torch._neg_view(place) if t.is_neg() else place
+            return neg_view(place) if t.is_neg() else place
         if not t.untyped_storage().nbytes():
             return t
         raise Refusal("saves a tensor for backward that phonograph cannot trace back", "pass it as an argument")

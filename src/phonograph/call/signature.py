@@ -10,7 +10,6 @@ some class) has no signature at all: `NoSignature` says why, and the call runs l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .._torch.autograd import saved_tensors_hooks
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
-from .._torch.settings import kept_settings, state_guard
+from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
 from .._torch.tensors import has_memory, is_shape, kind_of
 from ..aten.autocast import USED_WHEN_ON, autocast, set_autocast
 from ..memory.loans import Borrowed, plain
@@ -280,21 +279,12 @@ def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def _getters() -> list[Callable[[], Any]]:
     """The process-wide settings that change what a call computes, as functions without arguments."""
-    c = torch._C
     found: list[Callable[[], Any]] = [
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
         torch.is_anomaly_enabled, torch.get_num_threads,
     ]  # fmt: skip
-    names = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
-             "_get_cudnn_enabled", "_get_float32_matmul_precision", "_get_cublas_allow_fp16_reduced_precision_reduction",
-             "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
-             "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_mkldnn_enabled",
-             "_get_cublas_allow_fp16_accumulation", "_get_cpu_allow_fp16_reduced_precision_reduction",
-             "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
-    found += [getattr(c, n) for n in names if hasattr(c, n)]
-    order: Callable[[], list[int]] = getattr(c, "_get_sdp_priority_order", list)
-    found.append(lambda: tuple(order()))
+    found += kernel_getters()
     return [*found, is_traced, function_modes, dispatch_modes, saved_tensors_hooks]
 
 
@@ -310,7 +300,7 @@ def modes() -> tuple[Any, ...]:
     try:
         settings = _settings()
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
-        settings = (*map(_asked, _GETTERS), *[torch._C._get_fp32_precision_getter(*which) for which in _PRECISIONS])
+        settings = (*map(_asked, _GETTERS), *[fp32_precision(*which) for which in _PRECISIONS])
     rare: tuple[Any, ...] = ()
     if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
         rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -366,16 +356,14 @@ def put_back(before: tuple[Any, ...]) -> None:
 
 def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:
     """What sets the settings. (But for the order of attention's kernels, which torch itself decides at their first call.)"""
-    c = torch._C
     found: dict[Callable[[], Any], Callable[[Any], Any]] = {
-        torch.is_grad_enabled: c._set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
+        torch.is_grad_enabled: torch.set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
         torch.is_anomaly_enabled: torch.set_anomaly_enabled, torch.get_num_threads: torch.set_num_threads,
     }  # fmt: skip
     for get in _GETTERS:
-        name = getattr(get, "__name__", "")
-        for ours in (name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)):
-            if name.startswith("_get") and ours != name and hasattr(c, ours) and isinstance(get(), (bool, str)):
-                found.setdefault(get, getattr(c, ours))
+        setter = kernel_setter(get)
+        if setter is not None and isinstance(get(), (bool, str)):
+            found.setdefault(get, setter)
     return found
 
 

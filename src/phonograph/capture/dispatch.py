@@ -19,10 +19,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.modes import below_autograd, without_modes
+from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
 from .._torch.operators import carried_out, insists_on_no_mode, is_higher_order, is_missing
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id

@@ -15,12 +15,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch.autograd import bump
-from .._torch.modes import below_autograd, transformed, without_modes
-from .._torch.operators import carried_out, is_higher_order
+from .._torch.modes import TorchDispatchMode, below_autograd, transformed, without_modes
+from .._torch.operators import OpOverload, carried_out, is_higher_order
 from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts

@@ -19,12 +19,12 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.split_module import split_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch.dynamo import depends_on_data, fake_mode_of, unbacked
+from .._torch.modes import TorchDispatchMode
+from .._torch.operators import OpOverload, OpOverloadPacket
 from .._torch.tensors import storage_id
 from ..aten import operators
 from ..errors import Refusal

@@ -14,10 +14,10 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.autograd import bump
+from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..autograd.saved_hooks import Tracing

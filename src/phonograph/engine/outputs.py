@@ -17,7 +17,7 @@ import torch
 
 from .._torch.autograd import share_version
 from .._torch.process_groups import waits_by_itself
-from .._torch.tensors import has_memory, is_shape, kind_of, storage_id
+from .._torch.tensors import has_memory, is_shape, kind_of, neg_view, storage_id
 from ..autograd.kept_by_code import NODE
 from ..call.signature import Call, attributes
 from ..capture.recording import Output
@@ -260,7 +260,7 @@ def _share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _lazy(t: torch.Tensor) -> Any:
-    return torch.Tensor.conj if t.is_conj() else torch._neg_view if t.is_neg() else None
+    return torch.Tensor.conj if t.is_conj() else neg_view if t.is_neg() else None
 
 
 def lease(key: int, captured: Captured, leases: dict[int, Lease], device: Device) -> Lease:

@@ -30,7 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch.autograd import hearing
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.tensors import is_ordinary, use_count
+from .._torch.modes import ASKS_NO_SUBCLASS
+from .._torch.tensors import TensorBase, is_ordinary, use_count
 from ..python.identity import identity
 
 __all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
@@ -145,7 +146,7 @@ def _word_that_counts(counts: Any) -> Any:
     return word if word is not None and word.value == counts.cache_info().misses else None
 
 
-_inherited: Any = torch._C.TensorBase.grad
+_inherited: Any = TensorBase.grad
 gradient: Callable[[Any], Any] = _inherited.__get__
 """`Tensor.grad`, unheard."""
 _get, _got = _counting(gradient)
@@ -222,9 +223,7 @@ def may_have_door(t: torch.Tensor) -> bool:
     """Whether it is heard, while the door is there and leads to such, who reads or sets its gradient."""
     kind: Any = type(t)
     asked = _found(kind, "__torch_function__")
-    plain = (
-        kind.__torch_function__ is torch._C._disabled_torch_function_impl or asked is vars(torch.Tensor)["__torch_function__"]
-    )
+    plain = kind.__torch_function__ is ASKS_NO_SUBCLASS or asked is vars(torch.Tensor)["__torch_function__"]
     comes = torch.nn.Parameter in kind.__mro__ or kind.__module__.startswith("torch.distributed.")
     return comes and plain and _found(kind, "grad") in (_attribute, _inherited)
 

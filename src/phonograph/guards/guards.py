@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import bump
-from .._torch.tensors import address, alias, has_memory, is_ordinary, tensor_check, use_count
+from .._torch.tensors import TensorBase, address, alias, has_memory, is_ordinary, tensor_check, use_count
 from ..call.signature import modes
 from ..python.containers import Holder, Spot
 from ..python.dict_versions import Versions, at_one_glance, tell
@@ -569,7 +569,7 @@ def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
     return getattr(t, "grad_dtype", None) if t.is_leaf else None
 
 
-_Base: Any = torch._C.TensorBase
+_Base: Any = TensorBase
 _SAID: tuple[Callable[[Any], Any], ...] = (
     _place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
     _grad_dtype, attrgetter("requires_grad"), _hooks,

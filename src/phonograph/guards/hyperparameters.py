@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
-from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself
+from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from ..errors import Unseen
 from ..python.containers import Spot
 from ..python.identity import identity
@@ -635,9 +635,7 @@ def _plain(number: Any) -> float:
     return float(number.item() if isinstance(number, torch.Tensor) else number)
 
 
-_TAKING_PARAMETERS = [
-    inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, torch.amp.GradScaler._unscale_grads_)
-]
+_TAKING_PARAMETERS = [inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, unscale_grads)]
 _SCHEDULERS, _TELLING = torch.optim.lr_scheduler.__file__, ("get_last_lr", "get_lr", "state_dict")
 _GROUPS = "param_groups"
 

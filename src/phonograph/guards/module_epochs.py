@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch.autograd import forget_accumulation
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.tensors import has_memory
+from .._torch.modules import member_accessor
+from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
 
 __all__ = ["epoch", "watch"]
@@ -90,13 +91,13 @@ def _install() -> None:
     _installed = True
     for name in _MODULE_METHODS:
         setattr(torch.nn.Module, name, _noting(getattr(torch.nn.Module, name)))
-    for name in {"data", "requires_grad", "grad_dtype"} & vars(torch._C.TensorBase).keys():
-        inherited = getattr(torch._C.TensorBase, name)
+    for name in {"data", "requires_grad", "grad_dtype"} & vars(TensorBase).keys():
+        inherited = getattr(TensorBase, name)
         put = _reshaping(inherited.__set__) if name == "data" else inherited.__set__
         setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(put), inherited.__delete__, inherited.__doc__))
     torch.nn.Parameter.resize_ = _noting(_reshaping(torch.Tensor.resize_))  # type: ignore[method-assign]
     # functional_call swaps tensors in `_parameters` by hand, through this function.
-    accessor = torch.nn.utils._named_member_accessor
+    accessor = member_accessor
     accessor.swap_tensor = _noting(accessor.swap_tensor)
     removed = RemovableHandle.remove
 

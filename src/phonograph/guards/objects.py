@@ -25,10 +25,10 @@ from types import CellType, MappingProxyType, ModuleType
 from typing import Any, Generic, Protocol
 
 import torch
-from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch.process_groups import sharding_of
+from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
 from ..memory.loans import Borrowed
 from ..python import containers as places
@@ -243,7 +243,7 @@ class Objects:
             ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
             handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
-            asked = ran is None or ran.reads_fields or kind in _pytree.SUPPORTED_NODES
+            asked = ran is None or ran.reads_fields or kind in SUPPORTED_NODES
             if ran is not None and not ran.packages_look_around:
                 foreign -= packages.read_by_name(kind, matches=ran.matches)
             self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))

@@ -50,6 +50,7 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
+from .._torch.modes import without_subclasses
 from ..call.live_function import is_marked
 from ..errors import Overlooked, Refusal
 from ..python import containers as places
@@ -257,7 +258,7 @@ class Reach(Objects):
     @property
     def trained_elsewhere(self) -> str:
         """The name of a tensor without memory that may have a gradient, which is not followed; "" if there is none."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             trained = [(path, [type(t)]) for path, t in self._odd if t.requires_grad]
         say, fake = torch_tensors.say_themselves, torch_tensors.are_fake
         return next((path for path, kind in trained if say(kind) and not fake(kind)), "")
@@ -621,11 +622,11 @@ class Reach(Objects):
 def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:
     """Of what kind tensors without memory are, and how often they were written."""
     names = [f"{path}'s {what}" for path, _ in odd for what in ("class", "version")]
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         tensors = [(t, not t.is_inference()) for _, t in odd]
 
     def read() -> tuple[Any, ...]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return tuple([x for t, counts in tensors for x in (type(t), t._version if counts else 0)])
 
     return kept("tensors", read)._replace(named=lambda path, i, _: names[i])

@@ -17,7 +17,8 @@ import torch
 
 from .._torch.autograd import bump, share_version
 from .._torch.dynamo import not_followed_by_dynamo
-from .._torch.tensors import alias, has_memory
+from .._torch.modes import without_subclasses
+from .._torch.tensors import alias, has_memory, make_subclass
 from ..errors import StaleOutput
 
 __all__ = ["Borrowed", "Loan", "plain"]
@@ -78,7 +79,7 @@ class Borrowed(torch.Tensor):
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
         # Autograd knows this tensor, and not the other: not all that takes tensors asks `__torch_function__`.
         known = t.requires_grad or t._is_view()
-        lent: Borrowed = t.as_subclass(Borrowed) if known else torch.Tensor._make_subclass(Borrowed, t)
+        lent: Borrowed = t.as_subclass(Borrowed) if known else make_subclass(Borrowed, t)
         lent.loan, lent.inner = loan, t
         return lent
 
@@ -99,7 +100,7 @@ class Borrowed(torch.Tensor):
         loans: dict[int, Loan] = {}
         change = _own if func in _EXPOSE else plain if func in _NAME_THE_CLASS else _as_it_is
         args, kwargs = _looked_at(args, loans, change), _looked_at(kwargs or {}, loans, change)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return _lent(func(*args, **kwargs), loans)
 
 
@@ -112,7 +113,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, Borrowed):
         return t
     t.loan.check()
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         bare: torch.Tensor = t.view_as(t) if t.requires_grad else t.inner
         return bare
 
@@ -120,7 +121,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
 def _own(t: Borrowed) -> torch.Tensor:
     """The same on a copy of its memory."""
     bare = t.inner.detach()
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_subclasses(), torch.no_grad():
         memory = bare.untyped_storage().clone()
         own = torch.empty(0, dtype=bare.dtype, device=bare.device)
         return own.set_(memory, bare.storage_offset(), bare.size(), bare.stride()).requires_grad_(t.requires_grad)

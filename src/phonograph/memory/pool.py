@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._torch.tensors import storage_at, use_count
+from .._torch.tensors import copy_all, neg_view, storage_at, use_count
 from ..python.identity import identity
 from .loans import Loan
 from .spans import Spans
@@ -87,7 +87,7 @@ class Fill:
 
     def __call__(self, sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
         if self.places:
-            torch._foreach_copy_(self.places, sources if self._plain else [once(s) for s in sources])
+            copy_all(self.places, sources if self._plain else [once(s) for s in sources])
 
 
 def extent(t: torch.Tensor) -> int:
@@ -160,7 +160,7 @@ class Lease:
             made = torch.empty(0, dtype=dtype, device=self._all[0].device)
             made.set_(self._all[0].untyped_storage(), offset, size, stride)
         made = torch.conj(made) if conjugate else made
-        self._all.append(torch._neg_view(made) if negative else made)
+        self._all.append(neg_view(made) if negative else made)
         self.own = use_count(self.cdata)
         return self._all[-1]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import made_as, original_views, share_version, view_like
-from .._torch.tensors import alias
+from .._torch.tensors import alias, neg_view
 from .pool import extent, place_of, unowned
 
 __all__ = ["View", "root"]
@@ -51,7 +51,7 @@ class View(NamedTuple):
     @staticmethod
     def between(base: torch.Tensor, t: torch.Tensor) -> View | None:
         """The way from the one to the other, which has no history; None if there is none that can be gone again."""
-        lazy = (torch.conj,) * (t.is_conj() != base.is_conj()) + (torch._neg_view,) * (t.is_neg() != base.is_neg())
+        lazy = (torch.conj,) * (t.is_conj() != base.is_conj()) + (neg_view,) * (t.is_neg() != base.is_neg())
         place = tuple(t.shape), t.stride(), _byte(t) - _byte(base), t.dtype, extent(t) * t.element_size(), lazy
         ways = [View("view", *place)] if t._is_view() else [View("detached"), View("detached", *place), View("data", *place)]
         for way in ways:

@@ -17,8 +17,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree
 
+from .._torch.pytree import SUPPORTED_NODES
 from ..python.identity import identity
 from ..python.introspection import slots_of
 from ..python.origin import written_out
@@ -128,7 +128,7 @@ def opened_in(node: Node | None) -> set[type]:
 
 def goes_by_pytree(thing: Any) -> bool:
     """Whether this is an object that is taken apart as its class has told pytree, and could be by its attributes."""
-    return type(thing) in _pytree.SUPPORTED_NODES and layout_of(type(thing)) is not None
+    return type(thing) in SUPPORTED_NODES and layout_of(type(thing)) is not None
 
 
 def has_only_attributes(node: Node) -> bool:
@@ -254,7 +254,7 @@ class Edit(NamedTuple):
             container[:] = items.values()
         elif kind in _DICTS:
             replace(container, items)
-        elif kind in _pytree.SUPPORTED_NODES and kind not in self.by_attributes:
+        elif kind in SUPPORTED_NODES and kind not in self.by_attributes:
             for _, key in found.keys() - now.keys():
                 del container[key]
             for _, key in self.new:
@@ -413,7 +413,7 @@ def _fresh(context: Any) -> Any:
 
 
 def _is_dataclass(kind: type) -> bool:
-    return dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES
+    return dataclasses.is_dataclass(kind) and kind not in SUPPORTED_NODES
 
 
 def _is_namedtuple(kind: type) -> bool:
@@ -461,8 +461,8 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
             return None  # slots that are no fields
         names += tuple(n for n in getattr(tree, "__dict__", ()) if n not in names)  # set by __post_init__, or by hand
         return names, [getattr(tree, n) for n in names]
-    if kind in _pytree.SUPPORTED_NODES:
-        values, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(tree)
+    if kind in SUPPORTED_NODES:
+        values, context = SUPPORTED_NODES[kind].flatten_fn(tree)
         return (_Context(context),), list(values)
     if kind not in _LEAVES and issubclass(kind, torch.Tensor) and is_taken_apart(tree):
         of = Description.of(tree)
@@ -561,8 +561,8 @@ def _build(node: Node, values: list[Any]) -> Any:
         if extra is not None:
             made.__dict__.update(copy.deepcopy(extra))
         return made
-    if node.kind in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[node.kind].unflatten_fn(values, _fresh(node.names[0].value))
+    if node.kind in SUPPORTED_NODES:
+        return SUPPORTED_NODES[node.kind].unflatten_fn(values, _fresh(node.names[0].value))
     made = object.__new__(node.kind)  # not copy.copy, which leaves a note on the class
     for name, value in zip(node.names, values, strict=True):
         object.__setattr__(made, name, value)

@@ -18,9 +18,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._torch.operators import bindings
+from ..._torch.modes import TorchDispatchMode
+from ..._torch.operators import OpOverload, bindings
 from ...guards.guards import same
 from ...python.identity import identity
 
@@ -33,7 +33,7 @@ def spelled(calls: Sequence[partial[Any]]) -> list[partial[Any]]:
     To be called with the dispatch keys that a replay has. About 10 us a call.
     """
     with _Listener() as listener:  # type: ignore[no-untyped-call]
-        return [_shortest(call, listener) if isinstance(call.func, torch._ops.OpOverload) else call for call in calls]
+        return [_shortest(call, listener) if isinstance(call.func, OpOverload) else call for call in calls]
 
 
 _found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}  # by an overload's identity, and types

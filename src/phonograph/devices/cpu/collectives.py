@@ -19,6 +19,7 @@ import torch
 
 from ..._torch.autograd import bump
 from ..._torch.modes import below_autograd, without_modes
+from ..._torch.operators import OpOverload
 from ..._torch.process_groups import rank_in, unboxed_work
 from ...aten import operators
 from ...aten.collectives import LEAVE_VERSIONS
@@ -34,7 +35,7 @@ _GIVES_NEW = "_c10d_functional"
 class Exchange:
     """One collective of a tape: what begins it, and what waits for it. `at_once` if nothing comes between."""
 
-    def __init__(self, func: torch._ops.OpOverload) -> None:
+    def __init__(self, func: OpOverload) -> None:
         self.at_once = False
         self._func, self._meaning = func, operators.meaning(func)
         self._work: Any = None

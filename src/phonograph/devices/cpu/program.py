@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..._torch.modes import below_autograd
-from ..._torch.tensors import maker
+from ..._torch.modes import below_autograd, without_autocast
+from ..._torch.operators import OpOverload
+from ..._torch.tensors import copy_all, maker
 from ...aten import operators
 from ...aten.autocast import Casts
 from ...capture.recording import Tensors
@@ -54,7 +55,7 @@ class TapeProgram:
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             calls = [call for step in steps if (call := self._call(step)) is not None]
-        with below_autograd(), torch._C._DisableAutocast():
+        with below_autograd(), without_autocast():
             self.calls = spelled(calls)
         self._probes: list[tuple[int, partial[Any], frozenset[float]]] | None = (
             None  # calls with probes of `dials`; where; which
@@ -67,12 +68,12 @@ class TapeProgram:
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         targets = [new() for new in self._new]
-        with below_autograd(), torch._C._DisableAutocast():
+        with below_autograd(), without_autocast():
             self._fill(sources)
             for call in self.calls:
                 call()
             if targets:
-                torch._foreach_copy_(targets, self.outs)
+                copy_all(targets, self.outs)
         return targets
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ def read_state(out: torch.Tensor) -> None:
 def _asks_for_modes(func: Any) -> bool:
     """Whether an operator may do something else where gradients are wanted, or under autocast: this one returns what its
     backward needs; what others than torch have made may do what it likes."""
-    return func is aten.mkldnn_rnn_layer.default or (isinstance(func, torch._ops.OpOverload) and operators.meaning(func).others)
+    return func is aten.mkldnn_rnn_layer.default or (isinstance(func, OpOverload) and operators.meaning(func).others)
 
 
 def _in_modes(enabled: bool, casts: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.tensors import storage_at
+from ..._torch.tensors import neg_view, storage_at
 from .out_variants import Variant
 
 __all__ = ["Operand", "Place", "Step", "described", "kind_of"]
@@ -41,7 +41,7 @@ class Operand:
         dtype, size, stride, conjugate, negative = self.kind
         t = torch.empty(0, dtype=dtype, device="cpu").set_(self.place.storage(), self.offset, size, stride)
         t = torch.conj(t) if conjugate else t
-        return torch._neg_view(t) if negative else t
+        return neg_view(t) if negative else t
 
 
 def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]:

@@ -16,7 +16,7 @@ import torch
 
 from ..._torch import cuda as torch_cuda
 from ..._torch import functions as torch_functions
-from ..._torch.tensors import storage_id
+from ..._torch.tensors import neg_view, storage_id
 from ...capture.recording import Recording
 from ...errors import Again, Refusal
 from ...memory.pool import Pool, Spot
@@ -62,7 +62,7 @@ class _Ghost:
         self.ref = weakref.ref(t)
         self.storages = frozenset((storage_id(t),))
         self._spot = Spot.of(t)
-        self._lazy = [f for f, is_so in ((torch.conj, t.is_conj()), (torch._neg_view, t.is_neg())) if is_so]
+        self._lazy = [f for f, is_so in ((torch.conj, t.is_conj()), (neg_view, t.is_neg())) if is_so]
 
     def __call__(self) -> torch.Tensor | None:
         return self.ref()

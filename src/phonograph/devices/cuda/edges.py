@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.tensors import address
+from ..._torch.tensors import address, copy_all
 from ...memory.pool import dense
 from . import driver
 
@@ -63,7 +63,7 @@ class Edges:
         for pairs in together.values():
             (t, s), *more = pairs
             if more:
-                torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+                copy_all([t for t, _ in pairs], [s for _, s in pairs])
             elif s.nbytes <= _LARGE:
                 t.copy_(s.view(_OTHER[s.dtype]))
             else:

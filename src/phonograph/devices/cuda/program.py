@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..._torch.cuda import current_device, raw_stream
-from ..._torch.tensors import address, maker
+from ..._torch.tensors import address, copy_all, maker
 from ...capture.recording import Tensors
 from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
@@ -106,7 +106,7 @@ class GraphProgram:
             self._dropout.give_back()
         if targets and not inside:
             with torch.no_grad():
-                torch._foreach_copy_(targets, self.outs)
+                copy_all(targets, self.outs)
         if self._others:
             self._launched.record()
             for other, _ in self._others:

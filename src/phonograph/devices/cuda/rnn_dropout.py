@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..._torch.modes import TorchDispatchMode
 from ...capture.recording import BEGINS_ANEW
 from ...python.origin import is_ours
 from ...state.rng import reset
