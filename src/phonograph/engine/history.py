@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch._ops import OpOverload
 
+from .._torch.operators import OpOverload
 from ..capture.live_results import Notes
 from ..errors import Refusal
 from ..values.host_scalars import Site

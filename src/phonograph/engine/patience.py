@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from torch._ops import OpOverload
-
+from .._torch.operators import OpOverload
 from ..call.signature import Call
 from ..devices.segments import Diverged
 from ..errors import Refusal, Unseen
