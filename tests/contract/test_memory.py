@@ -1745,7 +1745,7 @@ def test_c15_what_a_warm_up_leaves_behind_is_given_back(cuda):
     """Its backward works in the pool too: what is cached for our stream outside of it, nobody else could use."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(cuda)
-    stream = device_for(cuda)._stream.cuda_stream
+    stream = device_for(cuda)._stream.stream.cuda_stream
     before = {s["address"] for s in torch.cuda.memory_snapshot()}  # of other tests, perhaps
     pg.record(net, warmup=1)
     for _ in range(5):
@@ -1975,7 +1975,8 @@ def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped):
     """Not only where `reset` was asked for it, nor only if nothing was held then."""
     device = device_for(cuda)
     gc.collect()
-    device._anchor = type(device._anchor)(device.index, device._stream)  # others may have that of before
+    memory = device._memory
+    memory.anchor = type(memory.anchor)(device.index, device._stream.stream)  # others may have that of before
     x, model, held = torch.randn(4096, 1024, device=cuda), dropped in ("a model", "a loss that was held"), None
     f = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()).to(cuda) if model else lambda x: x * 2 + 1
     f = pg.record(f)
@@ -1986,7 +1987,7 @@ def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped):
             held = held.square().mean()
             held.backward()
     assert pg.stats(f).replayed == 3
-    pool = device._anchor.handle
+    pool = device._memory.anchor.handle
     if "held" in dropped:
         pg.reset(f)
     else:

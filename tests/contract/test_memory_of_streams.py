@@ -199,7 +199,7 @@ def test_c14_no_stream_of_the_users_is_that_of_captures(cuda):
     """torch gives out 32 streams in turn."""
     from phonograph.devices import device_for
 
-    mine = device_for(torch.device("cuda", 0))._stream.cuda_stream
+    mine = device_for(torch.device("cuda", 0))._stream.stream.cuda_stream
     assert mine not in {torch.cuda.Stream(priority=p).cuda_stream for p in (0, -1) for _ in range(40)}
 
 
