@@ -1975,8 +1975,7 @@ def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped):
     """Not only where `reset` was asked for it, nor only if nothing was held then."""
     device = device_for(cuda)
     gc.collect()
-    memory = device._memory
-    memory.anchor = type(memory.anchor)(device.index, device._stream.stream)  # others may have that of before
+    device._memory.begin_anew()  # others may have the pool of before
     x, model, held = torch.randn(4096, 1024, device=cuda), dropped in ("a model", "a loss that was held"), None
     f = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()).to(cuda) if model else lambda x: x * 2 + 1
     f = pg.record(f)
