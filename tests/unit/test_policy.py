@@ -62,12 +62,13 @@ class Described:
 class Function:
     """A function of one tensor. Its captures come to nothing while they are `refused`."""
 
-    def __init__(self, **options):
+    def __init__(self, watches_sizes=True, **options):
         self.counters, self.options = Counters(), Options(**options)
         self.shelf = Shelf(self.options.max_recordings)
         self.described = Described()
         self.patience = Patience(self.options, self.counters, self.shelf, self.described, frozenset())
-        self.policy = Policy(self.patience, self.options, self.counters, self.shelf, self.described)
+        self.policy = Policy(self.patience, self.options, self.counters, self.shelf, self.described,
+                             watches_sizes=watches_sizes)  # fmt: skip
         self.refused = None
         self.why, self.captured = [], []  # the reasons of refused calls; the numbers of those that were captured
 
@@ -172,6 +173,22 @@ def test_c18_what_changes_again_and_again_waits_twice_as_long_each_time():
     assert f.calls(2 * PATIENCE + 3, broken="model.scale") == "LR" + "-" * (2 * PATIENCE) + "L"
 
 
+def test_c18_changes_are_counted_without_warm_ups_too():
+    f = Function(warmup=0)
+    assert f.calls(2) + f.calls(CHANGES + 1, broken="model.scale") == "RP" + "R" * CHANGES + "-"
+
+
+def test_c18_changes_are_forgotten_while_a_refusal_stands():
+    f, change = Function(), [None]
+    f.calls(2)
+    f.calls(2 * CHANGES, broken="model.scale")
+    f.shelf.clear()
+    f.patience.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    assert f.calls(CHANGES * FORGIVEN) == "-" * CHANGES * FORGIVEN
+    change[0] = "model.training"
+    assert f.calls(3) == "LRP"
+
+
 def test_c18_rare_changes_are_forgotten():
     f = Function()
     f.calls(2)
@@ -263,6 +280,13 @@ def test_c18_signatures_in_rotation_keep_their_recordings():
     assert f.calls(40, 9) == "-" * 15 + "R" + "P" * 24  # the other is not played any more
 
 
+def test_c18_recordings_that_nobody_plays_again_are_not_made_for_ever():
+    f = Function(watches_sizes=False, max_recordings=2)
+    sizes = [5, 3, 9, 4, 17, 8, 23, 6]
+    assert "".join(f.calls(2, n) for n in sizes) == "LR" * 2 * rules.UNPLAYED
+    assert f.calls(PATIENCE + 3, 40) == "L" + "-" * PATIENCE + "RP"  # it comes again that often
+
+
 # -- what is in the way
 
 
@@ -312,6 +336,7 @@ def test_c11_another_shape_drops_the_recording_and_too_many_give_it_up():
         f.patience.diverged(f.history(), key, diverged(decided=False))
         f.patience.diverges(f.history(), diverged(decided=False), None)
         assert f.calls(1) == "R"
+    f.patience.wait(f.history(), Refusal("changes from call to call"))
     f.patience.diverged(f.history(), key, diverged(decided=False))
     f.patience.diverges(f.history(), diverged(decided=False), None)
     assert f.calls(200) == "-" * 200
