@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
+from phonograph.devices import device_for
 from phonograph.testing import assert_same
 from tests.helpers import here, may_run_live
 
@@ -497,6 +498,9 @@ def test_c05_what_a_second_derivative_needs_is_not_overwritten(device):
 
 
 def test_c17_nothing_is_left_of_a_second_derivative(device):
+    gc.unfreeze()  # what tests before have left is in the pool as well
+    gc.collect()
+    there = device_for(device).pool_bytes
     _, ours = played(device)
     x = batch(device)
     y = ours(x)
@@ -506,9 +510,8 @@ def test_c17_nothing_is_left_of_a_second_derivative(device):
     del x, y, g
     assert not any(ref() is not None for ref in left)
     pg.reset(ours)
-    gc.unfreeze()  # what tests before have left is in the pool as well
     gc.collect()
-    assert pg.api._recorded(pg.record(ours)).stats().pool_bytes == 0
+    assert device_for(device).pool_bytes <= there
 
 
 class Reentrant(Recomputed):
