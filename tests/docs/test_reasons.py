@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
+import functools
+import gc
+import io
+import linecache
+import logging
+import os
+import random
 import re
+import socket
+import sqlite3
+import sys
+import types
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import phonograph as pg
 from phonograph.cli import main
 from phonograph.cli.reasons import SOURCE, page, raised_in
 from phonograph.reasons import code_of, reasons
 
 ROOT = Path(__file__).parents[2]
 RAISED = [*raised_in(SOURCE)]
+_, *_PARTS = re.split(
+    r"^#case (PG\d+)\n", (Path(__file__).parent / "reasons.txt").read_text(encoding="utf-8"), flags=re.MULTILINE
+)
+PROGRAMS = [*zip(_PARTS[::2], _PARTS[1::2], strict=True)]
+KNOWN = {
+    "collections": collections, "contextvars": contextvars, "functools": functools, "gc": gc, "io": io, "logging": logging,
+    "nn": nn, "os": os, "pg": pg, "pytest": pytest, "random": random, "socket": socket, "sqlite3": sqlite3, "sys": sys,
+    "torch": torch, "types": types,
+}  # fmt: skip
 
 
 def test_the_page_is_what_the_source_says() -> None:
@@ -46,8 +72,28 @@ def test_codes_of_a_subject_begin_alike() -> None:
 
 def test_an_example_is_a_line_that_a_test_is_told_of() -> None:
     """Such a test marks the line, and compares the code."""
-    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for kind in ("py", "txt") for path in (ROOT / "tests").rglob(f"*.{kind}"))
     assert [reason for reason in reasons() if reason.example and f"{reason.example}  # here" not in tests] == []
+
+
+@pytest.mark.parametrize(("code", "program"), PROGRAMS, ids=[code for code, _ in PROGRAMS])
+def test_a_program_is_told_its_reason(code: str, program: str, tmp_path: Path) -> None:
+    path = tmp_path / "example.py"  # a real file, so that source lines can be found and quoted
+    path.write_text(program, encoding="utf-8")
+    linecache.checkcache()
+    names = {**KNOWN, "__name__": "example", "x": torch.arange(1.0, 5.0)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(program, str(path), "exec"), names)
+        if "pg.record" not in program:
+            f = pg.record(names["f"])
+            for _ in range(4):
+                f(names["x"])
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, pg.RunsLive)]
+    assert told
+    assert all(text.endswith(f" [{code}]") for text in told), told
+    marked = {line.removesuffix("  # here").strip() for line in program.splitlines() if line.endswith("  # here")}
+    assert [reason.example for reason in reasons() if reason.code == code] == [*marked]
 
 
 @pytest.mark.parametrize(("told", "code"), [
