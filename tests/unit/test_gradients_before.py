@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from phonograph._torch.tensors import storage_id
-from phonograph.guards.guards import Grads
+from phonograph.guards.gradients import Grads
 
 
 class Ghost:

@@ -16,7 +16,7 @@ import torch
 from .._torch.modes import is_batched, transformed
 from .._torch.tensors import has_memory, use_count
 from ..call.signature import attributes, modes
-from ..guards.guards import state_of
+from ..guards.tensor_states import state_of
 from ..memory.pool import row_of_bytes
 from ..python.identity import identity
 from ..values.pytree import containers, flatten

@@ -25,8 +25,10 @@ from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
 from ..aten.operators import Meaning, meaning, operands, written_by, written_one_by_one
 from ..call.live_function import Marked
-from ..guards.guards import changed, relied, state_of
+from ..guards.entries import relied
 from ..guards.reachable import Reach
+from ..guards.snapshot import changed
+from ..guards.tensor_states import state_of
 from ..python.containers import Holder
 from ..python.identity import identity
 from ..values.host_scalars import NUMBER_READERS, Site, site_of

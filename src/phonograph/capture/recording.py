@@ -11,7 +11,8 @@ import torch
 
 from ..call.signature import Call
 from ..guards.attribute_effects import Left
-from ..guards.guards import Reliances, Setting
+from ..guards.reliances import Reliances
+from ..guards.snapshot import Setting
 from ..memory.loans import Borrowed
 from ..memory.pool import Lease, Pool
 from ..memory.spans import Spans

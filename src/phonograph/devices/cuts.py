@@ -28,9 +28,10 @@ from ..capture.breaks import HERE, Break, Decision, MarkedBreak
 from ..capture.dispatch import OperatorWatch
 from ..capture.live_results import Form, Meta, Notes, one_thread
 from ..errors import Refusal, Unseen
-from ..guards.guards import changed, state_of
 from ..guards.hyperparameters import reals
 from ..guards.reachable import Reach
+from ..guards.snapshot import changed
+from ..guards.tensor_states import state_of
 from ..python.identity import identity
 from ..python.origin import users_line
 from ..values.host_scalars import READS_NUMBER, Site, tensors_of

@@ -18,7 +18,7 @@ import torch
 from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
 from ..capture.recording import Program, Tensors
 from ..errors import Refusal
-from ..guards.guards import Grads
+from ..guards.gradients import Grads
 from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
 from ..state.rng import put

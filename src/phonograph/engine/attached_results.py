@@ -14,7 +14,7 @@ from ..autograd.saved_hooks import Tracing
 from ..capture.recording import Output
 from ..devices.base import Captured
 from ..errors import Refusal
-from ..guards.guards import Grads
+from ..guards.gradients import Grads
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..values.tensor_subclasses import storages

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from .._torch.ddp import averaging
 from .._torch.tensors import storage_id
 from ..errors import Refusal
-from ..guards.guards import Setting, Snapshot
 from ..guards.reachable import Reach
+from ..guards.snapshot import Setting, Snapshot
 from ..python.bytecode import set_at
 from ..python.origin import is_users
 from .capture_terms import Advances, ReadAgain, Request

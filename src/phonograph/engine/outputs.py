@@ -23,7 +23,7 @@ from ..call.signature import Call, attributes
 from ..capture.recording import Output
 from ..devices.base import Captured, Device
 from ..errors import Attached, Refusal
-from ..guards.guards import Grads
+from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..memory.pool import Lease, dense
 from ..memory.spans import Spans

@@ -11,7 +11,8 @@ import torch
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
-from ..guards.guards import Grads, Snapshot
+from ..guards.gradients import Grads
+from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
 from ..python.containers import Spot
 from .capture_terms import Request

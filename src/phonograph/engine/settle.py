@@ -15,8 +15,10 @@ from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
 from ..errors import Refusal
 from ..guards.attribute_effects import Left
 from ..guards.carried_state import is_filled
-from ..guards.guards import Grads, Reliances, Snapshot, not_heard
+from ..guards.gradients import Grads
 from ..guards.reachable import Reach
+from ..guards.reliances import Reliances, not_heard
+from ..guards.snapshot import Snapshot
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..python.identity import identity

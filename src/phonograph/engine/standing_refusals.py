@@ -16,8 +16,10 @@ import torch
 
 from ..errors import Refusal
 from ..guards import module_epochs as witness
-from ..guards.guards import Entries, is_heard_of, relied, state_of, which
+from ..guards.entries import Entries, relied, which
 from ..guards.reachable import Reach
+from ..guards.reliances import is_heard_of
+from ..guards.tensor_states import state_of
 from ..python.containers import Holder
 from .contained import Contained
 

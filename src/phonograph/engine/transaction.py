@@ -17,8 +17,9 @@ import torch
 
 from ..call.signature import modes, put_back
 from ..errors import Refusal
-from ..guards.guards import Grads, Snapshot
+from ..guards.gradients import Grads
 from ..guards.reachable import Reach
+from ..guards.snapshot import Snapshot
 
 __all__ = ["transaction"]
 

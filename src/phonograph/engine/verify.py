@@ -17,8 +17,8 @@ from ..call.signature import Call
 from ..capture.recording import Recording
 from ..errors import Mismatch
 from ..guards.attribute_effects import APPENDED
-from ..guards.guards import same
 from ..guards.reachable import Reach
+from ..guards.sameness import same
 from ..memory.loans import Borrowed
 from ..memory.pool import row_of_bytes
 from ..state.reentrancy import Within

@@ -23,8 +23,8 @@ from ..engine.output_kinds import Argument, Fresh, Leased, Viewed
 from ..engine.player import Player
 from ..engine.verify import equal, generators_in
 from ..errors import Unpadded
-from ..guards.guards import same
 from ..guards.reachable import Reach
+from ..guards.sameness import same
 from ..memory.loans import plain
 from ..python.identity import identity
 from ..state.rng import put

@@ -21,7 +21,7 @@ import torch
 
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import OpOverload, bindings
-from ...guards.guards import same
+from ...guards.sameness import same
 from ...python.identity import identity
 
 __all__ = ["spelled"]

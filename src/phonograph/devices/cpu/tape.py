@@ -29,8 +29,8 @@ from ...capture.python_events import unheard
 from ...capture.recording import Made, Program, memory_of
 from ...capture.value_checks import Check
 from ...errors import Elsewhere, Refusal
-from ...guards.guards import changed
 from ...guards.reachable import Reach
+from ...guards.snapshot import changed
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
