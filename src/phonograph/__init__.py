@@ -8,7 +8,7 @@ from __future__ import annotations
 from ._torch.skipped_frames import hide
 from .api import explain, live, prepare, record, reset, stats
 from .engine.recorded import Recorded
-from .errors import Mismatch, PhonographError, RunsLive, StaleOutput, Unrecordable
+from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
 from .statistics import Stats
 from .version import __version__
 from .wrappers.callables import make_graphed_callables
@@ -18,6 +18,7 @@ __all__ = [
     "PhonographError",
     "Recorded",
     "RunsLive",
+    "Stale",
     "StaleOutput",
     "Stats",
     "Unrecordable",

@@ -9,8 +9,8 @@ from typing import Any
 
 from .reasons import code_of
 
-__all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "StaleOutput",
-           "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
+__all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "Stale",
+           "StaleOutput", "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
 
 
 class PhonographError(Exception):
@@ -40,6 +40,17 @@ class Mismatch(PhonographError):
 
     Cause: the function reads something that cannot be noticed cheaply (docs/limits.md) and that changed. Remedy: pass
     it as an argument, or ``pg.reset(f)`` after changing it.
+    """
+
+
+class Stale(UserWarning):
+    """An audit has found that a recording is not what the function does now: something that it reads has changed unnoticed.
+
+    Cause: the function reads what Python does not show (docs/limits.md): a file, the environment, an object of an extension.
+    The message names the first operator that differs, your source line, and since how many replays the recording may have been
+    wrong: what these gave may be that of before the change. The recording has gone, and this call has run live. Remedy: pass
+    what has changed as an argument, or ``pg.reset(f)`` after changing it. ``audit=1`` looks at every replay, and finds at once
+    where it is.
     """
 
 

@@ -22,6 +22,7 @@ class Options:
     fallback: Literal["live", "split", "error"] = "live"
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
+    audit: int = 0
     max_recordings: int = 16
     max_bytes: int | None = None
     name: str | None = None
@@ -37,6 +38,7 @@ class Options:
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)
         at_least("verify", self.verify, 0)
+        at_least("audit", self.audit, 0)
         at_least("max_recordings", self.max_recordings, 1)
         if self.max_bytes is not None:
             at_least("max_bytes", self.max_bytes, 0)

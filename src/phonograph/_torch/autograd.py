@@ -41,6 +41,7 @@ __all__ = [
     "recomputed_part",
     "saved_tensors_hooks",
     "selected_anew",
+    "set_version",
     "share_version",
     "unseen_by_checkpoint",
     "view_like",
@@ -56,6 +57,12 @@ bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 _set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
+def set_version(t: torch.Tensor, version: int) -> None:
+    """Let a tensor have this version, where this release of torch can."""
+    if _set_versions is not None and t._version != version:
+        _set_versions((t,), (version,))
+
+
 def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a write of one is noted for the other: of what `detach` gives it is, and not of `data`. Leaves it as it was (or
     moves it on, where this release of torch cannot set it: autograd then raises, should the tensor have been saved)."""
@@ -64,8 +71,7 @@ def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     bump([b])
     shared = a._version != before
-    if _set_versions is not None:
-        _set_versions((b,), (before,))
+    set_version(b, before)
     return shared
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._torch.autograd import set_version
 from .._torch.tensors import has_memory, storage_id
 from ..guards import fsdp_state as shards
 from ..guards.reachable import Reach
@@ -33,6 +34,7 @@ class CallMemory:
         self.slot_ids = frozenset(self.known)
         self.gathered = frozenset(shards.storage(t)._cdata for _, t in reach.gathered)
         self._births: dict[int, _Birth] = {}
+        self._made = 0  # storages that the call has made
         self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
             if has_memory(t):
@@ -88,7 +90,13 @@ class CallMemory:
         if key not in self.known:
             self.known[key] = name
             self._births[key] = birth = _Birth(storage, self._gone)
-            birth.key = key
+            birth.key, birth.number = key, -1 if name else self._made
+            self._made += not name
+
+    def name_of(self, key: int) -> int | str | None:
+        """How many storages the call had made before this one, or what one is called that was there before."""
+        birth = self._births.get(key)
+        return birth.number if birth is not None and birth.number >= 0 else self.known.get(key) or None
 
     def died(self, key: int) -> None:
         """A storage that the call created, or a gradient from before, is gone."""
@@ -140,6 +148,12 @@ class CallMemory:
         written = [(key, t) for key, t in self.written.items() if not t.is_inference()]
         return [(key, t) for key, t in written if t._version != self._versions[key] or key in self._by_single]
 
+    def put_versions_back(self) -> None:
+        """What was written has the version again that it had before."""
+        for key, t in self.written.items():
+            if not t.is_inference():
+                set_version(t, self._versions[key])
+
     def made_moved_on(self) -> list[torch.Tensor]:
         """The tensors outside that consist of parts, and have a version that has moved on."""
         return [t for t, version in self._made_versions if t._version != version]
@@ -150,10 +164,11 @@ def _nobody(found: list[Holder]) -> None:
 
 
 class _Birth(weakref.ref[torch.UntypedStorage]):
-    """Refers to a storage whose identity is (or was) this key."""
+    """Refers to a storage whose identity is (or was) this key. The call has made it after so many others; -1 if it did not."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "number")
     key: int
+    number: int
 
 
 def _forgetting(watch: weakref.ref[CallMemory]) -> Callable[[_Birth], None]:

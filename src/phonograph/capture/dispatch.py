@@ -38,6 +38,7 @@ from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, at_work
 from .arrivals import Arrivals
 from .call_memory import CallMemory
+from .digest import Digest
 from .effects import Starts
 from .histories import Histories
 from .host_numbers import HostNumbers
@@ -108,6 +109,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         """It draws some from memory that nothing leads to."""
         self.has_backward = False
         """Its backward is outside, or it is one."""
+        self.digest: Digest | None = None
+        """Where the operators are noted, to be compared some time."""
 
     supports_higher_order_operators = True
 
@@ -144,9 +147,17 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             if listening is not None:
                 sys.setprofile(listening)
 
+    def comes_to_nothing(self) -> None:
+        """The capture has been taken back."""
+        self.put_versions_back()
+        if self.digest is not None:
+            self.digest.close()
+
     def _of_call(self, func: Any, args: Any, kwargs: Any, listening: Any) -> Any:
         """An operator of the call's: refused, counted for a step, cut out as a live part, or run."""
         m = operators.meaning(func)
+        if self.digest is not None:
+            self.digest.note(m, func, args, kwargs)
         constant = (m.refusable or self.split) and self.is_constant(m, args, kwargs)
         if self.split and func in self.split and not constant:
             assert self.cutting is not None

@@ -235,6 +235,8 @@ class Recording:
     numbers: tuple[int, ...] = ()
     """Leaves of the result that are numbers, read of tensors."""
     settings: tuple[Setting, ...] = ()
+    retrace: Any = field(default=None, repr=False)
+    """What it takes to compare it with the code that it was made of."""
     releases: frozenset[Lease] = frozenset()
     """Saved memory that it may write once it has read it. The one call whose backward this is may hold that."""
     reads: Any = field(default=None, repr=False)

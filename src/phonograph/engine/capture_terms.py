@@ -13,6 +13,7 @@ from typing import Any
 from ..autograd.backward import Backward
 from ..autograd.saved_hooks import Tracing
 from ..call.signature import Call
+from ..capture.digest import Digest
 from ..capture.live_results import Notes
 from ..capture.recording import Recording
 from ..devices.base import Device
@@ -21,7 +22,7 @@ from ..guards.followed_numbers import Following
 from ..guards.reachable import Reach
 from ..python.names_in_code import CYCLED, LIVE
 
-__all__ = ["Advances", "Concessions", "Placement", "ReadAgain", "Request", "Terms", "Untraced"]
+__all__ = ["Advances", "Concessions", "Placement", "ReadAgain", "Request", "Terms", "Untraced", "calls_graph"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Placement:
     """Bytes that are expected to be needed."""
     sibling: Recording | None = None
     """Another recording of this signature."""
+    within: Recording | None = None
+    """The capture comes to nothing, and works in the memory of this recording, which could be played now."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Terms:
     following: Following | None = None
     """Numbers that change from call to call. It is told which of them cannot be followed."""
     concessions: Concessions = Concessions()
+    digest: Callable[[], Digest] | None = None
+    """Makes that in which the operators of the call are noted."""
 
     def conceding(self, **given_up: Any) -> Terms:
         """These terms, with that given up as well."""
@@ -109,7 +114,12 @@ class Request:
     @property
     def calls_graph(self) -> bool:
         """Whether the function is one of our own that calls a graph."""
-        return type(self.function).__module__.startswith("phonograph.") and hasattr(self.function, "with_state")
+        return calls_graph(self.function)
+
+
+def calls_graph(function: Any) -> bool:
+    """Whether a function is one of our own that calls a graph."""
+    return type(function).__module__.startswith("phonograph.") and hasattr(function, "with_state")
 
 
 class Untraced(Exception):

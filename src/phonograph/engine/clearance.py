@@ -8,6 +8,7 @@ import torch
 
 from ..autograd.release import Release
 from ..call.signature import Call
+from ..capture.digest import NotNow
 from ..capture.recording import memory_of
 from ..devices.base import Device
 from ..memory.pool import unowned
@@ -55,6 +56,10 @@ def _arguments(call: Call, device: Device, in_place: bool) -> tuple[list[torch.T
 def _shared(placement: Placement, device: Device, fixed: list[bool]) -> list[torch.Tensor | None]:
     """Slots that are another recording's as well: a slot is read in the very replay for which it was filled, so that forwards
     that wait for their backwards at the same time need only one. (What is kept of an argument is the argument.)"""
+    if placement.within is not None:
+        if fixed != [slot.borrowed for slot in placement.within.slots]:
+            raise NotNow
+        return [None if slot.borrowed else slot.tensor for slot in placement.within.slots]
     sibling = placement.sibling
     if sibling is None or not placement.turns or placement.apart or sibling.spoiled:
         return [None] * len(fixed)
@@ -100,6 +105,8 @@ class Clearance:
             if backward.last and (room is not None or turns) and not request.terms.concessions.retain:
                 release = Release(backward.saved.releasable)
         everything = taken | pool.protected()
+        if placement.within is not None:
+            return cls(everything - placement.within.footprint, False, None)
         roomy = pool.footprints().nbytes <= request.device.roomy
         if placement.apart or (roomy and placement.blocked < _TAKING_TURNS):
             return cls(everything, one_of_many, release)

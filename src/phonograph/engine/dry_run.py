@@ -13,8 +13,8 @@ import re
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import CodeType
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class DryRun:
             Refusal: the call cannot be captured; or whatever else has ended it, in words.
         """
         try:
-            with self._stand_ins, capturing(self._refused), transforms_undone(self._codes):
+            with self._undone(), self._stand_ins, capturing(self._refused), transforms_undone(self._codes):
                 captured = self._request.device.capture(self._plan(most))
             assert self._behaviour is not None
             return Evidence(captured, self._behaviour, self._dials)
@@ -110,6 +110,16 @@ class DryRun:
             grads = self._prepared.grads
             if grads.shared and not _may_change_gradients(self._codes(), self._request.reach):
                 grads.leave_alone()
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """An exception in the block lets what the call has written have its versions again, and the watch nothing of it."""
+        try:
+            yield
+        except BaseException:
+            if self._watch is not None:
+                self._watch.comes_to_nothing()
+            raise
 
     def _plan(self, most: float) -> CapturePlan:
         tracing, backward = self._request.tracing, self._request.backward
@@ -155,6 +165,9 @@ class DryRun:
         there then, the call keeps."""
         request, tracing = self._request, self._request.tracing
         self._prepare(watch)
+        if request.terms.digest is not None:
+            watch.digest = request.terms.digest()
+            watch.digest.begin(watch.name_of, self._dials, slots)
         seen = self._seen(slots, watch)
         arguments = Arguments(request.call, self._leaves(seen), seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
@@ -171,6 +184,8 @@ class DryRun:
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         self._check(arguments, modes_before, listener)
+        if watch.digest is not None:
+            watch.digest.end(returned.shape, result)
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)

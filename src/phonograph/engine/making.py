@@ -17,6 +17,7 @@ from ..autograd.backward import Backward, Forward
 from ..autograd.function import Joint
 from ..autograd.saved_hooks import Tracing
 from ..call.signature import Call
+from ..capture.digest import Digest
 from ..capture.live_results import Notes
 from ..capture.recording import Entangled, Recording
 from ..devices import device_for
@@ -31,6 +32,7 @@ from ..python.gc_control import uncollected
 from ..state.reentrancy import Within
 from ..statistics import Counters, logger, totals
 from ..values.wording import MARKED
+from . import audit
 from . import process_groups as ranks
 from .attached_results import settled
 from .capture_terms import Concessions, Placement, Terms
@@ -106,6 +108,9 @@ class Maker:
             if recording.communicates:
                 ranks.follow(recording, self._counters)
             player = Player(recording, device)
+            if self._options.audit:
+                player.unaudited = audit.never(self._function, recording)
+                player.due = audit.due_after(0, self._options.audit) if not player.unaudited else player.due
             if recording.backward is not None:
                 player.joint = self._joint(recording.backward, recording, call, history, device, apart, turns, backward_kind)
         self.entangled |= recording.entangled
@@ -183,7 +188,8 @@ class Maker:
         return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
                      numbers=self._options.fallback == "split", carried=self._describer.carried,
                      following=self._describer.following,
-                     concessions=Concessions(averages=history.live.averages))  # fmt: skip
+                     concessions=Concessions(averages=history.live.averages),
+                     digest=Digest if self._options.audit and not audit.never(self._function) else None)  # fmt: skip
 
     def make_way(self, call: Call, history: History, blocked: int) -> bool:
         """Drop recordings of which a new one takes the place; whether it has to keep apart from what is there."""

@@ -15,6 +15,7 @@ from ..errors import Refusal
 from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
+from . import audit
 from .binding import Binding
 from .current_capture import recording_here
 from .describer import Describer
@@ -112,7 +113,7 @@ class Parts(Binding, Observed):
         return together([self, *self._instances], Counters())
 
     def explain(self) -> str:
-        recordings = [player.recording for player in [*self._shelf, *self._trials.aside]]
+        recordings = [f"{player.recording}{audit.said(player)}" for player in [*self._shelf, *self._trials.aside]]
         backwards = [backward.explain() for backward in self._backwards]
         others = [one._report for one in self._instances]
         return "\n".join(self._report.explain(self.stats(), self._patience.explain(), recordings, backwards, others))

@@ -47,7 +47,7 @@ class Player:
 
     def __init__(self, recording: Recording, device: Device) -> None:
         self.recording = recording
-        self._device = device
+        self.device = device
         slots = list(enumerate(recording.slots))
         outer = [(i, s) for i, s in slots if not isinstance(s.tensor, torch.nn.Parameter)]
         self._fed = [i for i, s in outer if not s.borrowed]
@@ -92,6 +92,10 @@ class Player:
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and not recording.gained and indices == [*range(len(recording.program.outs))]
         self.played = 0
+        self.due = sys.maxsize  # replays after which an audit is
+        self.unaudited = ""  # why there are none
+        self.doubts = 0  # audits in turn that an exception has ended
+        self.right = 0  # replays at the last one, which found nothing
         self.used = 0
         self.touch()
 
@@ -116,7 +120,7 @@ class Player:
 
     @property
     def pool(self) -> Pool:
-        return self._device.pool
+        return self.device.pool
 
     @property
     def copies(self) -> int:
@@ -157,7 +161,8 @@ class Player:
     def ready(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it may be played for a call of a known kind."""
         return (
-            not (self.recording.rivals and self.held())
+            self.played < self.due
+            and not (self.recording.rivals and self.held())
             and self._broken_beside_gradients() is None
             and (self._grads is None or self._grads.ready())
             and (not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent))
@@ -218,7 +223,7 @@ class Player:
 
     def close(self) -> None:
         """Drop the recording. Outputs that are held stay valid."""
-        self._device.pool.remove(self.recording)
+        self.device.pool.remove(self.recording)
         self.recording.program.close()
         self.recording.reliances.close()
         self._run = _closed
@@ -285,11 +290,11 @@ class Player:
         if self._reads is not None:
             self._reads.note()
         self.played += 1
-        self._device.enter()
+        self.device.enter()
         if self._turned and self._dials is not None:
             self.recording.program.set_numbers(self._dials.numbers())
             self._turned = False
-        pool = self._device.pool
+        pool = self.device.pool
         if pool.loans:
             pool.take_back(self.recording.footprint)
 
@@ -344,7 +349,7 @@ class Player:
 
     def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[Any]:
         made: list[Any] = [None] * len(self.recording.outputs)
-        replay = Replay(self.recording, self._device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
+        replay = Replay(self.recording, self.device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
         for i, output in self._first:
             made[i] = output.make(replay)
         if self._attached:

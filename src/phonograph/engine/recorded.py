@@ -37,6 +37,7 @@ from ..state import capturable as optimizers
 from ..state.reentrancy import Within, inside
 from ..values.keys import NoSignature
 from ..values.pytree import Opens
+from . import audit
 from .clearing import cleared, obstructing
 from .contained import Contained
 from .describer import refused_here
@@ -177,6 +178,8 @@ class Recorded(Parts, Generic[P, R]):
                 if found.player is not None:
                     if found.player.grads_held():
                         raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
+                    if found.player.played >= found.player.due and not self._stands(found.player, call):
+                        return True, self._warm_up(call, args, kwargs)
                     return True, self._play(found.player, call)
                 history = self._patience.history(call.key)
                 self._raise_refused(call, history)
@@ -264,6 +267,23 @@ class Recorded(Parts, Generic[P, R]):
                 return call, found, False
             cleared_some = cleared(obstructed)
             return call, self._shelf.find(call), cleared_some
+
+    def _stands(self, player: Player, call: Call) -> bool:
+        """Whether the call still does what was recorded, as far as an audit shows. If not, its recordings go.
+
+        Raises:
+            Refusal: that has been so too often.
+        """
+        with Contained("audited a recording"):
+            found = audit.difference(self.name, self._function, call, player, self._describer)
+        verdict = audit.verdict(player, found, self.options.audit)
+        if found is not None and verdict is audit.Verdict.STALE:
+            audit.warn(self.name, found, player.played - player.right)
+            self._shelf.drop(call.key, lambda _: True)
+            refusal = self._patience.changed(audit.UNNOTICED, self._patience.history(call.key), call)
+            if refusal is not None:
+                raise refusal
+        return verdict is audit.Verdict.PLAY
 
     def _play(self, player: Player, call: Call) -> Any:
         counters, every = self._counters, self.options.verify

@@ -9,7 +9,6 @@ import torch
 
 from .._torch import dynamo as torch_dynamo
 from .._torch.dynamo import run_where_traced
-from ..capture.recording import Recording
 from ..devices.base import Device
 from ..errors import Refusal, RunsLive, Unpadded, Unrecordable
 from ..options import switched_off
@@ -91,14 +90,14 @@ class Report:
             logger.info("%s: %s", self._name, remark)
 
     def explain(
-        self, stats: Stats, learned: Iterable[str], recordings: Iterable[Recording], backwards: Iterable[str],
+        self, stats: Stats, learned: Iterable[str], recordings: Iterable[str], backwards: Iterable[str],
         others: Sequence[Report],
     ) -> Iterator[str]:  # fmt: skip
         """Lines for `explain`; `others`: what was told of instances' own."""
         yield (f"{self._name}: {stats.calls} calls, {stats.live} live, {stats.replayed} replayed, {stats.recorded} recordings "
                "made")  # fmt: skip
         yield from learned
-        yield from map(str, recordings)
+        yield from recordings
         yield from backwards
         reasons = {reason: refusal for one in (*others, self) for reason, refusal in one.reasons.items()}
         for reason, n in stats.refusals.items():

@@ -34,6 +34,7 @@ from .evidence import Evidence
 from .followed import check_hyperparameters
 from .judge import Verdict
 from .prepared import Prepared
+from .retrace import Retrace
 from .returned import Returned
 
 __all__ = ["Settlement"]
@@ -102,6 +103,7 @@ class Settlement:
             written=behaviour.returned.written,
             numbers=behaviour.numbers,
             settings=settings,
+            retrace=Retrace.of(watch.digest, request.terms, dials),
         )
 
     def _settle_operators(self) -> None:

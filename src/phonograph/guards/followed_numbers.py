@@ -94,6 +94,14 @@ class Following:
         self._fixed: set[Any] = set()
         self._differed: Counter[Any] = Counter()
 
+    @classmethod
+    def only(cls, spots: Iterable[At]) -> Following:
+        """Just those that lie there, as a recording does."""
+        made = cls()
+        made._wanted = dict.fromkeys(spots, "")
+        made._advanced = set(made._wanted)
+        return made
+
     def want_arguments(self, places: Iterable[Any]) -> None:
         """A call has come that differs in these from the one before: a third number makes one that changes."""
         self._differed.update(places)

@@ -1,0 +1,184 @@
+"""The stream of operators of a call, as a digest: what a recording was made of, to be compared with what the same Python code
+calls now.
+
+Each operator leaves eight bytes: of its name, its numbers, and who its tensors are. A tensor is named so that the same call
+gives the same name each time: an argument by its place, what the call makes by how many things it had made before, and what
+was there before by its address, which is in the recording as well. Values of tensors are none of it, but for those that are
+made of Python's numbers: they are constants of the recording. A number that a recording follows (`Dials`) is named by its
+formula, for it may be another each time.
+
+Not seen: what compiled code launches inside of it, and what an extension does without an operator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import marshal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._torch.tensors import has_memory, is_ordinary
+from ..aten.operators import Meaning
+from ..errors import Refusal
+from ..guards.hyperparameters import Dials
+from ..memory.pool import dense
+from ..python.identity import identity
+from ..values.counters import Followed
+from ..values.formulas import Formula
+from ..values.pytree import Node
+from ..values.wording import at_work, operator
+
+__all__ = ["Comparison", "Differs", "Digest", "NotNow", "Same"]
+
+_BYTES = 8
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, complex, str, bytes})
+_KINDS: dict[torch.dtype, str] = {}
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Digest:
+    """Of one call, while it is captured and afterwards."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.hashes = bytearray()
+        self.shape: Node | None = None
+        self.result = b""
+        self._name_of: Callable[[int], int | str | None] = _forgotten
+        self._dials: Dials | None = None
+        self._offsets: dict[int, int] = {}
+        self._fixed: tuple[Any, ...] = ()
+
+    def begin(self, name_of: Callable[[int], int | str | None], dials: Dials, slots: list[torch.Tensor]) -> None:
+        """The call is going to run, with these slots for its arguments. Of a storage it is known how many others the call had
+        made before, or what it is called."""
+        self._name_of, self._dials = name_of, dials
+        self._offsets = {slot.untyped_storage()._cdata: int(slot.storage_offset()) for slot in slots}
+        self._fixed = tuple([type(v)(3 + i) for i, v in enumerate(dials.values)])
+
+    def note(self, m: Meaning, func: Any, args: Any, kwargs: Any) -> None:
+        """This operator is going to run."""
+        if self._dials is None:
+            return  # what the capture itself does when the call is over
+        said = identity(func), self._said(args), self._said(kwargs), self._constant(args[0]) if m.constant else None
+        self.names.append(m.name)
+        self.hashes += _hashed(said)
+
+    def end(self, shape: Node | None, leaves: list[Any]) -> None:
+        """The call has returned these leaves."""
+        self.shape, self.result = shape, _hashed([*map(self._leaf, leaves)])
+        self.close()
+
+    def close(self) -> None:
+        """Keep nothing of the capture."""
+        self._name_of, self._dials = _forgotten, None
+
+    def _constant(self, t: torch.Tensor) -> bytes:
+        """The values of a tensor that is made of Python's numbers, where they are not followed."""
+        if not (t.is_cpu and has_memory(t) and dense(t)) or (self._dials and self._dials.stands_in(t)):
+            return b""
+        return ctypes.string_at(t.data_ptr(), t.numel() * t.element_size())
+
+    def _said(self, v: Any) -> Any:
+        kind = type(v)
+        if kind is float:
+            formula = self._dials.formulas.get(v) if self._dials else None
+            return v if formula is None else self._followed(formula)
+        if kind in _AS_THEY_ARE:
+            return v
+        if isinstance(v, torch.Tensor):
+            return self._tensor(v)
+        if isinstance(v, (list, tuple)):
+            return [self._said(x) for x in v]
+        if isinstance(v, dict):
+            return [(self._said(k), self._said(x)) for k, x in v.items()]
+        return str(v) if isinstance(v, _NAMED) else kind.__qualname__
+
+    def _leaf(self, v: Any) -> Any:
+        if isinstance(v, Followed):
+            return self._followed(v.formula)
+        if isinstance(v, torch.Tensor):
+            return self._tensor(v), v.requires_grad
+        return self._said(v)
+
+    def _followed(self, formula: Formula) -> str:
+        """What a formula gives for numbers that are the same each time."""
+        try:
+            return f"follows {formula(self._fixed)!r}"
+        except (ArithmeticError, TypeError, ValueError) as e:
+            return f"follows {type(e).__name__}"
+
+    def _tensor(self, t: torch.Tensor) -> Any:
+        kind = _KINDS.get(t.dtype) or _KINDS.setdefault(t.dtype, str(t.dtype))
+        try:
+            storage = t.untyped_storage() if is_ordinary(t) or has_memory(t) else None
+        except RuntimeError:  # it has none
+            storage = None
+        if storage is None:
+            return type(t).__qualname__, kind, *t.shape
+        key, offset = storage._cdata, t.storage_offset()
+        who: Any = self._name_of(key)
+        if type(who) is str:
+            inside = key in self._offsets
+            who, offset = (who, offset - self._offsets[key]) if inside else ((storage.data_ptr(), storage.nbytes()), offset)
+        lazy = (t.is_conj(), t.is_neg()) if t.dtype.is_complex or t.is_neg() else ()
+        return who, offset, kind, *t.shape, *t.stride(), *lazy
+
+
+def _forgotten(key: int) -> None:
+    """Where the call is over."""
+
+
+def _hashed(said: Any) -> bytes:
+    # In this version the bytes depend on the values alone, and not on who else refers to them.
+    return hashlib.blake2b(marshal.dumps(said, 2), digest_size=_BYTES).digest()
+
+
+class Differs(Refusal):
+    """The call does something else than what was recorded."""
+
+
+class Same(Refusal):
+    """It does what was recorded: the capture is given up."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+
+class NotNow(Refusal):
+    """This call cannot be compared."""
+
+    def __init__(self) -> None:
+        super().__init__("", this_call=True)
+
+
+class Comparison(Digest):
+    """Of a call that was recorded: it ends with `Differs` before the first operator that is another, or with `Same`."""
+
+    def __init__(self, then: Digest) -> None:
+        super().__init__()
+        self._then = then
+
+    def note(self, m: Meaning, func: Any, args: Any, kwargs: Any) -> None:
+        at = len(self.names)
+        super().note(m, func, args, kwargs)
+        if len(self.names) == at:
+            return
+        then = self._then.names[at] if at < len(self._then.names) else ""
+        if m.name != then:
+            was = operator(then) if then else "nothing more"
+            raise Differs(f"calls {at_work(m.name)}, and called {was} there when it was recorded")
+        if self.hashes[-_BYTES:] != self._then.hashes[_BYTES * at : _BYTES * (at + 1)]:
+            raise Differs(f"{at_work(m.name)} is given other numbers or tensors than when it was recorded")
+
+    def end(self, shape: Node | None, leaves: list[Any]) -> None:
+        super().end(shape, leaves)
+        then = self._then
+        if len(self.names) < len(then.names):
+            raise Differs(f"ends where it called {operator(then.names[len(self.names)])} when it was recorded")
+        if shape != then.shape or self.result != then.result:
+            raise Differs("returns something else than when it was recorded")
+        raise Same

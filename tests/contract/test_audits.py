@@ -1,0 +1,288 @@
+"""C10: what Python does not show is found by an audit, and said: the call runs dry once more, and leaves nothing behind."""
+
+import decimal
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import phonograph as pg
+from phonograph.engine import audit
+from phonograph.testing import assert_same
+from tests.helpers import ramp
+
+
+@pytest.fixture
+def hidden():
+    """State that nothing of Python's shows: it lies in C, for each thread."""
+    with decimal.localcontext() as context:
+        context.prec = 2
+        yield context
+
+
+@pytest.fixture
+def audits(monkeypatch):
+    """After how many replays there were audits, of any recording."""
+    found = []
+    looked = audit.difference
+
+    def counted(name, function, call, player, *others):
+        found.append(player.played)
+        return looked(name, function, call, player, *others)
+
+    monkeypatch.setattr(audit, "difference", counted)
+    return found
+
+
+def test_c10_audits_are_rare(device, audits):
+    recorded, x = pg.record(lambda x: x * 2, audit=600), ramp(device, 3)
+    for n in range(1300):
+        assert_same(recorded(x), x * 2) if n % 100 == 0 else recorded(x)
+    assert audits == [8, 64, 512, 600, 1200]
+    assert pg.stats(recorded).recorded == 1
+    assert "audited after 1200 replays" in pg.explain(recorded)
+
+
+def test_c10_no_audits_where_none_are_wanted(device, audits):
+    recorded, x = pg.record(lambda x: x * 2, audit=0), ramp(device, 3)
+    for _ in range(20):
+        recorded(x)
+    assert audits == []
+    assert "audited" not in pg.explain(recorded)
+
+
+def test_c10_what_python_does_not_show_is_found_by_the_next_audit(device, hidden):
+    recorded, x = pg.record(lambda x: x * decimal.getcontext().prec + 1, audit=4), ramp(device, 3)
+    for _ in range(7):
+        assert_same(recorded(x), x * 2 + 1)
+    assert pg.stats(recorded).recorded == 1
+    hidden.prec = 3
+    with pytest.warns(pg.Stale, match=r"prec.*other numbers.*test_audits\.py:\d+.*last \d replays"):
+        results = [recorded(x) for _ in range(5)]
+    right = [torch.equal(result, x * 3 + 1) for result in results]
+    assert right == sorted(right)
+    assert right[-1]
+    assert pg.stats(recorded).recorded == 2
+    for _ in range(9):
+        assert_same(recorded(x), x * 3 + 1)
+
+
+def another_operator(x, n):
+    return x.sin() if n == 3 else x * 2
+
+
+def one_more(x, n):
+    return x * 2 + 1 if n == 3 else x * 2
+
+
+def one_less(x, n):
+    return x * 2 if n == 3 else x * 2 + 1
+
+
+def another_tensor(x, n):
+    y, z = x + 1, x + 2
+    return (y if n == 3 else z) * 2
+
+
+def a_constant(x, n):
+    return x * torch.tensor([1.0, n, 0.0]).to(x.device) if x.is_cpu else x.roll(n)
+
+
+def another_result(x, n):
+    return x * 2, n
+
+
+def another_shape(x, n):
+    return (x * 2)[:n]
+
+
+@pytest.mark.parametrize("f", [another_operator, one_more, one_less, another_tensor, a_constant, another_result, another_shape])
+def test_c10_an_audit_of_each_replay_is_never_late(device, hidden, f):
+    recorded, x = pg.record(lambda x: f(x, decimal.getcontext().prec), audit=1), ramp(device, 3)
+    for _ in range(5):
+        assert_same(recorded(x), f(x, 2))
+    hidden.prec = 3
+    with pytest.warns(pg.Stale):
+        assert_same(recorded(x), f(x, 3))
+    for _ in range(5):
+        assert_same(recorded(x), f(x, 3))
+    assert pg.stats(recorded).recorded == 2
+
+
+def test_c10_what_changes_again_and_again_runs_live(device, hidden):
+    recorded, x = pg.record(lambda x: x * decimal.getcontext().prec, audit=1), ramp(device, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(60):
+            hidden.prec = 2 + n // 3
+            assert_same(recorded(x), x * hidden.prec)
+    assert pg.stats(recorded).recorded < 12
+    assert "changes from call to call" in pg.explain(recorded)
+
+
+def training(device, made):
+    """A step of training with all that an audit may leave behind: dropout, running statistics, moments and a schedule."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return made(step), model, optimizer
+
+
+def state_of(model, optimizer):
+    found = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    found += [t for s in optimizer.state.values() for t in s.values()]
+    return [t.clone() for t in found], [p._version for p in model.parameters()]
+
+
+def test_c12_an_audit_leaves_nothing_behind(device, audits):
+    sides = []
+    for made in (lambda f: pg.record(f, audit=1), lambda f: pg.record(f, audit=0), lambda f: f):
+        step, model, optimizer = training(device, made)
+        torch.manual_seed(0)
+        results = [step(ramp(device, 3, 4, start=n)) for n in range(10)]
+        draws = torch.rand(2, device=device)
+        sides.append((results, draws, *state_of(model, optimizer), step))
+    (*ours, versions, audited), (*_, as_many, recorded), (*plain, _, _) = sides
+    assert_same(ours, plain)
+    assert versions == as_many
+    assert pg.stats(audited) == pg.stats(recorded)
+    assert len(audits) >= 6
+
+
+def test_c09_a_number_that_is_followed_is_no_difference(device, audits):
+    step, _model, optimizer = training(device, lambda f: pg.record(f, audit=1))
+    for n in range(10):
+        optimizer.param_groups[0]["lr"] = 0.1 / (n + 1)
+        step(ramp(device, 3, 4))
+    assert pg.stats(step).recorded <= 2, pg.explain(step)
+    assert len(audits) >= 6
+
+
+def test_c06_an_audit_of_a_model_whose_backward_runs_outside(device, audits):
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    model.load_state_dict(plain.state_dict())
+    model = pg.record(model, audit=1)
+    for n in range(9):
+        x = ramp(device, 3, 4, start=n)
+        for net in (model, plain):
+            net.zero_grad()
+            net(x).sin().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same(p.grad, q.grad)
+    assert len(audits) >= 5, pg.explain(model)
+    assert pg.stats(model).recorded == 1
+
+
+def test_c09_a_marked_function_runs_once_a_call_where_it_is_audited(device, audits):
+    calls = []
+
+    @pg.live
+    def tell(x):
+        calls.append(1)
+
+    def f(x):
+        y = x * 2
+        tell(y)
+        return y + 1
+
+    recorded = pg.record(f, audit=1)
+    for n in range(8):
+        x = ramp(device, 3, start=n)
+        assert_same(recorded(x), x * 2 + 1)
+        assert len(calls) == n + 1
+    assert audits, pg.explain(recorded)
+    assert pg.stats(recorded).recorded == 1
+
+
+def test_c05_what_is_held_is_not_touched_by_an_audit(device, audits):
+    recorded = pg.record(lambda x: (x * 2 + 1) @ x, audit=1)
+    held = [(n, recorded(ramp(device, 40, 40, start=n))) for n in range(9)]
+    for n, result in held:
+        x = ramp(device, 40, 40, start=n)
+        assert_same(result, (x * 2 + 1) @ x)
+    assert audits
+
+
+def test_c11_a_function_that_cannot_be_recorded_any_more_is_stale(device, hidden):
+    def f(x):
+        return x * x.sum().item() if decimal.getcontext().prec == 3 else x * 2
+
+    recorded, x = pg.record(f, audit=1), ramp(device, 3)
+    for _ in range(4):
+        assert_same(recorded(x), x * 2)
+    hidden.prec = 3
+    with pytest.warns(pg.Stale):
+        assert_same(recorded(x), f(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        for _ in range(4):
+            assert_same(recorded(x), f(x))
+
+
+def test_c13_what_the_function_raises_now_reaches_the_caller(device, hidden):
+    def f(x):
+        if decimal.getcontext().prec == 3:
+            raise KeyError("three")
+        return x * 2
+
+    recorded, x = pg.record(f, audit=1), ramp(device, 3)
+    for _ in range(4):
+        recorded(x)
+    hidden.prec = 3
+    for _ in range(2):
+        with pytest.raises(KeyError, match="three"):
+            recorded(x)
+    hidden.prec = 2
+    assert_same(recorded(x), x * 2)
+    assert pg.stats(recorded).recorded == 1
+
+
+def test_c13_data_that_make_it_raise_are_no_change(device):
+    if device.type == "cuda":
+        pytest.skip("there it is said by a later call")
+    table = ramp(device, 3)
+    recorded = pg.record(lambda i: table[i] * 2, audit=1)
+    for n in range(12):
+        i = torch.tensor([n % 4])
+        if n % 4 < 3:
+            assert_same(recorded(i), table[i] * 2)
+        else:
+            with pytest.raises(IndexError):
+                recorded(i)
+    assert pg.stats(recorded).recorded == 1
+
+
+def test_c06_nobody_holds_a_gradient_after_an_audit(device, audits):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, device=device)
+    step = pg.record(lambda x: net(x).square().mean().backward(), audit=1)
+    gc.disable()  # what a dry run has made goes by itself
+    try:
+        for n in range(16):
+            if n % 4 == 0:
+                net.zero_grad()
+            step(ramp(device, 4, 3, start=n))
+    finally:
+        gc.enable()
+    assert pg.stats(step).live <= 2, pg.explain(step)
+    assert pg.stats(step).recorded <= 3
+    assert len(audits) >= 6
+
+
+def test_c19_explain_says_what_is_not_audited(device):
+    model = pg.record(nn.Linear(4, 2).to(device), audit=1)
+    for n in range(5):
+        model(ramp(device, 3, 4, start=n)).sum().backward()
+    assert "not audited: it is a backward that runs outside of the call" in pg.explain(model)
