@@ -36,7 +36,8 @@ SPARED = 16  # live calls, after which a signature is tried although others like
 BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live: each has memory of its own
 UNPLAYED = 4  # times as many recordings as there may be, that nobody has played a second time
 
-_EVER_NEW = "nearly every call has a new signature", "pad to a few shapes, or raise max_recordings"
+_EVER_NEW = "nearly every call has a new signature"
+_FEW_SHAPES = "pad to a few shapes, or raise max_recordings"
 
 
 class Step(enum.Enum):
@@ -214,7 +215,7 @@ class Policy:
         """Let a signature wait for which there is no room: all recordings that are there were played since it was last turned
         away."""
         if not history.arrivals.again:
-            refusal = Refusal(*_EVER_NEW)
+            refusal = Refusal(_EVER_NEW, _FEW_SHAPES)
         else:
             most, met = self._options.max_recordings, self._patience.signatures
             refusal = Refusal(f"has more signatures in rotation than max_recordings={most}",
@@ -227,7 +228,7 @@ class Policy:
         """Let a signature wait where hardly a recording was played again. (But one that comes again after such a wait is worth
         a recording.)"""
         if self._shelf.unplayed >= UNPLAYED * self._options.max_recordings and not history.wait.turns:
-            raise self._patience.wait(history, Refusal(*_EVER_NEW))
+            raise self._patience.wait(history, Refusal(_EVER_NEW, _FEW_SHAPES))
 
 
 class Rule(NamedTuple):
