@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph.guards import guards as reliance
+from phonograph.guards import gradients as of_gradients
+from phonograph.guards import tensor_states
 from phonograph.python import dict_versions as versions
 from phonograph.testing import Raised, assert_same
 from tests.helpers import may_run_live, ramp
@@ -475,8 +476,10 @@ class Looks:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        for name in ("gradient", "use_count", "address"):
-            monkeypatch.setattr(reliance, name, self._counting(getattr(reliance, name)))
+        for module, name in (
+            (of_gradients, "gradient"), (of_gradients, "use_count"), (of_gradients, "address"), (tensor_states, "address")
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, self._counting(getattr(module, name)))
 
     def _counting(self, function):
         def counting(*args):
