@@ -24,7 +24,7 @@ CLAIM = "contract"
 TARGET = "no test fails, whichever name the device has"
 ROOT = Path(__file__).parents[1]
 NAMES = {"cuda:0": "", "cuda": "cuda"}
-RANKS = ["tests/contract/test_ranks.py", "tests/contract/test_ends.py"]
+RANKS = ["tests/contract/c23_ranks/test_ranks.py", "tests/contract/c23_ranks/test_ends.py"]
 
 
 def counted(name: str, workers: int, *arguments: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import phonograph as pg
 from phonograph.guards.attribute_epochs import gradients
 from tests import sharded
-from tests.contract.two_ranks import BACKENDS, Programs
+from tests.contract.c23_ranks.two_ranks import BACKENDS, Programs
 
 RECORDED = ["default", "reshards", "keeps", "mixed", "recomputes", "recomputes_dropout", "accumulates", "accumulates_mixed",
             "foreach", "plain", "momentum", "prefetches", "freezes", "slows_down", "loads", "trains_alone",

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from tests import ranks_ddp
-from tests.contract.two_ranks import BACKENDS, run
+from tests.contract.c23_ranks.two_ranks import BACKENDS, run
 
 REFUSED = {
     "step_that_asks_for_unused": "contains DistributedDataParallel with find_unused_parameters",

@@ -4,7 +4,7 @@ stages send to each other. What a schedule keeps between steps counts, and what 
 import pytest
 
 from tests import stages
-from tests.contract.two_ranks import BACKENDS, Programs
+from tests.contract.c23_ranks.two_ranks import BACKENDS, Programs
 
 NOT_WHOLE = {"evaluates", "turns_back"}
 # The CPU would tell the same of all others.

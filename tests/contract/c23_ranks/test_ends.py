@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import ends
-from tests.contract.two_ranks import BACKENDS
+from tests.contract.c23_ranks.two_ranks import BACKENDS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

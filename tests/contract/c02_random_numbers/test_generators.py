@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import phonograph as pg
 from phonograph.pytest_plugin import device_or_skip
 from phonograph.testing import assert_same
-
-from ..helpers import counts, may_run_live, reasons
+from tests.helpers import counts, may_run_live, reasons
 
 GPU = [pytest.param(name, marks=pytest.mark.cuda) for name in ("cuda:0", "cuda")]
 

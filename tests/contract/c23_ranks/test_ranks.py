@@ -12,7 +12,7 @@ import torch
 
 import phonograph as pg
 from tests import ranks
-from tests.contract.two_ranks import BACKENDS, run
+from tests.contract.c23_ranks.two_ranks import BACKENDS, run
 
 NOT_IN_GRAPHS, FUNCTIONS = ranks.NOT_IN_GRAPHS, ranks.FUNCTIONS
 RECORDED = tuple(case for case in FUNCTIONS if case not in NOT_IN_GRAPHS)  # on both devices

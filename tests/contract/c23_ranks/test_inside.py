@@ -5,7 +5,7 @@ over ranks: each step is eager's on each rank, and what is recorded is what docs
 import pytest
 
 from tests import inside
-from tests.contract.two_ranks import BACKENDS, Programs
+from tests.contract.c23_ranks.two_ranks import BACKENDS, Programs
 
 # The CPU would tell the same of all others, or compiles for long.
 ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "module_that_communicates",

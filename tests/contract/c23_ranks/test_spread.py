@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from tests import spread
-from tests.contract.two_ranks import BACKENDS, run
+from tests.contract.c23_ranks.two_ranks import BACKENDS, run
 
 # Modules that are called twice in each call of the program, and how many recordings that takes.
 TWICE = {"tp_module_adds_up": 1, "tp_module_waits_for_two": 2}
