@@ -36,11 +36,11 @@ SCALE = 2.0
 
 
 @pytest.fixture(autouse=True)
-def globals_as_before():
-    before = dict(globals())
+def globals_as_before(request):
+    before = dict(vars(request.module))
     yield
-    globals().clear()
-    globals().update(before)
+    vars(request.module).clear()
+    vars(request.module).update(before)
 
 
 class Table(list):

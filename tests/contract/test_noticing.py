@@ -43,10 +43,10 @@ SETTINGS = {"scale": 2.0}
 
 
 @pytest.fixture(autouse=True)
-def globals_as_before():
-    before = dict(globals())
+def globals_as_before(request):
+    before = dict(vars(request.module))
     yield
-    globals().update(before)
+    vars(request.module).update(before)
 
 
 def set_factor(value=3.0):
