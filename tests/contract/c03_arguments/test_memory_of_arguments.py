@@ -1,0 +1,140 @@
+"""C3: arguments whose memory is shared, moved, or given back."""
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.contract.shared.memory import filled
+from tests.helpers import counts, may_run_live, plain, side_by_side
+
+
+@may_run_live
+def test_c03_two_arguments_that_share_numpys_memory():
+    numpy = pytest.importorskip("numpy")
+    f = pg.record(lambda a, b: (a.add_(1), b * 2)[1], warmup=1)
+    for _ in range(5):
+        array = numpy.ones(3, numpy.float32)
+        assert f(torch.from_numpy(array), torch.from_numpy(array)).tolist() == [4.0] * 3
+
+
+@may_run_live
+def test_c03_an_argument_that_shares_numpys_memory_with_state():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.ones(3, numpy.float32)
+    state = torch.from_numpy(array)
+    f = pg.record(lambda x: (state.add_(1), x * 2)[1], warmup=1)
+    for n in range(5):
+        assert f(torch.from_numpy(array)).tolist() == [2.0 * (n + 2)] * 3
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_c03_an_argument_that_compiled_code_writes(cuda, grad):
+    """Its kernels are no operators."""
+
+    def make():
+        torch._dynamo.reset()
+        return torch.compile(lambda x, y: (x.add_(y), x * 2)[1])
+
+    both = side_by_side(make)
+    xs = [filled(cuda, 0) for _ in range(2)]
+    with torch.set_grad_enabled(grad):
+        for n in range(6):
+            versions = [x._version for x in xs]
+            results = [f(x, filled(cuda, n)) for f, x in zip((both.recorded, both.live), xs, strict=True)]
+            assert_same(*results)
+            assert_same(*xs)
+            assert xs[0]._version > versions[0] or not n
+    assert counts(both) == (1, 1, 5)
+
+
+def test_c03_an_argument_that_a_triton_kernel_writes(cuda):
+    pytest.importorskip("triton")
+    from tests.contract.kernels import add_one
+
+    state = filled(cuda, 0)
+
+    def f(x):
+        made = x * 2
+        for t in (x, made, state):
+            add_one[(1,)](t, t.numel(), block=16)
+        return made + x + state
+
+    recorded = pg.record(f, warmup=1)
+    x = filled(cuda, 0)
+    for n in range(6):
+        before = x[0].item()
+        assert_same(recorded(x), filled(cuda, 2 * before + 1 + before + 1 + n + 1))
+        assert_same(x, filled(cuda, before + 1))
+    assert counts(recorded) == (1, 1, 5)
+
+
+@may_run_live
+def test_c03_an_array_of_the_closure_that_is_written_through_a_tensor():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros(3, numpy.float32)
+    f = pg.record(lambda x: torch.as_tensor(array).add_(x).clone(), warmup=1)
+    for n in range(1, 6):
+        assert f(torch.ones(3)).tolist() == [float(n)] * 3
+        assert array.tolist() == [float(n)] * 3
+
+
+@may_run_live
+def test_c03_an_argument_that_is_a_gradient_of_state(device):
+    p = torch.ones(2, device=device, requires_grad=True)
+    p.grad = torch.ones(2, device=device)
+    f = pg.record(lambda g: (g.add_(1), p.grad * 2)[1], warmup=1)
+    for _ in range(3):
+        assert f(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+    for n in range(1, 4):
+        assert f(p.grad).tolist() == [2.0 * (n + 1)] * 2
+
+
+def test_c03_a_view_of_an_earlier_result_is_written(device):
+    f, g = plain(lambda x: x * 2), plain(lambda view: view.add_(1))
+    for n in range(7):
+        y = f(filled(device, n))
+        g(y.each(lambda y: y[1:3]))
+        y.check()
+
+
+@may_run_live
+def test_c03_autograd_notices_what_a_replay_writes_through_data_or_not(device):
+    """Eager's version counters: `.data` hides a write from autograd, recorded as well as live."""
+    w = torch.ones(2, device=device, requires_grad=True)
+    f = pg.record(lambda x: w.data.add_(x), warmup=1)
+    for n in range(1, 6):
+        loss = (w * w).sum()
+        f(torch.ones(2, device=device))
+        w.grad = None
+        loss.backward()
+        assert w.grad.tolist() == [2.0 * (n + 1)] * 2
+
+
+@may_run_live
+def test_c03_an_argument_made_in_inference_mode(device):
+    w = torch.ones(2, device=device, requires_grad=True)
+    f = pg.record(lambda x: torch.autograd.grad((x * w).sum(), w)[0], warmup=1)
+    with torch.inference_mode():
+        x = torch.ones(2, device=device) * 2
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            f(x)
+
+
+@may_run_live
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_c06_a_gradient_of_an_argument_is_read_or_dropped(device, set_to_none):
+    @torch.no_grad()
+    def update(p):
+        p.sub_(0.5 * p.grad)
+        if set_to_none:
+            p.grad = None
+
+    update = pg.record(update, warmup=1)
+    w = torch.ones(3, device=device, requires_grad=True)
+    for n in range(5):
+        w.grad = filled(device, n, 3)
+        update(w)
+        assert (w.grad is None) == set_to_none
+    assert w.tolist() == [1 - 0.5 * (0 + 1 + 2 + 3 + 4)] * 3

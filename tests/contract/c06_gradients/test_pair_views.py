@@ -1,0 +1,318 @@
+"""C6: results and saved tensors that are views of each other."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.contract.shared.pairs import batch, grads, perceptron
+from tests.helpers import may_run_live
+
+
+class GivesWhatItSaved(torch.autograd.Function):
+    """As a compiled backward does that works in the memory of what its forward has saved."""
+
+    @staticmethod
+    def forward(ctx, x, view, saved):
+        ctx.view = view
+        if saved == "for backward":
+            ctx.save_for_backward(x.cos())
+        else:
+            ctx.kept = x if saved == "the argument" else x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.view(*ctx.saved_tensors or (ctx.kept,)), None, None
+
+
+VIEWED = {"itself": lambda t: t, "a view": lambda t: t.t(), "a part": lambda t: t[:1].expand(150, 150)}
+
+
+@pytest.mark.parametrize("saved", ["for backward", "as an attribute", "the argument"])
+@pytest.mark.parametrize("view", VIEWED)
+@pytest.mark.parametrize("look", ["grad", "hook", "accumulated"])
+def test_c06_a_gradient_that_is_what_the_forward_has_saved(device, view, look, saved):
+    recorded = pg.record(lambda q: GivesWhatItSaved.apply(q, VIEWED[view], saved), warmup=1)
+    weight = nn.Parameter(torch.zeros(150, 150, device=device))
+    kept, total = [], torch.zeros(150, 150, device=device)
+    for _ in range(7):
+        x = torch.randn(150, 150, device=device)
+        expected = VIEWED[view](x.clone() if saved == "the argument" else x.cos()).clone()
+        y = recorded((x + weight) if look == "accumulated" else x.requires_grad_())
+        if look == "grad":
+            kept.append((torch.autograd.grad(y.sum(), x)[0], expected))
+        elif look == "hook":
+            x.register_post_accumulate_grad_hook(lambda t: kept.append((t.grad, None)))
+            y.sum().backward()
+            kept[-1] = kept[-1][0], expected
+        else:
+            y.sum().backward()
+            total += expected
+            torch.testing.assert_close(weight.grad, total)
+        for found, right in kept:
+            assert torch.equal(found, right)
+    assert pg.stats(recorded).recorded <= 4  # what is held takes turns, and then hands out copies
+    assert pg.stats(recorded).replayed >= 5  # one call may find a gradient in its way, which is somewhere else from then on
+
+
+class Striding(torch.autograd.Function):
+    """Its backward asks for the strides of what it has saved, as compiled code does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad * x * (x.stride(0) + 10 * x.stride(1))
+
+
+PARTS = [lambda x: x[:, 0], lambda x: x[:, 0].t(), lambda x: x[:, :1, 0].expand(4, 3), lambda x: x[1:, 0]]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_c06_views_of_an_argument_are_saved_with_their_strides(device, part):
+    weights = [nn.Parameter(torch.full((), 2.0, device=device)) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: Striding.apply(part(x), weight.expand(part(x).shape))
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for n in range(4):
+        x = torch.arange(24.0, device=device).reshape(4, 2, 3) + n
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            f(x).sum().backward()
+        assert_same(weights[0].grad, weights[1].grad)
+    assert pg.stats(recorded).replayed == 3
+
+
+VIEWS = {
+    "its transpose": lambda h: (h, h.t()),
+    "its transpose before it": lambda h: (h.t(), h),
+    "a part of it": lambda h: (h, h[1]),
+    "a part of its transpose": lambda h: (h, h.t()[:2]),
+    "detached": lambda h: (h, h.detach()),
+    "detached before it": lambda h: (h.detach(), h),
+    "a part, detached": lambda h: (h, h.detach()[0]),
+    "its data": lambda h: (h, h.data),
+    "all of them": lambda h: (h[0], h.detach(), h, h.t()),
+}
+
+
+USES = {
+    "read": lambda results: results,
+    "the first is written": lambda results: (results[0].mul_(2), *results[1:]),
+    "the last is written": lambda results: (*results[:-1], results[-1].mul_(2)),
+    "the first is written when another is saved": lambda results: (results[-1].square(), results[0].mul_(2)),
+    "the last is written when another is saved": lambda results: (results[0].square(), results[-1].mul_(2)),
+    "the first is dropped": lambda results: results[1:],
+    "the last is dropped": lambda results: results[:-1],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_c06_results_that_are_views_of_another(device, view, use):
+    torch.manual_seed(0)
+    start = torch.randn(4, 4, device=device)
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: VIEWS[view](x @ weight)
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for _ in range(5):
+        found = []
+        x = torch.randn(4, 4, device=device)
+        for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+            weight.grad = None
+            results = f(x)
+            kept = [(t.requires_grad, t.shape, t.stride(), t.storage_offset()) for t in results]
+            kept += [[i for i, base in enumerate(results) if t._base is base] for t in results]
+            raised = None
+            try:
+                used = USES[use](results)
+                sum((t * (i + 2)).sum() for i, t in enumerate(used)).backward()
+            except RuntimeError as e:
+                raised = next(said for said in ("in-place", "inplace", "does not require grad") if said in str(e))
+            found.append((kept, raised, weight.grad, [t.detach() for t in results]))
+        assert_same(*found)
+    assert pg.stats(recorded).replayed == 4, pg.explain(recorded)
+
+
+class Trebled(torch.autograd.Function):
+    """Gives a view of what it gets, and another gradient than that of a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.view(2, 8)
+
+
+def with_hooks(kind):
+    module = Halves()
+    if kind == "full":
+        module.register_full_backward_hook(lambda module, grads, given: (7 * grads[0],))
+    else:
+        module.register_full_backward_pre_hook(lambda module, given: (7 * given[0],))
+    return module
+
+
+HOOKED = {kind: with_hooks(kind) for kind in ("full", "pre")}
+
+
+def set_on(t, kind):
+    if kind == "tensor":
+        t.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    elif kind == "node":
+        t.grad_fn.register_hook(lambda grads, given: (5 * grads[0],))
+    elif kind == "before the node":
+        t.grad_fn.register_prehook(lambda given: (5 * given[0],))
+    else:
+        t.retain_grad()
+    return t
+
+
+NOT_MERELY_VIEWS = {
+    "a view of a view": lambda h: (lambda v: (h, v, v[1]))(h.view(2, 8)),
+    "a view of a view before it": lambda h: (lambda v: (v[1], v, h))(h.view(2, 8)),
+    "a view on which another depends": lambda h: (lambda v: (h, v, v[1].tanh()))(h.view(2, 8)),
+    "by a function": lambda h: (h, Trebled.apply(h)),
+    "of one by a function": lambda h: (h, Trebled.apply(h).t()),
+    "by a module with a hook": lambda h: (h, HOOKED["full"](h)),
+    "by a module with a hook before": lambda h: (h, HOOKED["pre"](h)),
+    "by a part with a backward of its own": lambda h: checkpoint(lambda t: (y := t.tanh(), y.t()), h, use_reentrant=True),
+    "a hook on a view": lambda h: (h, set_on(h.t(), "tensor")),
+    "a hook on a hidden view": lambda h: (h, set_on(h.view(2, 8), "tensor")[1]),
+    "a hook on a hidden view's node": lambda h: (h, set_on(h.view(2, 8), "node")[1]),
+    "a hook before a hidden view's node": lambda h: (h, set_on(h.view(2, 8), "before the node")[1]),
+    "a hook on the base": lambda h: (set_on(h, "tensor"), h.t()),
+    "a hook, and no view": lambda h: (set_on(h, "tensor"),),
+    "a gradient that is retained": lambda h: (set_on(h, "retain"), h.t()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("look", ["nobody", "hook", "retain", "grad"])
+@pytest.mark.parametrize("results", NOT_MERELY_VIEWS)
+def test_c06_results_that_are_more_than_views_of_another(device, results, look):
+    """What autograd has between a view and its base: another result, code, hooks. And hooks on results, which come first."""
+    torch.manual_seed(0)
+    start = torch.randn(4, 4, device=device)
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+
+    function = NOT_MERELY_VIEWS[results]  # one alone: what names hooks is taken to set some
+
+    def make(weight):
+        return lambda x: function(x @ weight)
+
+    recorded = pg.record(make(weights[0]), warmup=1)
+    for _ in range(4):
+        x = torch.randn(4, 4, device=device)
+        for i in range(len(make(weights[1])(x))):
+            found = []
+            for f, weight in ((recorded, weights[0]), (make(weights[1]), weights[1])):
+                weight.grad, seen, given = None, [], f(x)
+                loss = sum((t * t.detach() * (k + 2)).sum() for k, t in enumerate(given))
+                if look == "grad":
+                    seen += torch.autograd.grad(loss, [given[i]], retain_graph=True)
+                elif look == "hook":
+                    given[i].register_hook(lambda g, seen=seen: (seen.append(g), 2 * g)[1])
+                elif look == "retain":
+                    given[i].retain_grad()
+                if results != "by a part with a backward of its own" or look != "grad":
+                    loss.backward()
+                found.append((weight.grad, seen, [t.grad if t.retains_grad else None for t in given]))
+            assert_same(*found)
+
+
+def test_c06_a_detached_result_is_detached_once_more(device):
+    """In place, which a view cannot be."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    recorded = pg.record(lambda x: (h := weight * x, h.detach()), warmup=1)
+    for n in range(4):
+        y, detached = recorded(torch.full((4,), float(n), device=device))
+        assert detached.detach_() is detached
+        assert not detached._is_view()
+        y.sum().backward()
+    assert pg.stats(recorded).replayed == 3
+
+
+@may_run_live
+def test_c06_parts_of_a_detached_result_get_a_history_together(device):
+    both = [nn.Parameter(torch.ones(4, device=device)) for _ in range(2)]
+
+    def make(weight):
+        return lambda x: (h := weight * x, d := h.detach(), d[:2])
+
+    recorded, live = pg.record(make(both[0]), warmup=1), make(both[1])
+    for n in range(4):
+        found = []
+        for f, weight in ((recorded, both[0]), (live, both[1])):
+            weight.grad = None
+            _, whole, part = f(torch.full((4,), float(n), device=device))
+            whole.mul_(weight)
+            assert part.requires_grad
+            part.sum().backward()
+            found.append((weight.grad, whole, part))
+        assert_same(*found)
+
+
+@may_run_live
+def test_c06_a_function_that_runs_a_backward_inside_as_well(device):
+    both = [perceptron(device) for _ in range(2)]
+
+    def make(net):
+        def f(x):
+            (g,) = torch.autograd.grad(net(x).sum(), [net[0].weight], create_graph=True)
+            return g.square().sum() + net(x).mean()
+
+        return f
+
+    recorded, live = pg.record(make(both[0]), warmup=1), make(both[1])
+    for n in range(6):
+        x, _ = batch(device, n)
+        for net, f in zip(both, (recorded, live), strict=True):
+            net.zero_grad()
+            f(x).backward()
+        assert_same(grads(both[0]), grads(both[1]))
+
+
+@may_run_live
+def test_c06_results_that_share_memory_with_other_things(device):
+    weight = nn.Parameter(torch.ones(4, device=device))
+    functions = {
+        "a view of the argument": lambda x: x[:2],
+        "the argument": lambda x: x,
+        "a view of the parameter": lambda x: weight[:2] + 0 * x[:2],
+        "the parameter's view": lambda x: weight[:2],
+        "two views": lambda x: (weight * x).split(2),
+        "conjugate": lambda x: (weight * x).to(torch.complex64).conj(),
+        "twice": lambda x: (y := weight * x, y),
+    }
+    for f in functions.values():
+        recorded = pg.record(f, warmup=1)
+        for n in range(4):
+            found = []
+            for function in (recorded, f):
+                weight.grad = None
+                x = torch.full((4,), float(n + 1), device=device, requires_grad=True)
+                result = function(x * 1)
+                first = result[0] if isinstance(result, tuple) else result
+                first.abs().sum().backward()
+                found.append((x.grad, weight.grad, result))
+            assert_same(*found)

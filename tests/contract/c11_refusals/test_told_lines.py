@@ -1,0 +1,136 @@
+"""C11: the lines that are told of what was refused."""
+
+import re
+import types
+import warnings
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import assert_settles, may_run_live, plain, ramp
+
+
+class _Weighing:
+    def __init__(self):
+        self.weight = 0
+
+    def loss(self, x):
+        return x * self.weight  # read here
+
+
+@may_run_live
+@pytest.mark.parametrize("way", ["an attribute", "a closure variable", "an item"])
+def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(device, way):
+    weighing, scale, settings = _Weighing(), 0, {"scale": 0}  # whole numbers, which are not followed
+
+    def by_closure(x):
+        return x * scale
+
+    def by_item(x):
+        return x * settings["scale"]
+
+    reads, line = {
+        "an attribute": (weighing.loss, _Weighing.loss.__code__.co_firstlineno + 1),
+        "a closure variable": (by_closure, by_closure.__code__.co_firstlineno + 1),
+        "an item": (by_item, by_item.__code__.co_firstlineno + 1),
+    }[way]
+    f = pg.record(reads)
+    for n in range(6):
+        weighing.weight = scale = settings["scale"] = n
+        assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
+    told = pg.explain(f)
+    assert re.search(rf"^changed \dx: .* \(read at {re.escape(__file__)}:{line}\)$", told, re.MULTILINE), told
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", pg.RunsLive)
+        for n in range(30):
+            weighing.weight = scale = settings["scale"] = n
+            assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
+    (message,) = [str(w.message) for w in said]
+    assert f"changes from call to call at {__file__}:{line} (" in message
+    pg.reset(f)
+    assert "changed" not in pg.explain(f)
+
+
+@may_run_live
+def test_c12_values_that_change_one_after_the_other_are_not_said_to_change_from_call_to_call(device):
+    settings = types.SimpleNamespace(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0, f=0.0, g=0.0, h=0.0, i=0.0, j=0.0, k=0.0)
+
+    def reads(x):
+        return x * (settings.a + settings.b + settings.c + settings.d + settings.e + settings.f + settings.g + settings.h
+                    + settings.i + settings.j + settings.k)  # fmt: skip
+
+    f = pg.record(reads)
+    for name in vars(settings):
+        setattr(settings, name, 1.0)
+        for _ in range(4):
+            x = ramp(device, 3)
+            assert_same(f(x), reads(x))
+    (reason,) = pg.stats(f).refusals
+    told = r"values that it relies on have changed 9 times in quick succession, settings\.\w the last"
+    assert re.fullmatch(told, reason), reason
+
+
+@may_run_live
+def test_c12_a_transform_of_torch_func_with_a_history_is_refused_with_a_remedy(device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+
+    def slope(x):
+        return torch.func.grad(lambda y: (y * weight).sin().sum())(x)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", pg.RunsLive)
+        f = pg.record(slope)
+        for n in range(4):
+            assert_same(f(ramp(device, 3, start=n)), slope(ramp(device, 3, start=n)))
+    assert any("return results detached (y.detach())" in str(w.message) for w in said), [str(w.message) for w in said]
+    detached = plain(lambda x: slope(x).detach())
+    assert_settles(detached, ramp(device, 3))
+
+
+def test_c12_what_has_no_name_is_read_nowhere():
+    used = 2.0
+    f = pg.record(lambda x: x * used)
+    assert f._read_at("the memory that it used", None) == ""
+
+
+def test_c12_signatures_that_do_not_come_again_are_explained(device):
+    f = pg.record(lambda x, n: x * n)
+    for n in range(5):
+        f(ramp(device, 3), n)
+    assert "\n5 of the last 5 calls had a signature of their own: another value of `n`" in pg.explain(f)
+    for n in range(5):
+        f(ramp(device, 3), n)
+    assert "of their own" not in pg.explain(f)
+
+
+def test_c12_who_steps_a_scheduler_inside_is_told_to_do_it_outside(device):
+    net = torch.nn.Linear(2, 2).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    step = pg.record(step)
+    x = torch.ones(1, 2, device=device)
+    step(x)
+    with pytest.warns(pg.RunsLive, match=r"last_epoch.*call the scheduler's step\(\) outside"):
+        step(x)
+
+
+def test_c12_a_model_that_runs_live_is_told_at_the_users_line(device):
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return x if x.sum().item() > 0 else -x
+
+    net = pg.record(Net())
+    x = torch.ones(2, device=device)
+    net(x)
+    with pytest.warns(pg.RunsLive) as said:
+        net(x)
+    assert {w.filename for w in said} == {__file__}

@@ -1,0 +1,173 @@
+"""C12: a failed recording leaves nothing behind (`conftest.py` looks at the process after every test of the suite)."""
+
+import gc
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import phonograph as pg
+from tests.helpers import assert_settles, counts, may_run_live, plain, ramp, side_by_side
+
+
+class Switch:
+    """A module-level like flag: off while warming up, on when the call is recorded."""
+
+    def __init__(self, device):
+        self.fail = False
+        self.net = torch.nn.Linear(3, 3, device=device)
+        self.count = torch.zeros((), device=device)
+
+
+def fails_in_recording(action):
+    """Makes a function whose second call, the one that would be recorded, does `action` half-way."""
+
+    def make_on(device):
+        def make():
+            switch = Switch(device)
+
+            def f(x):
+                switch.count.add_(1)
+                x.mul_(2)
+                y = F.dropout(switch.net(x), 0.5)
+                y.sum().backward()
+                if switch.fail:
+                    action(x)
+                switch.count.add_(1)
+                return y.detach() + x
+
+            return f, [switch.net, switch.count, switch]
+
+        return make
+
+    return make_on
+
+
+def raise_an_error(x):
+    raise ValueError("half-way")
+
+
+def raise_an_operators_error(x):
+    return x @ torch.ones(7, 7, device=x.device)
+
+
+FAILURES = {
+    "sync": lambda x: x.sum().item(),
+    "shape": lambda x: x.nonzero(),
+    "exception": raise_an_error,
+    "operator's exception": raise_an_operators_error,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("fail_at", [1, 2, 4], ids=["in warm-up", "in recording", "in replay"])
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_failing_half_way_updates_everything_exactly_as_eager_does(device, action, fail_at):
+    both = side_by_side(fails_in_recording(action)(device))
+    for n in range(1, 9):
+        both.change(lambda state, n=n: setattr(state[2], "fail", n == fail_at))
+        both.outcome(torch.randn(2, 3, device=device))
+
+
+@may_run_live
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_the_process_is_as_before(device, action):
+    both = side_by_side(fails_in_recording(action)(device))
+    both(torch.randn(2, 3, device=device))
+    both.change(lambda state: setattr(state[2], "fail", True))
+    gc.disable()
+    profile = lambda *event: None  # noqa: E731
+    sys.setprofile(profile)
+    try:
+        both.outcome(torch.randn(2, 3, device=device))
+        assert not gc.isenabled()
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert torch.is_grad_enabled()
+    if device.type == "cuda":
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert not torch.cuda.is_current_stream_capturing()
+
+
+@may_run_live
+@pytest.mark.parametrize("action", FAILURES.values(), ids=FAILURES)
+def test_c12_the_next_functions_record(device, action):
+    failing = side_by_side(fails_in_recording(action)(device))
+    failing(torch.randn(2, 3, device=device))
+    failing.change(lambda state: setattr(state[2], "fail", True))
+    failing.outcome(torch.randn(2, 3, device=device))
+    both = plain(lambda x: F.dropout(x, 0.5) * 2)
+    for _ in range(7):
+        both(torch.randn(2, 3, device=device))
+    assert counts(both) == (1, 1, 6)
+
+
+@may_run_live
+def test_c12_an_exception_leaves_the_function_recordable(device):
+    def make():
+        switch = Switch(device)
+
+        def f(x):
+            if switch.fail:
+                raise ValueError("not today")
+            return x * 2
+
+        return f, switch.__dict__
+
+    both = side_by_side(make)
+    for fail in [False, True, False]:
+        both.change(lambda state, fail=fail: state.update(fail=fail))
+        both.outcome(ramp(device, 3))
+    assert_settles(both, ramp(device, 3))
+
+
+@may_run_live
+def test_c12_hooks_of_the_user_are_still_there(device):
+    net = torch.nn.Linear(3, 3, device=device)
+    calls = []
+    net.weight.register_hook(lambda grad: calls.append("grad"))
+    net.register_forward_hook(lambda *args: calls.append("forward"))
+    flag = {"sync": False}
+
+    def step(x):
+        loss = net(x).sum()
+        loss.backward()
+        if flag["sync"]:
+            loss.item()
+        return loss.detach()
+
+    f = pg.record(step, warmup=1)
+    for n in range(1, 6):
+        flag["sync"] = n == 2
+        f(ramp(device, 2, 3))
+        assert calls == ["forward", "grad"] * n
+    net(ramp(device, 2, 3)).sum().backward()
+    assert calls == ["forward", "grad"] * 6
+
+
+@may_run_live
+def test_c12_memory_of_failed_recordings_is_given_back(device):
+    good = plain(lambda x: x * 2)
+    for _ in range(3):
+        good(torch.ones(10_000, device=device))
+    before = pg.stats(good.recorded).pool_bytes
+    for k in range(20):
+        bad = pg.record(lambda x, k=k: torch.cat([x * i for i in range(50)]) * x.sum().item() * k, warmup=1)
+        for _ in range(3):
+            bad(torch.ones(10_000, device=device))
+    # Each attempt needs 4 MB; CUDA's allocator hands out 20 MB at a time.
+    assert pg.stats(good.recorded).pool_bytes <= before + 24_000_000
+
+
+@may_run_live
+def test_c12_held_outputs_survive_a_failed_recording(device):
+    good = plain(lambda x: x * 2, hold=True)
+    for n in range(4):
+        good(ramp(device, 50, start=n))
+    bad = plain(lambda x: (x * 3 + torch.cat([x, x])[:50]) * x.sum().item())
+    for n in range(4):
+        bad(ramp(device, 50, start=n))
+        good(ramp(device, 50, start=n))

@@ -1,0 +1,152 @@
+"""C16: what wraps and what is wrapped stay what they were."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.helpers import ramp
+
+
+def used_net(device):
+    """A module with everything in it, used by a recorded function until it is replayed."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.0)).to(device)
+    net.requires_grad_(False)
+    before = list(net.state_dict())
+    f = pg.record(lambda x: net(x), warmup=1)
+    for _ in range(4):
+        f(torch.randn(4, 3, device=device))
+    assert pg.stats(f).replayed == 3
+    return f, net, before
+
+
+def test_c16_a_module_keeps_its_keys_class_and_attributes(device):
+    _, net, before = used_net(device)
+    fresh = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.0)).to(device)
+    assert list(net.state_dict()) == before
+    assert type(net) is torch.nn.Sequential
+    assert vars(net).keys() == vars(fresh).keys()
+    assert vars(net[0]).keys() == vars(fresh[0]).keys()
+    assert [type(p) for p in net.parameters()] == [torch.nn.Parameter] * 4
+    assert repr(net) == repr(fresh)
+
+
+def pickled(net):
+    return pickle.loads(pickle.dumps(net))
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled])
+def test_c16_a_copy_of_a_module_is_independent_of_it(device, copies):
+    f, net, _ = used_net(device)
+    copied = copies(net)
+    x = torch.randn(4, 3, device=device)
+    copied[0].weight.zero_()
+    right = copy.deepcopy(net)(x)
+    assert_same(f(x), right)
+    g = pg.record(lambda x: copied(x), warmup=1)
+    for _ in range(4):
+        twin = copy.deepcopy(copied)
+        assert_same(g(x), twin(x))
+
+
+def test_c16_saving_and_loading(device, tmp_path):
+    f, net, _ = used_net(device)
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    saved = {k: v.clone() for k, v in net.state_dict().items()}
+    for _ in range(3):
+        f(torch.randn(4, 3, device=device))
+    loaded = torch.load(tmp_path / "net.pt")
+    assert_same(dict(loaded), saved)
+    net.load_state_dict(loaded)
+    x = torch.randn(4, 3, device=device)
+    right = copy.deepcopy(net)(x)
+    assert_same(f(x), right)
+
+
+def test_c16_a_recorded_function_looks_like_the_function(device):
+    def documented(x: torch.Tensor, scale: float = 2.0, *, shift: int = 0) -> torch.Tensor:
+        """What it does."""
+        return x * scale + shift
+
+    f = pg.record(documented)
+    assert f.__name__ == "documented"
+    assert f.__qualname__ == documented.__qualname__
+    assert f.__doc__ == "What it does."
+    assert f.__module__ == __name__
+    assert f.__wrapped__ is documented
+    assert inspect.signature(f) == inspect.signature(documented)
+    assert callable(f)
+
+
+def test_c16_a_method_decorated_in_the_class_body(device):
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+            self.total = torch.zeros(3, device=device)
+
+        @pg.record
+        def step(self, x):
+            self.total.add_(x)
+            return x * self.scale
+
+    one, other = Model(2.0), Model(3.0)
+    for n in range(1, 7):
+        assert one.step(torch.ones(3, device=device)).tolist() == [2.0] * 3
+        assert other.step(torch.ones(3, device=device)).tolist() == [3.0] * 3
+        assert one.total.tolist() == other.total.tolist() == [float(n)] * 3
+    one.scale = 5.0
+    assert one.step(torch.ones(3, device=device)).tolist() == [5.0] * 3
+    assert other.step(torch.ones(3, device=device)).tolist() == [3.0] * 3
+
+
+class Keeping:
+    """Keeps its own recorded method under another name."""
+
+    def __init__(self):
+        self.scale = 2.0
+        self.kept = self.step
+
+    @pg.record
+    def step(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled])
+def test_c16_a_copy_of_what_keeps_a_recorded_method(device, copies):
+    x = ramp(device, 3)
+    one = Keeping()
+    for _ in range(3):
+        one.kept(x)
+    other = copies(one)
+    one.scale, other.scale = 3.0, 5.0
+    for _ in range(3):
+        assert_same((one.kept(x), other.kept(x)), (x * 3, x * 5))
+    assert other.kept is other.step
+    assert pg.stats(other.kept).replayed
+
+
+def test_c16_a_recorded_forward_of_a_module_class(device):
+    class Net(torch.nn.Module):
+        def __init__(self, k):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3, device=device).requires_grad_(False)
+            self.k = k
+
+        @pg.record
+        def forward(self, x):
+            return self.linear(x) * self.k
+
+    nets = [Net(1), Net(2)]
+    for _ in range(5):
+        for net in nets:
+            x = torch.randn(2, 3, device=device)
+            assert_same(net(x), torch.nn.functional.linear(x, net.linear.weight, net.linear.bias) * net.k)
+    copied = copy.deepcopy(nets[1])
+    copied.linear.weight.zero_()
+    for _ in range(4):
+        x = torch.randn(2, 3, device=device)
+        assert_same(copied(x), copied.linear.bias.expand(2, 3) * 2 + torch.zeros(2, 3, device=device))

@@ -1,0 +1,122 @@
+"""C19: `stats`, `explain`, the logger, and one warning a reason."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+import phonograph as pg
+from tests.helpers import may_run_live, ramp, reasons
+
+
+def test_c19_each_call_is_counted_as_live_or_replayed(device):
+    f = pg.record(lambda x: x * 2, warmup=2)
+    for n in range(1, 9):
+        f(torch.ones(3, device=device))
+        stats = pg.stats(f)
+        assert stats.calls == n == stats.live + stats.replayed
+    assert (stats.live, stats.recorded, stats.replayed) == (2, 1, 6)
+    assert not stats.refusals
+
+
+def test_c19_copied_bytes_are_counted(device):
+    f = pg.record(lambda x, y: x + y, warmup=1)
+    for _ in range(4):
+        f(torch.ones(100, device=device), torch.ones(100, device=device))
+    assert 0 <= pg.stats(f).bytes_copied <= 3 * 2 * 400
+
+
+@may_run_live
+def test_c19_refusals_are_counted_by_reason(device):
+    f = pg.record(lambda x: x * x.sum().item(), warmup=1)
+    for _ in range(5):
+        f(ramp(device, 3))
+    refusals = pg.stats(f).refusals
+    assert sum(refusals.values()) == 4
+    assert all(isinstance(reason, str) and reason for reason in refusals)
+
+
+@may_run_live
+def test_c19_explain_says_what_and_why(device):
+    def named_function(x):
+        return x * x.sum().item()
+
+    f = pg.record(named_function, warmup=1)
+    g = pg.record(lambda x: x * 2, warmup=1, name="my step")
+    for _ in range(3):
+        f(ramp(device, 3))
+        g(ramp(device, 3))
+    assert "named_function" in pg.explain(f)
+    assert "item()" in reasons(f)
+    assert "my step" in pg.explain(g)
+    assert __file__ not in pg.explain(g)
+
+
+@may_run_live
+def test_c19_the_phonograph_logger_is_told(device, caplog):
+    with caplog.at_level(logging.DEBUG, "phonograph"):
+        f = pg.record(lambda x: x * x.sum().item(), warmup=1)
+        g = pg.record(lambda x: x * 2, warmup=1)
+        for _ in range(4):
+            f(ramp(device, 3))
+            g(ramp(device, 3))
+    ours = [r.getMessage() for r in caplog.records if r.name.split(".")[0] == "phonograph"]
+    assert sum("runs live" in message for message in ours) == 1
+    assert any("runs live" not in message for message in ours), "the recording of g"
+
+
+def test_c19_a_second_reason_of_one_function_is_warned_too(device):
+    f = pg.record(lambda x, how: x * x.sum().item() if how else x.nonzero(), warmup=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            f(ramp(device, 3), True)
+            f(ramp(device, 3), False)
+    assert len([w for w in said if issubclass(w.category, pg.RunsLive)]) == 2
+
+
+def test_c19_statistics_survive_a_reset_of_the_recordings(device):
+    f = pg.record(lambda x: x * 2, warmup=1)
+    for _ in range(3):
+        f(ramp(device, 3))
+    calls = pg.stats(f).calls
+    pg.reset(f)
+    assert pg.stats(f).calls in (0, calls)
+    f(ramp(device, 3))
+
+
+@pytest.mark.parametrize("function", [pg.stats, pg.explain, pg.reset])
+def test_c19_asking_about_what_is_not_recorded_is_a_type_error(function):
+    with pytest.raises(TypeError, match="record"):
+        function(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup": -1},
+        {"fallback": "maybe"},
+        {"outputs": "mine"},
+        {"verify": -2},
+        {"max_recordings": 0},
+        {"unknown": 1},
+        {"max_bytes": -1},
+        {"max_bytes": 1.5},
+    ],
+    ids=str,
+)
+def test_c19_wrong_options_are_refused_at_once(options):
+    with pytest.raises((TypeError, ValueError)):
+        pg.record(lambda x: x, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"name": 3}, {"name": b"x"}, {"takes_turns": True}, {"shapes": (1, 2)}, {"split_at": None}, {"split_at": "aten::sort"}],
+    ids=str,
+)
+def test_c19_options_of_a_wrong_type_are_named(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=name):
+        pg.record(lambda x: x, fallback="split" if name == "split_at" else "live", **options)
