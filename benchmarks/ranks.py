@@ -170,7 +170,8 @@ class Rank:
             steps.pop(HAND, None)
         times: dict[str, list[float]] = {kind: [] for kind in steps}
         for turn in range(1 + (QUICK if self.quick else rounds.turns)):
-            for kind, step in steps.items():
+            for kind in [*steps][turn % len(steps) :] + [*steps][: turn % len(steps)]:  # each comes after each
+                step = steps[kind]
                 dist.barrier()
                 self.synchronize()
                 began = time.perf_counter()
