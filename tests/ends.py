@@ -204,6 +204,13 @@ WAYS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
 _NOISE = re.compile(r"CUDA error|NCCL (?:error|WARN)|NCCLUtils|terminate called|phonograph: |Fatal Python error")
 
 
+def as_text(told: Sequence[Told]) -> str:
+    """How both ranks have ended, and what they said last."""
+    return "\n".join(
+        f"rank {rank} has ended with {one.get('status')}:\n{one.get('log', '')[-2500:]}" for rank, one in enumerate(told)
+    )
+
+
 def is_as_it_should_be(way: str, told: Sequence[Told]) -> bool:
     """Whether both ranks have ended with the statuses that eager has. Who has ended by itself has left no message of CUDA's,
     NCCL's or the watchdog's."""

@@ -48,6 +48,7 @@ _EARLY = (8, 64, 512)  # replays
 _LATER = 8  # replays, after which an audit is tried again that a call has not allowed
 _DOUBTS = 3  # audits in turn that an exception has ended
 _LOOKS = 8  # as many as a capture has
+_REMEDY = "pass what changes as an argument"
 
 
 def due_after(played: int, every: int) -> int:
@@ -100,11 +101,11 @@ def difference(name: str, function: Callable[..., Any], call: Call, player: Play
             found.let_go()  # of what the capture has made
             return None if isinstance(found, Same) else found
         except (Carries, Opens):
-            return Refusal("does something else with objects than when it was recorded")
+            return Refusal("does something else with objects than when it was recorded", _REMEDY)
         finally:
             if terms.tracing is not None:
                 terms.tracing.end()
-    return Refusal("runs other code than when it was recorded")
+    return Refusal("runs other code than when it was recorded", _REMEDY)
 
 
 class Verdict(enum.Enum):

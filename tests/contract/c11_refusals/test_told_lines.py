@@ -92,7 +92,7 @@ def test_c12_a_transform_of_torch_func_with_a_history_is_refused_with_a_remedy(d
 def test_c12_what_has_no_name_is_read_nowhere():
     used = 2.0
     f = pg.record(lambda x: x * used)
-    assert f._read_at("the memory that it used", None) == ""
+    assert f._describer.read_at("the memory that it used", None) == ""
 
 
 def test_c12_signatures_that_do_not_come_again_are_explained(device):

@@ -33,7 +33,7 @@ def ended(backend: str, *ways: str, **environment: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("way", CLEAN)
 def test_c17_processes_end_as_they_do_in_eager(way, backend):
     told = ended(backend)[way]
-    assert ends.is_as_it_should_be(way, told), told
+    assert ends.is_as_it_should_be(way, told), ends.as_text(told)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
