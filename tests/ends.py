@@ -162,6 +162,7 @@ def dies_on_one_rank(rank: int) -> None:
 
 def is_interrupted(rank: int) -> None:
     """Somewhere in its steps, one rank a little earlier."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whom a shell has started in the background ignores it
     recorded = _trained()
 
     def interrupt() -> None:
