@@ -56,8 +56,11 @@ def _layout(kind: type) -> Layout | None:
     slots = tuple(slot for base in kind.__mro__ for slot in slots_of(base))
     if not slots and not kind.__dictoffset__:
         return None
-    made: Any = kind.__new__(kind) if not getattr(kind, "__abstractmethods__", None) else None
-    if made is None or issubclass(kind, OrderedDict):
+    if getattr(kind, "__abstractmethods__", None) or issubclass(kind, OrderedDict):
+        return None
+    try:
+        kind.__new__(kind)
+    except TypeError:  # an extension's base makes its objects otherwise
         return None
     return Layout(slots, issubclass(kind, dict))
 

@@ -3,7 +3,6 @@ and quantized tensors, parameters that are not initialized yet, wrappers (DTenso
 matter; where an operator works with one, it is recorded, or the call runs live and says with what."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -576,21 +575,6 @@ def test_c11_weights_in_a_wrapper_that_are_trained(device):
         assert_same(forget(ramp(device, 4)), ramp(device, 4) + 1)
         assert net.first.weight.grad is None
     assert pg.stats(forget).replayed == 3
-
-
-@pytest.fixture
-def mesh(device):
-    """A process group of one process."""
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available() or importlib.util.find_spec("torch.distributed.tensor") is None:
-        pytest.skip("torch has no distributed tensors")
-    from torch.distributed.tensor import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(device.type, (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_c08_a_distributed_tensor_in_reach(device, mesh):
