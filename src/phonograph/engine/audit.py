@@ -7,7 +7,7 @@ leaves nothing behind. It works in the memory of the very recording, which is ab
 is the stream of operators (`capture/digest.py`): another one says that the recording is stale, at which operator, and since
 how many replays at most.
 
-An audit takes as long as a few live calls. It is not made where it would have to do what is no dry run, or would find nothing:
+An audit takes as long as a capture. It is not made where it would have to do what is no dry run, or would find nothing:
 
 * the call communicates with other ranks: they would have to do the same in the same call, and each counts its own replays;
 * a backward that runs outside of the call: what it does autograd has noted in the forward, and its code would have to run in

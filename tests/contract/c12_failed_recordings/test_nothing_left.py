@@ -171,3 +171,44 @@ def test_c12_held_outputs_survive_a_failed_recording(device):
     for n in range(4):
         bad(ramp(device, 50, start=n))
         good(ramp(device, 50, start=n))
+
+
+def grad_mode():
+    torch.set_grad_enabled(not torch.is_grad_enabled())
+
+
+def deterministic():
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+
+def matmul_precision():
+    torch.set_float32_matmul_precision("high" if torch.get_float32_matmul_precision() == "highest" else "highest")
+
+
+def default_dtype():
+    torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
+
+
+SETTINGS = (torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision,
+            torch.get_default_dtype)  # fmt: skip
+
+
+@may_run_live
+@pytest.mark.parametrize("turn", [grad_mode, deterministic, matmul_precision, default_dtype])
+def test_c12_a_setting_that_a_failed_capture_turns_is_turned_once(device, turn):
+    """Each call turns it over; the capture that fails, and the live call after it, do so once in all."""
+
+    def f(x):
+        turn()
+        return x * 2
+
+    before = [get() for get in SETTINGS]
+    recorded, seen = pg.record(f), []
+    try:
+        for n in range(8):
+            recorded(ramp(device, 3))
+            seen.append([get() for get in SETTINGS] == before)
+            assert seen[-1] == bool(n % 2), seen
+    finally:
+        if not seen[-1]:
+            turn()
