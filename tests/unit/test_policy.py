@@ -313,8 +313,8 @@ def test_c06_as_many_calls_as_recordings_may_wait_for_their_backward():
 # -- replays that could not go on
 
 
-def diverged(decided):
-    return SimpleNamespace(decided=decided, torn="", said="`x.item()`", reason="gives another shape", remedy="", where="")
+def diverged(decided, torn=""):
+    return SimpleNamespace(decided=decided, torn=torn, said="`x.item()`", reason="gives another shape", remedy="", where="")
 
 
 def test_c11_a_number_that_is_another_in_each_call_is_waited_for():
@@ -340,3 +340,14 @@ def test_c11_another_shape_drops_the_recording_and_too_many_give_it_up():
     f.patience.diverged(f.history(), key, diverged(decided=False))
     f.patience.diverges(f.history(), diverged(decided=False), None)
     assert f.calls(200) == "-" * 200
+
+
+def test_c13_a_replay_that_was_torn_is_remembered():
+    """Live calls are noted strictly from then on: no marked function may do again what a replay could not go on after."""
+    f = Function()
+    f.calls(2)
+    key, history = describe((torch.ones(3),), {}).key, f.history()
+    assert not history.divergence.torn
+    for torn in ("writes what one was given before it", ""):
+        f.patience.diverged(history, key, diverged(decided=False, torn=torn))
+        assert history.divergence.torn

@@ -138,3 +138,14 @@ def test_c06_a_gradient_of_an_argument_is_read_or_dropped(device, set_to_none):
         update(w)
         assert (w.grad is None) == set_to_none
     assert w.tolist() == [1 - 0.5 * (0 + 1 + 2 + 3 + 4)] * 3
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_c03_a_place_for_an_argument_is_aligned_as_the_argument(device, first):
+    """So that kernels go by the same widest loads; each alignment is a signature of its own."""
+    recorded, memory = pg.record(lambda x: x * 2), torch.arange(16.0, device=device)
+    for _ in range(4):
+        x = memory[first : first + 8]
+        assert_same(recorded(x), x * 2)
+    ((slot,),) = [player.recording.slots for player in recorded._shelf]
+    assert slot.tensor.data_ptr() % 16 == x.data_ptr() % 16 == 4 * first

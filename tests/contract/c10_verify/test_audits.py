@@ -286,3 +286,18 @@ def test_c19_explain_says_what_is_not_audited(device):
     for n in range(5):
         model(ramp(device, 3, 4, start=n)).sum().backward()
     assert "not audited: it is a backward that runs outside of the call" in pg.explain(model)
+
+
+def test_c05_borrowed_results_and_audits(device, audits):
+    """A function that lends its results is audited; one that is given such is not, in those calls."""
+    lends = pg.record(lambda x: (x * 2, x + 1), outputs="borrow", audit=1)
+    takes = pg.record(lambda a, b: a @ b.T, audit=1, keep="always")
+    for n in range(9):
+        x = ramp(device, 4, 4, start=n)
+        a, b = lends(x)
+        assert_same(a.clone(), x * 2)
+        assert_same(takes(a, b), (x * 2) @ (x + 1).T)
+    assert "audited after" in pg.explain(lends)
+    assert "audited after" not in pg.explain(takes)
+    assert pg.stats(lends).recorded == 1
+    assert len(audits) >= 8
