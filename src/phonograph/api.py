@@ -35,22 +35,22 @@ Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
-           split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
+           split_at: Iterable[object] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
-           split_at: Iterable[Any] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
+           split_at: Iterable[object] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
-           split_at: Iterable[Any] = (),
+           split_at: Iterable[object] = (),
            shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
 @ended_by
-def record(fn: Any = None, /, **options: Any) -> Any:
+def record(fn: object = None, /, **options: Any) -> object:
     """Record a function or module and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
 
     The function may be a whole training step (forward, backward, optimizer), a decode step, an optimizer step: any
@@ -122,7 +122,7 @@ def record(fn: Any = None, /, **options: Any) -> Any:
     return _once(fn, wrap(fn, chosen))
 
 
-def _once(fn: Any, made: Any) -> Any:
+def _once(fn: object, made: Any) -> object:
     """What was made of it; said where that is done again and again."""
     recorded = torch_modules.goes_through(made) if isinstance(made, torch.nn.Module) else made
     refusal = made_anew(fn, recorded, counted(recorded))
@@ -132,7 +132,7 @@ def _once(fn: Any, made: Any) -> Any:
 
 
 @ended_by
-def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
+def prepare(f: object, /, *args: object, **kwargs: object) -> None:
     """Record all sizes of `shapes` before they are needed, the largest first. A bar on stderr shows how far it is, on a
     terminal and with rich installed.
 
@@ -156,14 +156,14 @@ def prepare(f: Any, /, *args: Any, **kwargs: Any) -> None:
 
 
 @ended_by
-def stats(f: Any) -> Stats:
+def stats(f: object) -> Stats:
     """What a recorded function or module did so far, as numbers."""
     look()
     return _recorded(f).stats()
 
 
 @ended_by
-def explain(f: Any) -> str:
+def explain(f: object) -> str:
     """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
     the operator, your source line and the remedy."""
     look()
@@ -171,7 +171,7 @@ def explain(f: Any) -> str:
 
 
 @ended_by
-def reset(f: Any) -> None:
+def reset(f: object) -> None:
     """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
     recorded then."""
     f = _what_is_recorded(f)
@@ -182,7 +182,7 @@ def reset(f: Any) -> None:
         torch_modules.call_through(f, None if call == torch_modules.own_call(f) else call)
 
 
-def _recorded(f: Any) -> Observed:
+def _recorded(f: object) -> Observed:
     f = _what_is_recorded(f)
     given = type(f).__name__
     if torch_dynamo.uncompiled(f) is not None:
@@ -196,13 +196,13 @@ def _recorded(f: Any) -> Observed:
     return found
 
 
-def _what_is_recorded(f: Any) -> Any:
+def _what_is_recorded(f: object) -> object:
     """The function or module itself, or what `torch.compile` was called on, if it is that which is recorded."""
     plain = torch_dynamo.uncompiled(f)
     return plain if _observed(f) is None and _observed(plain) is not None else f
 
 
-def _observed(f: Any) -> Observed | None:
+def _observed(f: object) -> Observed | None:
     if isinstance(f, torch.nn.Module):
         f = torch_modules.goes_through(f)
     f = f if isinstance(f, Observed) else getattr(f, "__func__", f)

@@ -32,7 +32,7 @@ __all__ = ["aliasing", "assert_same", "assert_same_aliasing", "tensors_in"]
 # The same value
 
 
-def assert_same(actual: Any, expected: Any, where: str = "value", *, tolerance: float = 0.0) -> None:
+def assert_same(actual: object, expected: object, where: str = "value", *, tolerance: float = 0.0) -> None:
     """Assert that two values are the same in everything that can be seen but their identity.
 
     Tensors: class, dtype, shape, stride, device, layout, `requires_grad`, presence of a `grad_fn`, and
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
         return self._replace(path=self.path + part)
 
 
-def _assert_same(actual: Any, expected: Any, where: _Place) -> None:
+def _assert_same(actual: object, expected: object, where: _Place) -> None:
     assert type(actual) is type(expected), (
         f"{where}: a {type(actual).__qualname__}, live gives a {type(expected).__qualname__}"
         f"\n  phonograph: {actual!r}\n  live:       {expected!r}"
@@ -137,7 +137,7 @@ def _assert_same_mapping(actual: Mapping[Any, Any], expected: Mapping[Any, Any],
         _assert_same(actual[key], expected[key], where.at(f"[{key!r}]"))
 
 
-def _assert_same_sequence(actual: Sequence[Any], expected: Sequence[Any], where: _Place) -> None:
+def _assert_same_sequence(actual: Sequence[object], expected: Sequence[object], where: _Place) -> None:
     _equal(len(actual), len(expected), f"len({where})")
     if {*map(type, actual), *map(type, expected)} == {int} and actual == expected:
         return  # states of generators are hundreds of them
@@ -171,13 +171,13 @@ def _assert_same_optimizer(actual: torch.optim.Optimizer, expected: torch.optim.
     _assert_same(_optimizer_values(actual), _optimizer_values(expected), where.at(".state_dict()"))
 
 
-def _optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     values = optimizer.state_dict()
     states = {i: {name: _count_or_value(name, v) for name, v in state.items()} for i, state in values["state"].items()}
     return {**values, "state": states}
 
 
-def _count_or_value(name: str, value: Any) -> Any:
+def _count_or_value(name: str, value: Any) -> object:
     return float(value) if name == "step" else value
 
 
@@ -235,7 +235,7 @@ _COMPARISONS: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, _Place], 
 # The same aliasing
 
 
-def assert_same_aliasing(actual: Any, expected: Any) -> None:
+def assert_same_aliasing(actual: object, expected: object) -> None:
     """Assert that the tensors in two equal structures are shared alike.
 
     Args:
@@ -250,7 +250,7 @@ def assert_same_aliasing(actual: Any, expected: Any) -> None:
     assert not live - here, f"live and not with phonograph: {min(live - here)}"
 
 
-def aliasing(value: Any) -> set[str]:
+def aliasing(value: object) -> set[str]:
     """What the tensors in a nested structure share, as sentences: `['x'] and ['y'][0] overlap in memory`."""
     places = list(tensors_in(value))
     tensors = [tensor for _, tensor in places]
@@ -280,7 +280,7 @@ def _overlapping_pairs(tensors: Sequence[torch.Tensor]) -> set[tuple[int, int]]:
     return found
 
 
-def tensors_in(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: object, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a nested structure, each occurrence with its path, in a fixed order."""
     if isinstance(value, torch.Tensor) and consists_of_parts(value):
         yield from ((f"{where}'s part {i}", part) for i, part in enumerate(parts(value)))

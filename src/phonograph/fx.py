@@ -31,7 +31,7 @@ _KINDS = {None: "", True: "forward", False: "backward"}
 
 
 def record_graph(
-    gm: Callable[..., Any], example_inputs: Sequence[Any], *, static_input_indices: Sequence[int] | None = None,
+    gm: Callable[..., object], example_inputs: Sequence[object], *, static_input_indices: Sequence[int] | None = None,
     is_forward: bool | None = None, **options: Any,
 ) -> Graph:  # fmt: skip
     """Record a graph and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
@@ -94,7 +94,7 @@ class _Module:
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         gm = self._gm
         return type(gm).forward(gm, *args) if isinstance(vars(gm).get("forward"), Graph) else gm(*args)
 

@@ -101,7 +101,7 @@ def overloads(operator: object) -> list[OpOverload]:
     if not isinstance(operator, str) or "::" not in operator:
         raise TypeError(f"split_at takes operators: torch.ops.aten.sort, or 'aten::sort', not {operator!r}")
     library, name = operator.split("::", 1)
-    found: Any = getattr(torch.ops, library)
+    found: object = getattr(torch.ops, library)
     try:
         for part in name.split(".", 1):
             found = getattr(found, part)

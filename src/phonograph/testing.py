@@ -66,9 +66,9 @@ def cuda_required() -> bool:
 # Random generators
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state() -> dict[str, object]:
     """The state of every generator that a program draws from without naming it."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    state: dict[str, object] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
@@ -98,7 +98,7 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def call(*args: Any, **kwargs: Any) -> Call:
+def call(*args: object, **kwargs: object) -> Call:
     """The arguments of one call, written as the call is: `call(x, scale=2.0)`."""
     return Call(args, kwargs)
 
@@ -111,11 +111,11 @@ class Pair:
     live: Any
 
     @classmethod
-    def of(cls, value: Any) -> Pair:
+    def of(cls, value: object) -> Pair:
         """Two deep copies of `value`, which keep its inner aliasing."""
         return cls(copy.deepcopy(value), copy.deepcopy(value))
 
-    def each(self, function: Callable[[Any], Any]) -> Pair:
+    def each(self, function: Callable[[object], object]) -> Pair:
         """`function` of both sides, for instance `pair.each(torch.Tensor.detach)`."""
         return Pair(function(self.recorded), function(self.live))
 
@@ -177,7 +177,7 @@ class SideBySide:
         self._hold = hold
         self._tolerance = tolerance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Pair:
+    def __call__(self, *args: object, **kwargs: object) -> Pair:
         """Call both sides; returns the pair of results.
 
         Raises:
@@ -189,7 +189,7 @@ class SideBySide:
             raise result.recorded.error
         return result
 
-    def outcome(self, *args: Any, **kwargs: Any) -> Pair:
+    def outcome(self, *args: object, **kwargs: object) -> Pair:
         """As a call, but what the function raises is its result, a pair of `Raised`.
 
         Raises:
@@ -230,7 +230,7 @@ class SideBySide:
         for i, held in enumerate(self.held):
             held.check(f"{at}: result {i}, held", tolerance=tolerance)
 
-    def change(self, function: Callable[[Any], object]) -> None:
+    def change(self, function: Callable[[object], object]) -> None:
         """Apply `function` to the state of each side, from equal random generators."""
         start = _rng_state()
         function(self.live_state)
@@ -238,7 +238,7 @@ class SideBySide:
         function(self.state)
 
 
-def _function_and_state(made: Any) -> tuple[Callable[..., Any], Any]:
+def _function_and_state(made: object) -> tuple[Callable[..., Any], Any]:
     return made if isinstance(made, tuple) else (made, None)
 
 
@@ -249,7 +249,7 @@ class Raised:
     error: Exception
 
 
-def _outcome(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _outcome(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -271,12 +271,12 @@ def _half(value: Any, side: str, memo: dict[int, Any]) -> Any:
 
 
 def assert_matches_live(
-    make: Callable[[], Any],
-    calls: Iterable[Call | tuple[Any, ...]],
+    make: Callable[[], object],
+    calls: Iterable[Call | tuple[object, ...]],
     *,
     warmup: int = 1,
     hold: bool = True,
-    record: Callable[..., Callable[..., Any]] | None = None,
+    record: Callable[..., Callable[..., object]] | None = None,
 ) -> SideBySide:
     """Assert that a recorded function does what it does live, call by call, and for what is held.
 
@@ -313,7 +313,7 @@ def assert_matches_live(
 
 
 @contextlib.contextmanager
-def assert_no_new_recordings(*recorded: phonograph.Recorded[..., Any]) -> Iterator[None]:
+def assert_no_new_recordings(*recorded: phonograph.Recorded[..., object]) -> Iterator[None]:
     """Assert that nothing is recorded inside the `with` block: the loop has settled.
 
     Args:
@@ -342,13 +342,13 @@ def assert_no_new_recordings(*recorded: phonograph.Recorded[..., Any]) -> Iterat
     assert not problems, "\n".join(problems)
 
 
-def _recordings(f: phonograph.Recorded[..., Any]) -> int:
+def _recordings(f: phonograph.Recorded[..., object]) -> int:
     """How many were made so far, with those of backwards."""
     backwards = list(getattr(api._recorded(f), "_backwards", ()))
     return sum(phonograph.stats(each).recorded for each in (f, *backwards))
 
 
-def assert_recordings(recorded: phonograph.Recorded[..., Any], expected: int) -> None:
+def assert_recordings(recorded: phonograph.Recorded[..., object], expected: int) -> None:
     """Assert that `recorded` has been recorded exactly `expected` times so far.
 
     Raises:
@@ -359,5 +359,5 @@ def assert_recordings(recorded: phonograph.Recorded[..., Any], expected: int) ->
     assert actual == expected, f"{_name(recorded)}: {actual} recordings, not {expected}\n{explanation}"
 
 
-def _name(recorded: phonograph.Recorded[..., Any]) -> str:
+def _name(recorded: phonograph.Recorded[..., object]) -> str:
     return getattr(recorded, "__qualname__", None) or type(recorded).__qualname__

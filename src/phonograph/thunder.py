@@ -71,12 +71,12 @@ class PhonographTransform(Transform):  # type: ignore[misc]
             return False
         return not any(isinstance(p, CollectionProxy) for p in (*symbol.flat_proxy_args, *symbol.flat_proxy_outs))
 
-    def transform_trace_post_optimization(self, computation_trace: Any, **_: Any) -> Any:
+    def transform_trace_post_optimization(self, computation_trace: Any, **_: object) -> object:
         """A trace of which regions are replaced by recorded functions."""
         trace = from_trace(computation_trace)
         symbols = [s for s in computation_trace.bound_symbols if s.sym.id is not prims.PrimIDs.DEL]
         is_forward = TraceTag.BACKWARD not in computation_trace.tags
-        at, changed = 0, list[Any]()
+        at, changed = 0, list[object]()
         for recorded, part in groupby(symbols, self._belongs):
             inside = list(part)
             at += len(inside)
@@ -91,7 +91,7 @@ class PhonographTransform(Transform):  # type: ignore[misc]
         unpacks = symbol.sym.name.startswith("unpack_") or symbol.sym.id == "clear_mutable_collection"
         return not unpacks and self.can_record(symbol)
 
-    def _region(self, inside: list[Any], after: Iterable[Any], is_forward: bool) -> Any:
+    def _region(self, inside: list[Any], after: Iterable[Any], is_forward: bool) -> object:
         """One symbol in the place of several."""
         inputs, outputs = _boundary(inside, after)
         name = f"phonograph{self._made}"
@@ -107,8 +107,8 @@ class PhonographTransform(Transform):  # type: ignore[misc]
 
 def _boundary(inside: Iterable[Any], after: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """What a region takes from outside, and what is needed of it later."""
-    taken: dict[str, Any] = {}
-    made: dict[str, Any] = {}
+    taken: dict[str, object] = {}
+    made: dict[str, object] = {}
     for symbol in inside:
         taken.update({p.name: p for p in symbol.flat_proxy_args if p.name not in made})
         made.update({p.name: p for p in symbol.flat_proxy_outs if p.name not in taken})
@@ -123,5 +123,5 @@ def _function(name: str, inside: Sequence[Any], inputs: list[Any], outputs: list
     trace.bound_symbols = [*inside, prims.python_return.bind(tuple(outputs), output=None)]
     trace._siginfo = SigInfo(name)
     trace._siginfo.args = [(p.name, None) for p in inputs]
-    function: Callable[..., Any] = del_last_used(trace).python_callable(include_decorators=False)
+    function: Callable[..., object] = del_last_used(trace).python_callable(include_decorators=False)
     return function

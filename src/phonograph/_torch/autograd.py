@@ -146,7 +146,7 @@ may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_v
 """Whether this is no backward for chosen inputs only (`torch.autograd.grad`), which cannot have one of its own."""
 
 
-def hearing(engine: Any, busy: list[None], done: Callable[[], None]) -> Any:
+def hearing(engine: object, busy: list[None], done: Callable[[], None]) -> object:
     """Autograd's engine, which keeps something in `busy` while a backward runs that adds to gradients, and calls `done` after
     each; None where none can be heard."""
     kind: Any = _c("_ImperativeEngine")
@@ -156,7 +156,7 @@ def hearing(engine: Any, busy: list[None], done: Callable[[], None]) -> Any:
     class Engine(kind):  # type: ignore[misc]
         """torch's own, which has no state."""
 
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        def run_backward(self, *args: object, **kwargs: object) -> object:
             if kwargs.get("accumulate_grad") is False:  # `autograd.grad`, which installs none
                 return super().run_backward(*args, **kwargs)
             busy.append(None)
@@ -198,7 +198,7 @@ def lend_code(part: Any) -> object:
     code = _Code(code_of(part))
     known = weakref.ref(code)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> object:
         own = known()
         assert own is not None
         return own.called[0](*args, **kwargs)
@@ -263,7 +263,7 @@ def made_when(node: Any) -> int:
 _will_run: Any = _c("_will_engine_execute_node")
 
 
-def will_run(node: Any) -> bool:
+def will_run(node: object) -> bool:
     """Within a backward: whether it runs this node, or is asked for what arrives there."""
     try:
         return bool(_will_run(node)) if _will_run is not None else True
@@ -289,7 +289,7 @@ def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any], over: Any = None) 
     return hook  # type: ignore[no-any-return]
 
 
-def waits_for_all(hook: Any) -> list[Any] | None:
+def waits_for_all(hook: Any) -> list[object] | None:
     """The nodes of all tensors whose gradients this hook waits for, if it is one of those that `register_multi_grad_hook` has
     set."""
     if not getattr(hook, "__qualname__", "").startswith(torch.autograd.graph.register_multi_grad_hook.__name__):

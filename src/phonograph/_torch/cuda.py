@@ -126,13 +126,13 @@ def measure_outside_of_pools() -> None:
     """Where Inductor measures kernels to choose among them, it takes memory just for that (to empty the GPU's cache, 60 MiB on
     an H200): not from a pool, which would keep it."""
     heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
-    kind: Any = getattr(heuristics, "CachingAutotuner", None)
+    kind: object = getattr(heuristics, "CachingAutotuner", None)
     if not hasattr(kind, "bench") or hasattr(kind.bench, "__wrapped__"):  # else it is not loaded, or this was done before
         return
     bench = kind.bench
 
     @wraps(bench)
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    def outside(*args: object, **kwargs: object) -> object:
         mine = [route for route in _routes if route.stream == raw_stream(route.device)]
         for route in mine:
             route.end()
@@ -224,9 +224,9 @@ def allocations_since(device: int) -> Iterator[list[tuple[int, int]]]:
         history(enabled=None, clear_history=True)
 
 
-def _history(device: int) -> list[dict[str, Any]]:
+def _history(device: int) -> list[dict[str, object]]:
     """What the allocator has noted, the latest last, each with the time."""
-    traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+    traces: list[list[dict[str, object]]] = torch.cuda.memory._snapshot()["device_traces"]
     return traces[device] if device < len(traces) else []
 
 

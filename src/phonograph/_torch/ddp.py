@@ -44,7 +44,7 @@ _OF_WRAPPERS = ("_build_debug_param_to_name_mapping", "_build_params_for_reducer
 _SAMPLED, _NEVER = 11, 2**31 - 1  # the first forward of which no times are taken; in how many of the others they are
 
 
-def has_reducer(wrapper: Any) -> bool:
+def has_reducer(wrapper: object) -> bool:
     """Whether a `DistributedDataParallel` has a reducer that `reducer_anew` knows."""
     reducer = getattr(wrapper, "reducer", None)
     known = all(hasattr(reducer, name) for name in _OF_REDUCERS) and all(hasattr(wrapper, name) for name in _OF_WRAPPERS)
@@ -80,15 +80,15 @@ def _lone() -> type:
     """A process group in which each collective is over at once, and has changed nothing."""
 
     class Lone(torch.distributed.ProcessGroup):
-        def _done(self, tensors: Any) -> Any:
+        def _done(self, tensors: object) -> object:
             done: Any = torch.futures.Future()
             done.set_result(tensors)
             return _c10d("_create_work_from_future")(done)
 
-        def allreduce(self, tensors: Any, _: Any = None) -> Any:  # type: ignore[override]
+        def allreduce(self, tensors: object, _: object = None) -> object:  # type: ignore[override]
             return self._done(tensors)
 
-        def broadcast(self, tensors: Any, _: Any = None) -> Any:  # type: ignore[override]
+        def broadcast(self, tensors: object, _: object = None) -> object:  # type: ignore[override]
             return self._done(tensors)
 
     return Lone
@@ -103,7 +103,7 @@ class _Calls(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> object:
         ctx.function()
         return *grads, None
 
@@ -116,7 +116,7 @@ class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self._there = [*there]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func._schema.name != "aten::empty":
             return func(*args, **(kwargs or {}))
         wanted = [*args[0]], (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
@@ -133,7 +133,7 @@ class _Scratch(torch.utils._python_dispatch.TorchDispatchMode):
         self._kinds = {*kinds}
         self._there = [*there]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kind = (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
         if func._schema.name != "aten::empty" or kind not in self._kinds or len(args[0]) != 1:
             return func(*args, **(kwargs or {}))
@@ -150,7 +150,7 @@ class _Likenesses(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.of: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func._schema.name != "aten::zeros_like":
             return func(*args, **(kwargs or {}))
         self.of.append(args[0])
@@ -158,12 +158,12 @@ class _Likenesses(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @contextmanager
-def _assigned(parameters: Any, buckets: list[list[int]]) -> Iterator[None]:
+def _assigned(parameters: object, buckets: list[list[int]]) -> Iterator[None]:
     """Within, these parameters are assigned to these buckets to begin with. (torch begins with one bucket for all of them.)"""
     place, name = torch.distributed, "_compute_bucket_assignment_by_size"
     own: Any = getattr(place, name, None)
 
-    def assign(tensors: Any, limits: Any, *others: Any) -> Any:
+    def assign(tensors: object, limits: Any, *others: object) -> object:
         if tensors is not parameters:
             return own(tensors, limits, *others)
         return [*reversed(buckets)], [limits[-1]] * len(buckets)
@@ -193,7 +193,7 @@ def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
     theirs = torch.cuda.current_stream(parameters[0].device) if parameters[0].is_cuda else None
 
     def tells(i: int) -> Callable[..., None]:
-        def tell(*_: Any) -> None:
+        def tell(*_: object) -> None:
             there = known()
             if there is None:
                 return

@@ -66,20 +66,20 @@ def not_compiled_by_itself(code: CodeType, *, nor_what_it_calls: bool = False) -
     return True
 
 
-def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., object]:
     """The same for a function that is called without Dynamo as well: it does not import it at all. A graph of Dynamo's ends
     where this is called."""
     apart = not_followed_by_dynamo(function)
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs) if "torch._dynamo" not in sys.modules else apart(*args, **kwargs)
 
     run._torchdynamo_disable, run._torchdynamo_disable_msg = True, why  # type: ignore[attr-defined]
     return run
 
 
-compiling: Callable[[], Any] = getattr(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+compiling: Callable[[], object] = getattr(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
                                        "get_eval_frame_callback", lambda: None)  # fmt: skip
 """What compiles each function that this thread calls now, as between two graphs of `torch.compile`'s; None if nothing does."""
 
@@ -97,7 +97,7 @@ def ended_by(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def compiling_backend() -> Any:
+def compiling_backend() -> object:
     """The backend for which Dynamo traces at the moment, or compiles what this thread calls."""
     tracer = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
     try:
@@ -116,7 +116,7 @@ def traced_stack() -> list[tuple[str, int]]:
     return [(frame.filename, frame.lineno) for frame in context.extract_stack()] if context is not None else []
 
 
-def uncompiled(f: Any) -> Any:
+def uncompiled(f: object) -> object:
     """The module or function that `torch.compile` was called on, if this is what that gave; otherwise None."""
     if isinstance(f, torch.nn.Module):
         return f._modules.get("_orig_mod") if type(f).__name__ == "OptimizedModule" else None
@@ -137,14 +137,14 @@ def hear_of_traced(notice: Callable[[Any], None]) -> None:
         sys.meta_path.insert(0, _Loading(notice))
 
 
-def _hear_of_traced(module: Any, notice: Callable[[Any], None]) -> None:
-    kind: Any = getattr(module, "UnspecializedNNModuleVariable", None)
+def _hear_of_traced(module: object, notice: Callable[[object], None]) -> None:
+    kind: object = getattr(module, "UnspecializedNNModuleVariable", None)
     if not hasattr(kind, "call_function"):
         return
     call = kind.call_function
 
     @wraps(call)
-    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_function(self: object, *args: object, **kwargs: object) -> object:
         notice(getattr(getattr(self, "value", None), "_compiled_call_impl", None))
         return call(self, *args, **kwargs)
 
@@ -165,7 +165,7 @@ class _Loading:
         run = getattr(spec and spec.loader, "exec_module", None)
         if run is not None:
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: object) -> None:
                 run(module)
                 _hear_of_traced(module, self._notice)
 
@@ -173,12 +173,12 @@ class _Loading:
         return spec
 
 
-def hear_of_compiled(again: Callable[[torch.nn.Module, Any], None]) -> None:
+def hear_of_compiled(again: Callable[[torch.nn.Module, object], None]) -> None:
     """Have this called with a module whose `compile` was called, and what stood for its calls before."""
     compile_ = torch.nn.Module.compile
 
     @wraps(compile_)
-    def compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def compile(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
         before = goes_through(self)
         compile_(self, *args, **kwargs)
         again(self, before)
@@ -202,7 +202,7 @@ def _within(code: CodeType) -> set[CodeType]:
 _LAUNCHERS = ("/torch/_inductor/runtime/", "/triton/runtime/")  # the folders of code that calls functions which launch kernels
 
 
-def is_written_by_torch(name: str, space: Mapping[str, Any], caller: str) -> bool:
+def is_written_by_torch(name: str, space: Mapping[str, object], caller: str) -> bool:
     """Whether a function of this name and with these globals, which has no file of its own, was written for compiled code: by
     Dynamo for some of its guards (it makes one where it compiles, and calls it to know whether what it has compiled will do),
     or by Inductor or Triton to launch a kernel (code of theirs calls it, in the file `caller`)."""
@@ -211,7 +211,7 @@ def is_written_by_torch(name: str, space: Mapping[str, Any], caller: str) -> boo
     return "__name__" not in space and any(folder in caller.replace(os.sep, "/") for folder in _LAUNCHERS)
 
 
-def donates(node: Any) -> bool:
+def donates(node: object) -> bool:
     """Whether a node of autograd's is a compiled function whose backward may write what its forward has saved."""
     metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
     if metadata is not None and getattr(metadata, "bw_donated_idxs", ()) is None:
@@ -245,7 +245,7 @@ _KEEPS = ("fwd_rng_states", "bwd_rng_states", "curr_fwd_iter", "backward_state_p
           "saved_backward_tensor_states")  # fmt: skip
 
 
-def compiled_call(frame: FrameType | None) -> Any:
+def compiled_call(frame: FrameType | None) -> object:
     """The node of autograd's whose forward or backward, which AOTAutograd has compiled, runs in this frame or calls it; None if
     there is none."""
     while frame is not None:
@@ -261,7 +261,7 @@ def puts_own_generators(frame: FrameType) -> bool:
     return code.co_name in ("backward", "add_backward_args") and code.co_filename.endswith(_COMPILED_CALL)
 
 
-def number_of_call(node: Any) -> int | None:
+def number_of_call(node: object) -> int | None:
     """The number of a call of what AOTAutograd has compiled, among those of its own generators; None if it has none."""
     return getattr(node, "_curr_iter", None)
 
@@ -273,17 +273,17 @@ class _Cells:
         found = {n: c for f in functions for n, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)}
         self.__dict__["cells"] = {n: found[n] for n in names if n in found}
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         try:
             return self.__dict__["cells"][name].cell_contents
         except (KeyError, ValueError):
             raise AttributeError(name) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.__dict__["cells"][name].cell_contents = value
 
 
-def kept_of_generators(node: Any) -> Any:
+def kept_of_generators(node: object) -> object:
     """What AOTAutograd keeps of the generators of a function that it has compiled, of which this is a node: `fwd_rng_states`,
     for the forwards that `curr_fwd_iter` numbers; `bwd_rng_states`, which stand where the one of number
     `backward_state_position` has begun; which forwards are `pending_forwards`; and for the others of them,
@@ -299,7 +299,7 @@ def kept_of_generators(node: Any) -> Any:
 _NAMES = "kernel_name_max_ops"
 
 
-def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., object]:
     """A graph of Dynamo's, compiled by a backend of that name, so that its backward can be run again: one that writes into what
     its forward has saved could not. Inductor makes no CUDA graphs of its own.
 
@@ -310,7 +310,7 @@ def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: An
     import torch._functorch.config as functorch
 
     patch = functorch.patch(donated_buffer=False) if hasattr(functorch, "donated_buffer") else nullcontext()
-    given: dict[str, Any] = {"options": options} if options else {}
+    given: dict[str, object] = {"options": options} if options else {}
     if backend == "inductor":
         import torch._inductor.config as inductor
 
@@ -318,7 +318,7 @@ def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: An
         own = {_NAMES: names + 1} if names is not None else {"fx_graph_cache": False}
         given = {"config_patches": {**(options or {}), **own, "triton.cudagraphs": False}}
     with patch:
-        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
+        compiled: Callable[..., object] = torch._dynamo.lookup_backend(backend)(gm, inputs, **given)
     return compiled
 
 
@@ -330,7 +330,7 @@ def wants_graphs(gm: torch.fx.GraphModule) -> tuple[bool, bool]:
     return forward is not False, backward is not False
 
 
-def depends_on_data(value: Any) -> bool:
+def depends_on_data(value: object) -> bool:
     """Whether a fake value, or its shape, is known only when it is computed."""
     if isinstance(value, (tuple, list)):
         return any(map(depends_on_data, value))
@@ -339,20 +339,20 @@ def depends_on_data(value: Any) -> bool:
     return symbolic and free is not None and bool(free(value))
 
 
-def fake_mode_of(value: Any) -> Any:
+def fake_mode_of(value: object) -> Any:
     """The mode that a fake tensor, or one of several, belongs to; None for anything else."""
     if isinstance(value, (tuple, list)):
         return next((mode for mode in map(fake_mode_of, value) if mode is not None), None)
     return getattr(value, "fake_mode", None) if isinstance(value, torch.Tensor) else None
 
 
-def compiling_apart(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+def compiling_apart(inputs: Sequence[Any]) -> AbstractContextManager[object]:
     """A context in which a part of a graph of Dynamo's is compiled by itself: what is noted about it is not about the whole."""
     mode = fake_mode_of(inputs)
     return torch._guards.tracing(torch._guards.TracingContext(mode)) if mode is not None else nullcontext()
 
 
-def unbacked(mode: Any) -> AbstractContextManager[None]:
+def unbacked(mode: object) -> AbstractContextManager[None]:
     """A context in which new sizes that depend on data are nobody's: what is computed is looked at, and forgotten."""
     env = getattr(mode, "shape_env", None)
     return nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()

@@ -47,7 +47,7 @@ without_autocast: Callable[[], Any] = torch._C._DisableAutocast
 without_subclasses: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of tensors are not asked (`__torch_function__`)."""
 
-ASKS_NO_SUBCLASS: Any = torch._C._disabled_torch_function_impl
+ASKS_NO_SUBCLASS: object = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of classes that leave all to torch."""
 
 without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
@@ -59,7 +59,7 @@ function_modes: Callable[[], int] = _c("_len_torch_function_stack")
 
 _mode_stack: Callable[[], list[Any]] = getattr(torch.overrides, "_get_current_function_mode_stack", list)
 
-_DeviceContext: Any = getattr(torch.utils._device, "DeviceContext", None)
+_DeviceContext: object = getattr(torch.utils._device, "DeviceContext", None)
 
 
 def default_device() -> torch.device | None:
@@ -71,7 +71,7 @@ def default_device() -> torch.device | None:
     return device
 
 
-_modes: Callable[[], list[Any]] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
+_modes: Callable[[], list[object]] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
 
 _BATCHED = [f for n in ("is_batchedtensor", "is_legacy_batchedtensor") if (f := getattr(torch._C._functorch, n, None))]
 
@@ -92,7 +92,7 @@ def transformed() -> bool:
 
 _functorch: Any = torch._C._functorch
 
-_END_OF: dict[str, Callable[[], Any]] = {  # (what torch 2.11 has to end them all takes one too many)
+_END_OF: dict[str, Callable[[], object]] = {  # (what torch 2.11 has to end them all takes one too many)
     "Grad": _functorch._grad_decrement_nesting, "Jvp": _functorch._jvp_decrement_nesting,
     "Vmap": _functorch._vmap_decrement_nesting, "Functionalize": _functorch._func_decrement_nesting,
 }  # fmt: skip

@@ -38,13 +38,13 @@ __all__ = [
 member_accessor: Any = torch.nn.utils._named_member_accessor
 """The module whose `swap_tensor` puts tensors into modules, for `functional_call`."""
 
-unscale_grads: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
+unscale_grads: Callable[..., object] = torch.amp.GradScaler._unscale_grads_
 
 CALLED_THROUGH = "_compiled_call_impl"
 """The attribute of a module that says what its calls go through."""
 
 
-def call_through(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+def call_through(module: torch.nn.Module, call: Callable[..., object] | None) -> None:
     """Let calls of a module go to `call`; None: to its own again. torch keeps this out of what is pickled or copied."""
     if not hasattr(torch.nn.Module, "_compiled_call_impl"):
         raise NotImplementedError(
@@ -60,11 +60,11 @@ def goes_through(module: torch.nn.Module) -> Any:
 
 def own_call(module: torch.nn.Module) -> Callable[..., Any]:
     """A module's own call: its hooks, and `forward`."""
-    call: Callable[..., Any] = module._call_impl
+    call: Callable[..., object] = module._call_impl
     return call
 
 
-_CALL: Any = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
+_CALL: object = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
 
 
 def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
@@ -76,24 +76,24 @@ def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
     return own_call(module) if module is not owner else None
 
 
-def _global_hooks(module: Any) -> list[dict[int, Any]]:
+def _global_hooks(module: object) -> list[dict[int, object]]:
     return [v for n, v in vars(module).items() if n.startswith("_global_") and isinstance(v, dict)]
 
 
 hooks_of_modules, hooks_of_optimizers = _global_hooks(torch.nn.modules.module), _global_hooks(optimizer_module)
 
 
-def module_hooks() -> tuple[Any, ...]:
+def module_hooks() -> tuple[object, ...]:
     """The hooks that all modules share."""
     return tuple([hook for d in hooks_of_modules for hook in d.values()])
 
 
-def optimizer_hooks() -> tuple[Any, ...]:
+def optimizer_hooks() -> tuple[object, ...]:
     """The hooks that all optimizers share."""
     return tuple([hook for d in hooks_of_optimizers for hook in d.values()])
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
     """The hooks of one optimizer's `step`."""
     if not steps_itself(optimizer):
         return ()
@@ -111,15 +111,15 @@ _ASKS_FOR_MODE = ("_accelerator_graph_capture_health_check", "_cuda_graph_captur
 
 
 @contextmanager
-def steps_captured(count: Callable[[Any], float | None]) -> Iterator[None]:
+def steps_captured(count: Callable[[object], float | None]) -> Iterator[None]:
     """During the block, steps of torch's optimizers may be captured: `count` gives what they read of a step count, or None
     where they have to read it; and none asks for the `capturable` mode."""
-    base: Any = torch.optim.Optimizer
+    base: object = torch.optim.Optimizer
     places: list[tuple[Any, str, Any]] = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
     modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
 
-    def reads(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def value(x: Any) -> Any:
+    def reads(read: Callable[[object], object]) -> Callable[[object], object]:
+        def value(x: object) -> object:
             found = count(x)
             return read(x) if found is None else found
 
@@ -145,6 +145,6 @@ def parametrizations_are_cached() -> bool:
     return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
 
 
-def module_settings() -> tuple[Any, ...]:
+def module_settings() -> tuple[object, ...]:
     """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
     return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def bindings(name: str, *, out: bool) -> list[Callable[..., Any]]:
+def bindings(name: str, *, out: bool) -> list[Callable[..., object]]:
     """The functions in C by which Python calls operators of this name: those that take `out=`, or methods come first."""
     spaces = (torch, getattr(torch._C, "_nn", None)) if out else (torch.Tensor, torch)
     found = [getattr(space, name, None) for space in spaces]
@@ -50,7 +50,7 @@ def insists_on_no_mode(func: Any) -> bool:
     return code is not None and "_get_current_dispatch_mode" in code.co_names
 
 
-def carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def carried_out(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """What such an operator gives by its own code for the device, below dispatch modes, which see what it calls."""
     keys = torch._ops._compute_keyset(args, kwargs, func.non_fallthrough_keys)
     for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):

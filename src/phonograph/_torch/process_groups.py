@@ -68,7 +68,7 @@ def groups_of_ranks() -> tuple[type, ...]:
 
 def waits_by_itself(kinds: Iterable[type]) -> bool:
     """Whether one of these kinds of tensors is what functional collectives give: it waits where it is used."""
-    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    module: object = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
 
 
@@ -82,7 +82,7 @@ def is_under_way(t: torch.Tensor) -> bool:
     return waits_by_itself([type(t)]) and not getattr(t, "completed", False)
 
 
-def groups_of(t: Any) -> list[Any]:
+def groups_of(t: object) -> list[object]:
     """The process groups by which a tensor that is spread over several ranks communicates: a mesh that is made anew with others
     equals the one before."""
     mesh = getattr(t, "device_mesh", None)
@@ -94,7 +94,7 @@ def groups_of(t: Any) -> list[Any]:
 _SHARDING, _PIPELINING = "torch.distributed.fsdp._fully_shard.", "torch.distributed.pipelining."
 
 
-def sharding_of(module: torch.nn.Module) -> Any:
+def sharding_of(module: torch.nn.Module) -> object:
     """What `fully_shard` keeps for this module, if it has been called on it."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
@@ -132,7 +132,7 @@ def coalesces() -> bool:
     return bool(coalescing())
 
 
-def group_among(given: Iterable[Any]) -> Any:
+def group_among(given: Iterable[object]) -> Any:
     """The process group which is among an operator's arguments: boxed, by its name, or as it is. None if there is none."""
     kind, find = _c10d("ProcessGroup"), _c10d("_resolve_process_group")
     for x in given:
@@ -168,7 +168,7 @@ def ranks_of(name: str) -> list[int]:
     return []
 
 
-def default_store() -> Any:
+def default_store() -> object:
     """The store of the default process group. Raises where there is none."""
     return torch.distributed.distributed_c10d._get_default_store()
 
@@ -188,7 +188,7 @@ def unboxed_work(x: Any) -> Any:
     return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
 
 
-def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: Any = None) -> Any:
+def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: object = None) -> Any:
     """What stands for a collective that is under way: it is waited for by this function, also where somebody asks for its
     future, which has these tensors; without them that is refused."""
     return _standing_work()(wait, refuse, tensors)
@@ -197,15 +197,15 @@ def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tenso
 @cache
 def _standing_work() -> type:
     class Work(_c10d("Work")):  # type: ignore[misc]
-        def __init__(self, wait: Callable[..., None], refuse: Callable[[], None], tensors: Any) -> None:
+        def __init__(self, wait: Callable[..., None], refuse: Callable[[], None], tensors: object) -> None:
             super().__init__()
             self._wait, self._refuse, self._tensors = wait, refuse, tensors
 
-        def wait(self, *timeout: Any, **named: Any) -> bool:
+        def wait(self, *timeout: object, **named: object) -> bool:
             self._wait(*timeout, *named.values())
             return True
 
-        def get_future(self) -> Any:
+        def get_future(self) -> object:
             if self._tensors is None:
                 self._refuse()
             self._wait()
@@ -221,9 +221,9 @@ def _standing_work() -> type:
     return Work
 
 
-def coalescing() -> list[Any]:
+def coalescing() -> list[object]:
     """The process groups whose collectives somebody collects at the moment, to begin them together."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world: object = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return [*getattr(world, "pg_coalesce_state", ())]
 
 
@@ -246,13 +246,13 @@ def batch_of(frame: FrameType | None) -> list[Any] | None:
             frame.f_code.co_name == "batch_isend_irecv"
             and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
         ):
-            found: list[Any] | None = frame.f_locals.get("p2p_op_list")
+            found: list[object] | None = frame.f_locals.get("p2p_op_list")
             return found
         frame = frame.f_back
     return None
 
 
-def has_begun(backend: Any) -> bool:
+def has_begun(backend: object) -> bool:
     """Whether it has communicated before, where it tells: it must not begin to in a capture."""
     begun = getattr(backend, "_is_initialized", None)
     return begun is None or bool(begun())
@@ -285,8 +285,8 @@ def before_groups_end(call: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def _after(call: Callable[[], None], own: Any) -> Callable[..., Any]:
-    def end(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _after(call: Callable[[], None], own: Any) -> Callable[..., object]:
+    def end(self: object, *args: object, **kwargs: object) -> object:
         call()
         return own.__get__(self, type(self))(*args, **kwargs)
 

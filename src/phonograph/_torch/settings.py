@@ -97,14 +97,14 @@ _KERNELS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32", "_get_cudnn_bench
             "_get_math_sdp_allow_fp16_bf16_reduction", "_get_mkldnn_deterministic", "_get_nnpack_enabled")  # fmt: skip
 
 
-def kernel_getters() -> list[Callable[[], Any]]:
+def kernel_getters() -> list[Callable[[], object]]:
     """What gets the settings by which torch chooses kernels; those that this release has."""
-    found: list[Callable[[], Any]] = [get for name in _KERNELS if (get := _c(name)) is not None]
+    found: list[Callable[[], object]] = [get for name in _KERNELS if (get := _c(name)) is not None]
     order: Callable[[], list[int]] = _c("_get_sdp_priority_order") or list
     return [*found, lambda: tuple(order())]
 
 
-def kernel_setter(get: Callable[[], Any]) -> Callable[[Any], Any] | None:
+def kernel_setter(get: Callable[[], Any]) -> Callable[[object], object] | None:
     """What sets a setting that one of these gets. None if there is none."""
     name = getattr(get, "__name__", "")
     names = name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)

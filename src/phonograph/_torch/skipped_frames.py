@@ -53,7 +53,7 @@ def hide() -> None:
         not_compiled_by_itself(code, nor_what_it_calls=code not in _passing)
 
 
-def _ours(module: Any) -> bool:
+def _ours(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == _PACKAGE
 
 

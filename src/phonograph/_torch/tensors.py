@@ -169,7 +169,7 @@ def inner_names(t: torch.Tensor) -> tuple[str, ...]:
     return ()
 
 
-_says_nothing: Any = getattr(torch._C, "_disabled_torch_dispatch_impl", None)
+_says_nothing: object = getattr(torch._C, "_disabled_torch_dispatch_impl", None)
 
 
 def say_themselves(types: Iterable[type]) -> list[type]:
@@ -185,7 +185,7 @@ def are_fake(types: Iterable[type]) -> bool:
 
 _mode_of: Any = getattr(torch._C, "_get_dispatch_mode", None)
 
-_FAKE: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
+_FAKE: object = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
 
 
 def makes_fakes() -> bool:
@@ -200,7 +200,7 @@ def storage_at(where: int, nbytes: int, device: torch.device) -> torch.UntypedSt
     return made
 
 
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_guards: object = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:

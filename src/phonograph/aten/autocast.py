@@ -28,7 +28,7 @@ USED_WHEN_ON: tuple[Callable[[], Any], ...] = (
 """What code in the function that turns it on goes by: to be asked where it is off as well."""
 
 
-def autocast() -> tuple[Any, ...]:
+def autocast() -> tuple[object, ...]:
     """Where it is on, with which types, and whether a weight that is used twice is cast once, so that its gradients are added
     up in that type. Empty where it is off, and these are as usual."""
     of_cpu, of_cuda, cached = used = tuple([get() for get in USED_WHEN_ON])
@@ -56,7 +56,7 @@ class Casts:
         self._thread = threading.get_ident()
         self._regions: dict[int, list[tuple[Any, ...]]] = {self._thread: []}  # by threads: autograd has its own
 
-    def within(self, m: Meaning) -> tuple[Any, ...]:
+    def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
         if not m.others:
             return ()
@@ -70,13 +70,13 @@ class Casts:
         begin, end = kind.__enter__, kind.__exit__
 
         @functools.wraps(begin)
-        def begins(region: Any) -> Any:
+        def begins(region: object) -> object:
             result = begin(region)
             self._regions.setdefault(threading.get_ident(), []).append(autocast())
             return result
 
         @functools.wraps(end)
-        def ends(region: Any, *exception: Any) -> Any:
+        def ends(region: object, *exception: object) -> object:
             regions = self._regions.get(threading.get_ident())
             if regions:
                 regions.pop()
@@ -90,7 +90,7 @@ class Casts:
 
     @staticmethod
     @contextmanager
-    def restored(then: tuple[Any, ...]) -> Iterator[None]:
+    def restored(then: tuple[object, ...]) -> Iterator[None]:
         """Inside the block it is as it was then."""
         now = autocast()
         if now == then:

@@ -193,7 +193,7 @@ def _answers_from_data(func: OpOverload) -> bool:
     return plain and any("Tensor" in str(a.type) for a in schema.arguments)
 
 
-def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments, in order."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -204,7 +204,7 @@ def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
+def tensors_in(value: object, into: list[torch.Tensor]) -> list[torch.Tensor]:
     """Append to `into` the tensors among an operator's arguments or results, in order."""
     if isinstance(value, torch.Tensor):
         into.append(value)
@@ -217,7 +217,7 @@ def tensors_in(value: Any, into: list[torch.Tensor]) -> list[torch.Tensor]:
     return into
 
 
-def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
     """The tensors that this call of the operator may write."""
     found: list[torch.Tensor] = []
     if m.name in _IN_TRAINING and len(args) > 5 and args[5] is False:
@@ -230,17 +230,17 @@ def written_by(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
     return found
 
 
-def bytes_written(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+def bytes_written(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[int]:
     """The bytes of each storage that this call of the operator may write."""
     return [t.untyped_storage().nbytes() for t in written_by(m, args, kwargs)]
 
 
-def reaches_beside(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def reaches_beside(args: Sequence[Any], kwargs: dict[str, object]) -> bool:
     """Whether `as_strided` with these arguments may show memory that the tensor itself does not."""
     return len(args) > 3 or "storage_offset" in kwargs or not dense(args[0])
 
 
-def written_one_by_one(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_one_by_one(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
     """What an operator on lists writes on the CPU. There torch calls the operator on single tensors for each, which moves its
     version on; but not under a dispatch mode, which is shown the lists."""
     if not m.name.startswith("aten::_foreach_"):
@@ -248,7 +248,7 @@ def written_one_by_one(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any]) 
     return [t for t in written_by(m, args, kwargs) if t.device.type == "cpu" and not t.is_inference()]
 
 
-def made_integers(args: Sequence[Any], out: Any) -> bool:
+def made_integers(args: Sequence[object], out: object) -> bool:
     """Whether an operator did: its result has integers, and an argument floating-point numbers."""
     integers = isinstance(out, torch.Tensor) and not (out.dtype is torch.bool or out.is_floating_point() or out.is_complex())
     return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))

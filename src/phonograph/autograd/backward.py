@@ -52,7 +52,7 @@ def _never(spread: Callable[[], bool], refusal: Refusal) -> None:
 class Recompute:
     """Surroundings of a backward that recomputes parts of its forward: random states, and what `checkpoint` keeps."""
 
-    def __init__(self, parts: list[Any], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
+    def __init__(self, parts: list[object], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
         self.parts = parts  # what `checkpoint` knows of each
         self._code = code  # held for them
         # What selective recompute keeps instead, which a backward uses up.
@@ -120,7 +120,7 @@ class Backward:
     saved: Saved
     kept: Kept
     recompute: Recompute
-    function: Any
+    function: object
     """The recorded function, if some of its code runs in the backward. What is in reach of it, that code may read."""
     only_captured: bool
     """It can be captured and played, and not run. (In a capture attention leaves its seed on the device. Outside, its backward
@@ -299,7 +299,7 @@ def _cut(edges: list[GradientEdge], grads: list[torch.Tensor | None]) -> Iterato
     for edge, grad in zip(edges, grads, strict=True):
         wanted.setdefault(edge.node, {})[edge.output_nr] = grad
 
-    def instead(numbers: dict[int, torch.Tensor | None]) -> Callable[..., Any]:
+    def instead(numbers: dict[int, torch.Tensor | None]) -> Callable[..., object]:
         return lambda arrived: tuple([numbers.get(i, grad) for i, grad in enumerate(arrived)])
 
     handles = [node.register_prehook(instead(numbers)) for node, numbers in wanted.items()]
@@ -332,7 +332,7 @@ def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterato
     outer: set[int] = set()
 
     def arrived(i: int) -> Callable[..., None]:
-        def collect(*_: Any) -> None:
+        def collect(*_: object) -> None:
             grad = leaves[i].grad
             if grad is not None:
                 found.append((i, grad, backward_id() not in outer))

@@ -221,7 +221,7 @@ class _Given(torch.autograd.Function):
         return tuple([t.detach() for t in found])  # which shares its version
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
         flight: Flight = ctx.flight
         private = ctx.private
         if ctx.ends is None:

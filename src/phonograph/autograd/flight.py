@@ -283,7 +283,7 @@ class Flight:
                 self.sources = []
 
 
-def _version(t: torch.Tensor) -> Any:
+def _version(t: torch.Tensor) -> object:
     """How often it was written; and of one that consists of parts, which these are: others are read at other places."""
     version = 0 if t.is_inference() else t._version
     return version if is_ordinary(t) else (version, *map(identity, parts(t)))
@@ -293,7 +293,7 @@ def _kind(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.device
 
 
-def _versions(tensors: list[torch.Tensor], ordinary: bool) -> list[Any]:
+def _versions(tensors: list[torch.Tensor], ordinary: bool) -> list[object]:
     try:
         return [*map(_counted if ordinary else _version, tensors)]
     except RuntimeError:  # one of them is an inference tensor, which has none

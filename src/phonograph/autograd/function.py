@@ -65,7 +65,7 @@ class Joint:
         self._wiring = Wiring(traced, elsewhere=traced.graph.lasting and len(traced.graph.parameters) > MANY)
         self._read: dict[tuple[bool, ...], Read] = {}  # by which gradients are given: what that backward reads
 
-    def attach(self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
+    def attach(self, results: list[object], arguments: Sequence[torch.Tensor], borrowed: Container[int]) -> None:
         """Give those of a call's results their history that have one. `results` are all of them. Of arguments that are
         `borrowed`, the memory is another's from the next call on."""
         graph, wiring = self.traced.graph, self._wiring
@@ -159,14 +159,14 @@ class Joint:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, flight: Flight, results: list[torch.Tensor], *sources: Any) -> Any:
+    def forward(ctx: Any, joint: Joint, flight: Flight, results: list[torch.Tensor], *sources: object) -> object:
         ctx.joint, ctx.flight = joint, flight
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @ended_by
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> object:
         flight: Flight = ctx.flight
         if flight.twice is not None or torch.is_grad_enabled():
             return (None, None, None, *again(flight, ctx, grads, [], []))
@@ -177,14 +177,14 @@ class _Apart(torch.autograd.Function):
     """One result, and those that it depends on."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, i: int, result: list[torch.Tensor], t: torch.Tensor, *others: torch.Tensor) -> Any:
+    def forward(ctx: Any, flight: Flight, i: int, result: list[torch.Tensor], t: torch.Tensor, *others: torch.Tensor) -> object:
         ctx.flight, ctx.i, ctx.others = flight, i, len(others)
         ctx.set_materialize_grads(False)
         return result[0]
 
     @staticmethod
     @ended_by
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: Any) -> object:
         flight: Flight = ctx.flight
         if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)

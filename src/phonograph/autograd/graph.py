@@ -43,7 +43,7 @@ class Source(torch.autograd.Function):
         return t.detach()  # which shares its version
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> object:
         ctx.arrived.append(grad)
         return None, None, None
 

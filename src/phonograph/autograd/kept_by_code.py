@@ -35,10 +35,10 @@ _MANY = 100_000
 _ENDS = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, ModuleType, type, str, bytes, int, float, *groups_of_ranks())
 
 
-def kept(roots: Iterable[object], left_out: Callable[[Any], bool] = lambda x: False) -> list[Any]:
+def kept(roots: Iterable[object], left_out: Callable[[object], bool] = lambda x: False) -> list[object]:
     """The objects that these refer to, directly or not. Modules, optimizers and globals are not looked into: what they have
     outlives the call; and what is `left_out` is not met."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     work = deque(roots)
     while work and len(found) < _MANY:
         x = work.popleft()
@@ -66,7 +66,7 @@ class Contents:
     def now(self) -> list[list[Any]]:
         return [list(_within(x)) for x in self._found]
 
-    def changed(self, before: list[list[Any]]) -> bool:
+    def changed(self, before: list[list[object]]) -> bool:
         """Since `now` was this."""
         return any(len(was) != len(now) or not all(map(is_, was, now)) for was, now in zip(before, self.now(), strict=True))
 
@@ -135,13 +135,13 @@ def _stay_more(count: Callable[[], list[int]], before: list[int]) -> bool:
     return _more(count, before)
 
 
-def _holds(x: Any, held: Container[int]) -> bool:
+def _holds(x: object, held: Container[int]) -> bool:
     """A `ctx` does anyway: there are also the tensors that were saved."""
     there = (t for t in kept([x]) if isinstance(t, torch.Tensor))
     return isinstance(x, NODE) or any(t.untyped_storage()._cdata in held for t in there if has_memory(t))
 
 
-def _within(x: Any) -> Iterable[Any]:
+def _within(x: object) -> Iterable[object]:
     if isinstance(x, _ENDS) or x is None:
         return ()
     if isinstance(x, torch.Tensor):
@@ -159,7 +159,7 @@ def _within(x: Any) -> Iterable[Any]:
     return [*inside, *own, *own.values()]
 
 
-def _contents(cell: CellType) -> tuple[Any, ...]:
+def _contents(cell: CellType) -> tuple[object, ...]:
     try:
         return (cell.cell_contents,)
     except ValueError:  # it is empty

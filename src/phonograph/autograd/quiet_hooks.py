@@ -29,7 +29,7 @@ def keep_quiet(nodes: list[Node | None]) -> None:
         _keep_quiet(t, {n for n, hook in (t._backward_hooks or {}).items() if _counts_on(hook, nodes)})
 
 
-def _counts_on(hook: Any, nodes: list[Node | None]) -> bool:
+def _counts_on(hook: object, nodes: list[Node | None]) -> bool:
     """Whether this hook is one of several that count how often autograd comes by (`register_multi_grad_hook`), and some of the
     others hear of a gradient: to none of these nodes."""
     waiting = waits_for_all(hook)
@@ -58,10 +58,10 @@ def _keep_quiet(p: torch.Tensor, but: Set[int]) -> None:
     when_backward_ends(asks.remove)
 
 
-def _if_given(given: list[bool], hook: Callable[[torch.Tensor], Any], before: bool, value: Any) -> Any:
+def _if_given(given: list[bool], hook: Callable[[torch.Tensor], object], before: bool, value: Any) -> object:
     arrived = value is not None if before else given[-1:] == [True]
     return hook(value) if arrived else None
 
 
-def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
+def _put_back(hooks: dict[int, object], own: dict[int, object]) -> None:
     hooks.update({key: hook for key, hook in own.items() if key in hooks})

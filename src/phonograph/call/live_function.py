@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch.autograd import graph
@@ -23,18 +22,18 @@ class Marked:
 
     any_made = False  # whether there is one, or was
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         Marked.any_made = True
         self.function = function
-        self.run: Any = None  # what `pg.live` has made of it
+        self.run: object = None  # what `pg.live` has made of it
 
     def name(self) -> str:
-        f: Any = self.function
+        f: object = self.function
         while isinstance(f, partial):
             f = f.func
         return str(getattr(f, "__qualname__", type(f).__qualname__))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Its own run. `checkpoint` knows what a part saves by counting; what this saves does not count, for it may be that the
         part is recorded, or that this has run already, and then it saves nothing there."""
         pack, _ = saved_tensors_hooks() or (None, None)

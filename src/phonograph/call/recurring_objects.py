@@ -49,13 +49,13 @@ class Regulars:
         self._bound = set[int]()
         self._once = set[int]()
         self._arrays = set[int]()
-        self._refs: dict[int, Callable[[], Any]] = {}
+        self._refs: dict[int, Callable[[], object]] = {}
         self._since: dict[int, int] = {}
         self._last: dict[type, list[_Met]] = {}
         self._varying: weakref.WeakSet[type] = weakref.WeakSet()
         self._sealed: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 
-    def note(self, opening: Opening, leaves: Sequence[Any]) -> bool:
+    def note(self, opening: Opening, leaves: Sequence[object]) -> bool:
         """A call was taken apart; whether it has to be once more, because others stand now."""
         before, now = set(self.standing), dict[type, list[_Met]]()
         if self._once:
@@ -76,7 +76,7 @@ class Regulars:
         self._last |= now
         return set(self.standing) != before
 
-    def seal(self, thing: Any, leaves: Sequence[Any]) -> bool:
+    def seal(self, thing: object, leaves: Sequence[object]) -> bool:
         """Let an object stand at once that has something in it which cannot be described; whether it may."""
         kind = type(thing)
         if not kind.__weakrefoffset__ or self._sealed.setdefault(kind, 0) >= _SEALED:
@@ -85,7 +85,7 @@ class Regulars:
         self._stand(thing, _tensors(leaves))
         return True
 
-    def bind(self, things: Iterable[Any]) -> bool:
+    def bind(self, things: Iterable[object]) -> bool:
         """Let objects stand that the function can reach by other names as well; whether there are any."""
         found = [x for x in things if identity(x) not in self.standing]
         for thing in found:
@@ -93,7 +93,7 @@ class Regulars:
             self._stand(thing, ())
         return bool(found)
 
-    def stands_any(self, things: Iterable[Any]) -> bool:
+    def stands_any(self, things: Iterable[object]) -> bool:
         """Whether one of these objects stands."""
         return bool(self.standing) and any(identity(x) in self.standing for x in things)
 
@@ -106,7 +106,7 @@ class Regulars:
         self._stand(t, ())
         return True
 
-    def counted(self, key: Any) -> Any:
+    def counted(self, key: Any) -> object:
         """This key of a value, unless it is an array's, of which there were too many others.
 
         Raises:
@@ -119,13 +119,13 @@ class Regulars:
                                   "pass a tensor: torch.from_numpy(array), moved to the device")  # fmt: skip
         return key
 
-    def moved(self, leaves: Sequence[Any]) -> bool:
+    def moved(self, leaves: Sequence[object]) -> bool:
         """Whether some object that stands has other tensors in it than it had; then none of its class stands any more."""
         found = False
         for leaf in leaves if self.standing else ():
             was = self.standing.get(identity(leaf))
             if was is not None and type(leaf) not in self._sealed and identity(leaf) not in self._bound:
-                inside: list[Any] = []
+                inside: list[object] = []
                 try:
                     Opening(by_attributes=self.by_attributes).flatten(leaf, inside)
                 except RecursionError:
@@ -139,7 +139,7 @@ class Regulars:
         own = self._refs.items() if kind not in self._sealed else ()
         return {i for i, ref in own if type(ref()) is kind and i not in self._bound}
 
-    def _stand(self, thing: Any, tensors: tuple[int, ...]) -> None:
+    def _stand(self, thing: object, tensors: tuple[int, ...]) -> None:
         key = identity(thing)
         self.standing[key], self._since[key] = tensors, self._now()
         weak = type(thing).__weakrefoffset__
@@ -157,5 +157,5 @@ class Regulars:
             known.pop(key, None)
 
 
-def _tensors(leaves: Sequence[Any]) -> tuple[int, ...]:
+def _tensors(leaves: Sequence[object]) -> tuple[int, ...]:
     return tuple([identity(x) for x in leaves if isinstance(x, torch.Tensor)])

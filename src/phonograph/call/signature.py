@@ -91,8 +91,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def describe(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], naming: Callable[[], Naming] = Naming, regulars: Regulars | None = None,
-    followed: Set[tuple[Node | None, int]] = frozenset(),
+    args: tuple[object, ...], kwargs: Mapping[str, object], naming: Callable[[], Naming] = Naming,
+    regulars: Regulars | None = None, followed: Set[tuple[Node | None, int]] = frozenset(),
 ) -> Call:  # fmt: skip
     """The signature of a call, and its tensors. Of the objects that are given the `regulars` are known, which stand for
     themselves. At the places that are `followed`, given with the arguments' structure, any number may stand.
@@ -102,7 +102,7 @@ def describe(
     """
     regulars = Regulars() if regulars is None else regulars
     while True:
-        opening, leaves = Opening(regulars.standing, by_attributes=regulars.by_attributes), list[Any]()
+        opening, leaves = Opening(regulars.standing, by_attributes=regulars.by_attributes), list[object]()
         try:
             shape = opening.flatten((args, dict(kwargs)), leaves)
         except RecursionError:
@@ -130,7 +130,7 @@ class _Unplaced(Exception):
 
 
 def _described(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Node | None, leaves: list[Any], opening: Opening,
+    args: tuple[object, ...], kwargs: Mapping[str, object], shape: Node | None, leaves: list[object], opening: Opening,
     regulars: Regulars, followed: Set[tuple[Node | None, int]],
 ) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ def _described(
     again: list[tuple[int, int]] = []
     lent: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
-    keys: list[Any] = []
+    keys: list[object] = []
     given: list[int] = []
     standing, at = regulars.standing, -1
     try:
@@ -184,7 +184,7 @@ def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
     return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
 
 
-def _has_own(leaf: Any, regulars: Regulars) -> bool:
+def _has_own(leaf: object, regulars: Regulars) -> bool:
     """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and is a parameter, or requires a
     gradient: it stands for itself, as a parameter does."""
     if type(leaf) is torch.Tensor:
@@ -211,7 +211,7 @@ def _instead_of(t: torch.Tensor) -> str:
     return "pass a dense tensor, or the tensors of which it is made (indices, values)"
 
 
-def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
+def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
     """All metadata of one tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
         historied = t.requires_grad and consists_of_parts(t)
@@ -237,12 +237,12 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_leaf, t.is_inference(), alignment, own)
 
 
-def attributes(t: torch.Tensor) -> dict[str, Any]:
+def attributes(t: torch.Tensor) -> dict[str, object]:
     """The attributes that a tensor has of its own, but for the marks that `torch.compile` makes."""
     return {name: value for name, value in t.__dict__.items() if not name.startswith("_dynamo_")}
 
 
-def unseen(_: Any) -> None:
+def unseen(_: object) -> None:
     """The hook of a recorded call's result that nobody has set a hook on."""
 
 
@@ -277,9 +277,9 @@ def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _getters() -> list[Callable[[], Any]]:
+def _getters() -> list[Callable[[], object]]:
     """The process-wide settings that change what a call computes, as functions without arguments."""
-    found: list[Callable[[], Any]] = [
+    found: list[Callable[[], object]] = [
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
         torch.is_anomaly_enabled, torch.get_num_threads,
@@ -301,7 +301,7 @@ def modes() -> tuple[Any, ...]:
         settings = _settings()
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
         settings = (*map(_asked, _GETTERS), *[fp32_precision(*which) for which in _PRECISIONS])
-    rare: tuple[Any, ...] = ()
+    rare: tuple[object, ...] = ()
     if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
         rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     return settings, autocast(), forward_ad._current_level, rare
@@ -321,7 +321,7 @@ def unchanged() -> Callable[[], bool]:
 
 
 _MODES = 64  # of which the functions are kept, those that were asked for last
-_unchanged: dict[Any, Callable[[], bool]] = {}
+_unchanged: dict[object, Callable[[], bool]] = {}
 
 
 def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
@@ -354,7 +354,7 @@ def put_back(before: tuple[Any, ...]) -> None:
     set_autocast(before[1])
 
 
-def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:
+def _setters() -> dict[Callable[[], object], Callable[[object], object]]:
     """What sets the settings. (But for the order of attention's kernels, which torch itself decides at their first call.)"""
     found: dict[Callable[[], Any], Callable[[Any], Any]] = {
         torch.is_grad_enabled: torch.set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
@@ -367,7 +367,7 @@ def _setters() -> dict[Callable[[], Any], Callable[[Any], Any]]:
     return found
 
 
-def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[Any, ...]]:
+def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[object, ...]]:
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""
     names = {f"g{i}": get for i, get in enumerate(getters)}
@@ -380,7 +380,7 @@ _SETTERS = _setters()
 _kept, _in_memory = kept_settings()
 
 
-def _asked(get: Callable[[], Any]) -> Any:
+def _asked(get: Callable[[], object]) -> object:
     try:
         return get()
     except RuntimeError:

@@ -44,7 +44,7 @@ class Arrivals:
         self._copied = copied
         self._all: list[_Arrival] = []
 
-    def note(self, m: operators.Meaning, args: Any, kwargs: Any, result: Any) -> None:
+    def note(self, m: operators.Meaning, args: Any, kwargs: Any, result: object) -> None:
         """An operator has communicated, or waited."""
         if called(m.name) == "wait_tensor":
             for one in self._all:

@@ -41,7 +41,9 @@ class Break:
     grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     remedy = "use what gives a fixed shape, or call it outside"
 
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, casts: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, form: Form, shape: Node | None, leaves: list[object], where: str, casts: tuple[object, ...] = ()
+    ) -> None:
         self.form = form
         self.where = where
         self.said = form.operator.name()  # in reasons
@@ -74,7 +76,7 @@ class Break:
             Refusal: this cannot be done between segments.
         """
 
-    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
+    def run(self, done: list[Done], generators: Sequence[object]) -> str:
         """Call it, and put what it gives where the next segment reads it. Returns what is another than before, if that is so
         and the replay cannot go on. What must not be done a second time in this call is `done`.
 
@@ -99,7 +101,7 @@ class Break:
         args, kwargs = unflatten(self._shape, iter(leaves))
         return args, kwargs
 
-    def _put(self, result: Any) -> None:
+    def _put(self, result: object) -> None:
         found: list[Any] = []
         flatten(result, found)
         new = [x for x, kind in zip(found, self.form.results, strict=True) if isinstance(kind, Meta)]
@@ -112,7 +114,7 @@ class Decision(Break):
 
     remedy = 'where that is rare, nothing; else torch.where instead of `if`, or torch.compile(..., backend="phonograph")'
 
-    def __init__(self, number: Any, said: str, where: str) -> None:
+    def __init__(self, number: object, said: str, where: str) -> None:
         super().__init__(Form(READS_NUMBER, None, ()), None, [HERE], where)
         self.said = said
         self._number = number
@@ -120,7 +122,7 @@ class Decision(Break):
     def __str__(self) -> str:
         return f"a look at a number{f' at {self.where}' if self.where else ''}, which has to be {self._number!r}"
 
-    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
+    def run(self, done: list[Done], generators: Sequence[object]) -> str:
         with Within(waits=True), below_autograd():
             now = self._inputs[0].item()
         return "" if repr(now) == repr(self._number) else "reads another number than before"
@@ -139,7 +141,7 @@ class MarkedBreak(Break):
     `keeps` says which arguments somebody has kept in a live call, and `rewritten` which inputs others may write after it.
     """
 
-    def __init__(self, form: Form, shape: Node | None, leaves: list[Any], where: str, historied: Sequence[bool],
+    def __init__(self, form: Form, shape: Node | None, leaves: list[object], where: str, historied: Sequence[bool],
                  grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
                  rewritten: Sequence[list[bool]], numbers: Sequence[int] = ()) -> None:  # fmt: skip
         super().__init__(form, shape, leaves, where)
@@ -227,7 +229,7 @@ class _Historied(torch.autograd.Function):
         return t
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: object, grad: torch.Tensor) -> object:
         raise RuntimeError("a function that is marked @pg.live differentiates what it is given, for the first time in a replay")
 
 
@@ -236,12 +238,12 @@ class Done(NamedTuple):
     has written, by their places; and where the generators stood then."""
 
     marked: Any
-    result: Any
+    result: object
     arguments: tuple[tuple[int, torch.Tensor], ...]
     states: tuple[tuple[Any, torch.Tensor], ...]
     own: frozenset[int]  # the tensors outside that it was given and has written, by identity
 
-    def again(self, args: Any, kwargs: Any) -> Any:
+    def again(self, args: object, kwargs: object) -> Any:
         """The same, in a call with these arguments. Returns the result."""
         given: list[Any] = []
         flatten((args, kwargs), given)
@@ -253,6 +255,6 @@ class Done(NamedTuple):
                     once(given[i]).copy_(once(t))
         for generator, state in self.states:
             put(generator, state)
-        leaves: list[Any] = []
+        leaves: list[object] = []
         shape = flatten(self.result, leaves)
         return unflatten(shape, iter([theirs.get(identity(x), x) for x in leaves]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import Any
 
 import torch
 
@@ -129,9 +128,9 @@ class CallMemory:
         self._shown.setdefault(storage_id(t), []).append(found := [False])
         return found
 
-    def handed_out(self, result: Any) -> None:
+    def handed_out(self, result: object) -> None:
         """Whoever gets these tensors may write them."""
-        leaves: list[Any] = []
+        leaves: list[object] = []
         flatten(result if self._shown else None, leaves)
         for t in leaves:
             if isinstance(t, torch.Tensor) and has_memory(t):

@@ -145,7 +145,7 @@ def around(device: Any) -> None:
         _made_for(wrapper, stream, _LIES_IN)
 
 
-def _check(wrapper: Any, whole: bool) -> None:
+def _check(wrapper: object, whole: bool) -> None:
     what, inside = _CONTAINS
     if not whole:
         raise Refusal(f"{what}, whose averaging belongs to the backward", f"record the whole step, or {inside}")
@@ -184,7 +184,7 @@ _UNLIKE = {
 }
 
 
-def _keeps(*given: Any) -> str:
+def _keeps(*given: object) -> str:
     """The name of the class of an object of others that a hook has, or ""; the user's are looked into, as they are elsewhere.
     (Autograd's threads call a hook, so that nobody may see what it reads and sets.)"""
     seen: set[int] = set()

@@ -59,7 +59,7 @@ class Digest:
         self._offsets = {slot.untyped_storage()._cdata: int(slot.storage_offset()) for slot in slots}
         self._fixed = tuple([type(v)(3 + i) for i, v in enumerate(dials.values)])
 
-    def note(self, m: Meaning, func: Any, args: Any, kwargs: Any) -> None:
+    def note(self, m: Meaning, func: object, args: Any, kwargs: object) -> None:
         """This operator is going to run."""
         if self._dials is None:
             return  # what the capture itself does when the call is over
@@ -67,7 +67,7 @@ class Digest:
         self.names.append(m.name)
         self.hashes += _hashed(said)
 
-    def end(self, shape: Node | None, leaves: list[Any]) -> None:
+    def end(self, shape: Node | None, leaves: list[object]) -> None:
         """The call has returned these leaves."""
         self.shape, self.result = shape, _hashed([*map(self._leaf, leaves)])
         self.close()
@@ -82,7 +82,7 @@ class Digest:
             return b""
         return ctypes.string_at(t.data_ptr(), t.numel() * t.element_size())
 
-    def _said(self, v: Any) -> Any:
+    def _said(self, v: Any) -> object:
         kind = type(v)
         if kind is float:
             formula = self._dials.formulas.get(v) if self._dials else None
@@ -97,7 +97,7 @@ class Digest:
             return [(self._said(k), self._said(x)) for k, x in v.items()]
         return str(v) if isinstance(v, _NAMED) else kind.__qualname__
 
-    def _leaf(self, v: Any) -> Any:
+    def _leaf(self, v: object) -> object:
         if isinstance(v, Followed):
             return self._followed(v.formula)
         if isinstance(v, torch.Tensor):
@@ -111,7 +111,7 @@ class Digest:
         except (ArithmeticError, TypeError, ValueError) as e:
             return f"follows {type(e).__name__}"
 
-    def _tensor(self, t: torch.Tensor) -> Any:
+    def _tensor(self, t: torch.Tensor) -> object:
         kind = _KINDS.get(t.dtype) or _KINDS.setdefault(t.dtype, str(t.dtype))
         try:
             storage = t.untyped_storage() if is_ordinary(t) or has_memory(t) else None
@@ -120,7 +120,7 @@ class Digest:
         if storage is None:
             return type(t).__qualname__, kind, *t.shape
         key, offset = storage._cdata, t.storage_offset()
-        who: Any = self._name_of(key)
+        who: object = self._name_of(key)
         if type(who) is str:
             inside = key in self._offsets
             who, offset = (who, offset - self._offsets[key]) if inside else ((storage.data_ptr(), storage.nbytes()), offset)
@@ -162,7 +162,7 @@ class Comparison(Digest):
         super().__init__()
         self._then = then
 
-    def note(self, m: Meaning, func: Any, args: Any, kwargs: Any) -> None:
+    def note(self, m: Meaning, func: object, args: object, kwargs: object) -> None:
         at = len(self.names)
         super().note(m, func, args, kwargs)
         if len(self.names) == at:
@@ -174,7 +174,7 @@ class Comparison(Digest):
         if self.hashes[-_BYTES:] != self._then.hashes[_BYTES * at : _BYTES * (at + 1)]:
             raise Differs(f"{at_work(m.name)} is given other numbers or tensors than when it was recorded")
 
-    def end(self, shape: Node | None, leaves: list[Any]) -> None:
+    def end(self, shape: Node | None, leaves: list[object]) -> None:
         super().end(shape, leaves)
         then = self._then
         if len(self.names) < len(then.names):

@@ -153,7 +153,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         if self.digest is not None:
             self.digest.close()
 
-    def _of_call(self, func: Any, args: Any, kwargs: Any, listening: Any) -> Any:
+    def _of_call(self, func: Any, args: Any, kwargs: Any, listening: object) -> object:
         """An operator of the call's: refused, counted for a step, cut out as a live part, or run."""
         m = operators.meaning(func)
         if self.digest is not None:
@@ -185,7 +185,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             raise Refusal(f"{at_work(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
         return out
 
-    def _check(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+    def _check(self, func: object, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         try:
             if not self.only_views(m, args):
                 operators.check(m, args, kwargs)
@@ -193,7 +193,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             refusal.operator = func
             raise
 
-    def _run(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any, listening: Any) -> Any:
+    def _run(self, func: object, m: operators.Meaning, args: object, kwargs: object, listening: Any) -> Any:
         """Run an operator; what Python code of its own does, is the operator's."""
         if listening is not None and not m.compiled:
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
@@ -206,7 +206,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             refusal.operator = func
             raise
 
-    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> object:
         """An operator that is given functions, or other operators: what it calls comes here next."""
         listening = unheard()
         kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
@@ -226,15 +226,15 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             if listening is not None:
                 sys.setprofile(listening)
 
-    def _seeing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*args: Any) -> Any:
+    def _seeing(self, function: Callable[..., object]) -> Callable[..., object]:
+        def seen(*args: object) -> object:
             with self:
                 return function(*args)
 
         seen._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]  # it takes a list
         return seen
 
-    def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> Any:
+    def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> object:
         """Some of the tensors are of classes that say themselves what an operator means: by other operators, which come here
         next. (Fake tensors have no values, nor has what is computed of them.)"""
         tensors = operators.operands(args, kwargs)
@@ -298,17 +298,17 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         remedy = "pass it as an argument, or keep it as an attribute, closure variable or global"
         raise Refusal(f"{at_work(m.name)} {said}", remedy)
 
-    def is_constant(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
+    def is_constant(self, m: operators.Meaning, args: object, kwargs: object) -> bool:
         """Whether an operator that reads values here and now reads such as are the same in each replay."""
         return False
 
-    def only_views(self, m: operators.Meaning, args: Any) -> bool:
+    def only_views(self, m: operators.Meaning, args: object) -> bool:
         """Whether an operator that could give a tensor other memory only makes a new view here, as this device can see."""
         return False
 
     # -- what it gives
 
-    def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
+    def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> object:
         """Run the operator; devices that keep a tape override this."""
         if m.others:
             with Casts.restored(casts) if (casts := self.casts.within(m)) else nullcontext():
@@ -348,7 +348,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         self._counts = frozenset(map(storage_id, dials.counts.here))
         self._counting = bool(dials.counts)
 
-    def _followed(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
+    def _followed(self, func: object, m: operators.Meaning, args: object, kwargs: object) -> object:
         """Run an operator that takes numbers which are followed: what it launches has to have them."""
         assert self.dials is not None
         self.dials.stepping(True)
@@ -370,7 +370,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         self.touched.update(map(storage_id, tensors))
         return True
 
-    def dials_lost(self, values: Sequence[Any]) -> None:
+    def dials_lost(self, values: Sequence[object]) -> None:
         """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""
         if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
             self.dials.lost = True
@@ -411,7 +411,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
 
     # -- other ranks
 
-    def communicates(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+    def communicates(self, m: operators.Meaning, args: object, kwargs: object) -> None:
         """An operator is about to communicate with other ranks.
 
         Raises:

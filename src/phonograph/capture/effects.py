@@ -73,7 +73,7 @@ _DRAW = "draw it outside and pass it as an argument, or use torch's generators"
 # -- built-in functions
 
 
-def _named(module: Any, names: str, effect: Callable[[str], Effect]) -> dict[Any, Effect]:
+def _named(module: object, names: str, effect: Callable[[str], Effect]) -> dict[Any, Effect]:
     return {getattr(module, n): effect(n) for n in names.split() if hasattr(module, n)}
 
 
@@ -122,30 +122,33 @@ _C10D = "torch._C._distributed_c10d"
 # -- methods of built-in objects: by name, the owners for which it is an effect
 
 
-def _is_date(owner: Any) -> bool:
+def _is_date(owner: object) -> bool:
     return isinstance(owner, type) and issubclass(owner, datetime.date)
 
 
-def _a(*kinds: type) -> Callable[[Any], bool]:
+def _a(*kinds: type) -> Callable[[object], bool]:
     return lambda owner: isinstance(owner, kinds)
 
 
-def _of_module(name: str) -> Callable[[Any], bool]:
+def _of_module(name: str) -> Callable[[object], bool]:
     return lambda owner: any(kind.__module__ == name for kind in type(owner).__mro__)
 
 
-def _not_here(owner: Any) -> bool:
+def _not_here(owner: object) -> bool:
     """Whether this is a generator, and not of the current GPU, which follows whole states by itself."""
     return isinstance(owner, torch.Generator) and not (
         owner.device.type == "cuda" and is_of(owner, named(torch.device("cuda")))
     )
 
 
-def _methods(names: str, owners: Callable[[Any], bool], effect: Callable[[str], Effect]) -> list[tuple[str, Any]]:
+_Rule = tuple[Callable[[Any], bool], Effect]
+
+
+def _methods(names: str, owners: Callable[[object], bool], effect: Callable[[str], Effect]) -> list[tuple[str, _Rule]]:
     return [(n, (owners, effect(n))) for n in names.split()]
 
 
-_BY_NAME: dict[str, list[tuple[Callable[[Any], bool], Effect]]] = {}
+_BY_NAME: dict[str, list[_Rule]] = {}
 for _name, _rule in (
     *_methods("manual_seed seed set_state set_offset", _a(torch.Generator),
               lambda n: Effect(f"sets the state of a random generator ({n})", "seed it before the call", ANYONE)),
@@ -200,7 +203,7 @@ def mentions(filename: str, names: tuple[str, ...]) -> bool:
     return not (_STDLIB_NAMES if whose is STDLIB else _LIBRARY_NAMES).isdisjoint(names)
 
 
-def of_call(function: Any, owner: Any, frame: FrameType, outer: set[int]) -> Effect | None:
+def of_call(function: Any, owner: object, frame: FrameType, outer: set[int]) -> Effect | None:
     """What it means that `frame` calls this built-in function, or this method of `owner`. `outer` are the ids of objects
     that were there before the call."""
     effect = _FUNCTIONS.get(function)
@@ -213,7 +216,7 @@ def of_call(function: Any, owner: Any, frame: FrameType, outer: set[int]) -> Eff
     return effect if effect is not None and effect.counts(frame) else None
 
 
-def _of_method(name: str, owner: Any, outer: set[int]) -> Effect | None:
+def _of_method(name: str, owner: object, outer: set[int]) -> Effect | None:
     for applies, effect in _BY_NAME.get(name, ()):
         if applies(owner):
             return effect
@@ -265,13 +268,16 @@ def _not_theirs(frame: FrameType) -> bool:
     return origin(frame.f_code.co_filename) is not USER
 
 
-def _functions(path: str, names: str, effect: Effect, when: Callable[[FrameType], bool] = _always) -> list[tuple[str, Any]]:
+_Start = tuple[str, Callable[[FrameType], bool], Effect]
+
+
+def _functions(path: str, names: str, effect: Effect, when: Callable[[FrameType], bool] = _always) -> list[tuple[str, _Start]]:
     path = path.replace("/", os.sep)
     return [(n, (path, when, effect._replace(reason=effect.reason.format(n)))) for n in names.split()]
 
 
-_STARTS: dict[str, list[tuple[str, Callable[[FrameType], bool], Effect]]] = {}
-for _name, _rule in (
+_STARTS: dict[str, list[_Start]] = {}
+for _name, _start in (
     *_functions(f"{_TORCH}/_tensor_str.py", "_str", Effect("prints a tensor, which reads its values on the host",
                 "return the tensor and print it outside", ANYONE)),
     *_functions(f"{_LIB}/logging/__init__.py", "_log handle", Effect("logs a message", by=ANYONE)),
@@ -321,7 +327,7 @@ for _name, _rule in (
     *_functions(f"{_TORCH}/distributed/pipelining/schedules.py", "_warmup_p2p", _SETS_UP),
     *_functions(f"{_TORCH}/distributed/pipelining/stage.py", "_prepare_forward_infra _prepare_backward_infra", _SETS_UP),
 ):  # fmt: skip
-    _STARTS.setdefault(_name, []).append(_rule)
+    _STARTS.setdefault(_name, []).append(_start)
 
 
 def of_start(frame: FrameType, more: Starts) -> Effect | None:

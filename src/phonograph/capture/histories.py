@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ class Histories:
         if not self._nodes.keys().isdisjoint(map(identity, tensors)):
             raise Refusal(_HISTORIC.reason, _HISTORIC.remedy)
 
-    def check_result(self, m: operators.Meaning, tensors: Sequence[torch.Tensor], out: Any) -> None:
+    def check_result(self, m: operators.Meaning, tensors: Sequence[torch.Tensor], out: object) -> None:
         """The same for an operator that has given `out`: of a shape alone, nothing comes that a gradient belongs to."""
         if self._nodes.keys().isdisjoint(map(identity, tensors)) or m.name == "aten::detach":
             return

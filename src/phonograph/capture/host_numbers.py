@@ -44,7 +44,7 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
         """Those made in this call, where it may hand on numbers."""
         self.decisive: Set[Site] = frozenset()
         """Where numbers are read by which the call goes on."""
-        self.deciding: Callable[[torch.Tensor, Site], Any] | None = None
+        self.deciding: Callable[[torch.Tensor, Site], object] | None = None
         """Ends a segment there; returns the number."""
         self._generators_catch = reach.mentions.generators_catch
 
@@ -58,7 +58,7 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
         self.numerals.append(weakref.ref(found))
         return found
 
-    def listed(self, t: torch.Tensor, site: Site) -> Any:
+    def listed(self, t: torch.Tensor, site: Site) -> object:
         """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
         if self.numerals is None or not listable(t, self.device):
             return None

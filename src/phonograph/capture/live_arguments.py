@@ -39,7 +39,7 @@ class Given:
     Some of the tensors are copies, or will be in replays: with the `values` that these had before, by their places, a write
     counts also where it leaves no other trace (`x.data`), and an attribute that one of them is given counts as well."""
 
-    def __init__(self, args: Any, kwargs: Any, values: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, args: object, kwargs: object, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
         self._tree = args, kwargs
         self._leaves: list[Any] = []
@@ -53,7 +53,7 @@ class Given:
         self._owners = [_owners(self._list, i) for i in range(len(self._list))]
         self._references = [sys.getrefcount(c) for c in self._containers]
 
-    def _states_now(self) -> list[Any]:
+    def _states_now(self) -> list[object]:
         return [(_state(t), _attributes(t) if i in self._values else None) for i, t in self.tensors.items()]
 
     def written(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Given:
         return tuple(i for (i, t), version in versions
                      if t._version != version or (i in self._values and differ(t, self._values[i])))  # fmt: skip
 
-    def kept(self, box: list[Any]) -> set[int]:
+    def kept(self, box: list[object]) -> set[int]:
         """The places of tensors that somebody has now who had not."""
         returned = _returned(box)
 
@@ -75,11 +75,11 @@ class Given:
         (objects, *others), (objects_now, *others_now) = self._owners[i], _owners(self._list, i)
         return objects_now - returned > objects or any(now > then for then, now in zip(others, others_now, strict=True))
 
-    def changed(self, box: list[Any]) -> str:
+    def changed(self, box: list[object]) -> str:
         """What it has done to them besides writing values, or to the settings of the process."""
         if self._states_now() != self._states:
             return "changes a tensor that it is given otherwise than its values"
-        leaves: list[Any] = []
+        leaves: list[object] = []
         if flatten(self._tree, leaves) != self._shape or not all(map(is_, leaves, self._leaves)):
             return "changes a container that it is given"
         returned = _returned(box)
@@ -88,10 +88,10 @@ class Given:
             return "keeps a container that it is given"
         return "changes a setting of the process" if modes() != self._modes else ""
 
-    def unlike(self, box: list[Any]) -> list[str]:
+    def unlike(self, box: list[object]) -> list[str]:
         """What is wrong with the result, of which the next segment has a copy."""
         theirs = {*map(identity, (*self._list, *self._containers))}
-        leaves: list[Any] = []
+        leaves: list[object] = []
         flatten(box, leaves)
         new = [x for x in leaves if isinstance(x, torch.Tensor) and identity(x) not in theirs and has_memory(x)]
         made = [c for c in containers(box[0]) if identity(c) not in theirs]
@@ -120,7 +120,7 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not torch.equal(row_of_bytes(a.detach()), row_of_bytes(b.detach()))
 
 
-def _state(t: torch.Tensor) -> tuple[Any, ...]:
+def _state(t: torch.Tensor) -> tuple[object, ...]:
     return *state_of(t), t.is_leaf, t.retains_grad
 
 
@@ -135,9 +135,9 @@ def _owners(tensors: Sequence[torch.Tensor], i: int) -> tuple[int, ...]:
     return objects, weak, use_count(storage._cdata), sys.getrefcount(storage)
 
 
-def _returned(box: list[Any]) -> Counter[int]:
+def _returned(box: list[object]) -> Counter[int]:
     """How often things are in a result."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
     flatten(box, leaves)
     return Counter([*map(identity, leaves), *map(identity, containers(box[0]))])
 

@@ -72,7 +72,7 @@ class Form(NamedTuple):
 SHARES = "returns tensors that share memory with each other, or with its arguments"
 
 
-def form_of(operator: OpOverload | Marked, args: Any, kwargs: Any, result: Any) -> Form:
+def form_of(operator: OpOverload | Marked, args: object, kwargs: object, result: object) -> Form:
     """The form of a call that has just returned."""
     given: list[Any] = []
     flatten((args, kwargs), given)
@@ -87,7 +87,7 @@ def form_of(operator: OpOverload | Marked, args: Any, kwargs: Any, result: Any) 
     return Form(operator, shape, tuple(None if isinstance(k, str) else k for k in kinds), "; ".join(found))
 
 
-def _kind(x: Any, given: dict[int, int]) -> Meta | int | str | None:
+def _kind(x: object, given: dict[int, int]) -> Meta | int | str | None:
     if x is None:
         return None
     if identity(x) in given:
@@ -102,7 +102,7 @@ def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
     return [t.size() for t in operands(args, kwargs)]
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """There is nothing to wait for."""
 
 
@@ -110,9 +110,9 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if has_memory(t) else 0
 
 
-def _tensors_of(args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
+def _tensors_of(args: object, kwargs: object) -> dict[int, torch.Tensor]:
     """Those among the arguments, by their places."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
     flatten((args, kwargs), leaves)
     return {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
 
@@ -163,14 +163,14 @@ class Notes:
         self.turned: set[tuple[int, str]] = set()  # hyper-parameters that they have set, as `Holder.dial` has it
         self._done = deque(done)
         self.arrived = deque(arrived)
-        self._works: list[Any] = []  # which torch knows of, and does not keep
+        self._works: list[object] = []  # which torch knows of, and does not keep
 
     @property
     def cuts(self) -> bool:
         """Whether there may be anything to note."""
         return bool(self.operators or self.decisive) or self.marked
 
-    def call_marked(self, function: Marked, args: Any, kwargs: Any) -> Any:
+    def call_marked(self, function: Marked, args: object, kwargs: object) -> object:
         """The same for a marked function. It runs if it has not in this call."""
         places_of = _tensors_of(args, kwargs)
         tensors = [*places_of.values()]
@@ -189,7 +189,7 @@ class Notes:
         hooks = [t.register_hook(asked.append) for t in tensors if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
         values = {i: t.detach().clone() for i, t in places_of.items() if identity(t) not in own}
         given = Given(args, kwargs, values)
-        box: list[Any] = []
+        box: list[object] = []
         try:
             box.append(self._run(function, args, kwargs) if done is None else done.again(args, kwargs))
         finally:
@@ -250,7 +250,7 @@ class Notes:
         self._note(form, result)
         return result
 
-    def arrive(self, func: OpOverload, m: Meaning, args: Any, kwargs: Any) -> Any:
+    def arrive(self, func: OpOverload, m: Meaning, args: Any, kwargs: Any) -> object:
         """What a collective has brought in this call already: it is not begun again."""
         name, values = self.arrived.popleft()
         if name != m.name:
@@ -276,14 +276,14 @@ class Notes:
         if site in self.decisive:
             self.numbers.setdefault(site, []).append(t.item())
 
-    def _note(self, form: Form, result: Any, keeps: Set[int] = frozenset()) -> None:
+    def _note(self, form: Form, result: object, keeps: Set[int] = frozenset()) -> None:
         self.forms.append(form)
         self.keeps.append(keeps)
-        leaves: list[Any] = []
+        leaves: list[object] = []
         flatten(result, leaves)
         self.values.append([x.detach().clone() if isinstance(x, torch.Tensor) and x.is_cpu else None for x in leaves])
 
-    def _places(self) -> list[tuple[Holder, tuple[Any, ...]]]:
+    def _places(self) -> list[tuple[Holder, tuple[object, ...]]]:
         places = map(relied, self.reach.holders) if self.reach is not None else ()
         return [(h, h.read()) for h in places if self._strict or h.dial is None]
 
@@ -312,7 +312,7 @@ class _Noting(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if types and say_themselves(types) and not are_fake(types):  # other operators will come
             return NotImplemented
         if is_higher_order(func):

@@ -114,7 +114,7 @@ class Listener:
         self.elsewhere: dict[int, CodeType] = {}
         self.changed: dict[int, list[Refusal]] = {}
         self.appended = Counter[int]()
-        self._globals: dict[int, dict[str, Any]] = {}
+        self._globals: dict[int, dict[str, object]] = {}
         self.caching = caching
         self.starts = start_names | more.keys()
         self.more = more
@@ -122,7 +122,7 @@ class Listener:
         self._thread = threading.get_ident()
         self._collecting = collecting
 
-    def called(self, function: Any, owner: Any, frame: FrameType) -> None:
+    def called(self, function: Any, owner: object, frame: FrameType) -> None:
         if function.__name__ == BEGINS_GROUP and self.concerned():
             with self._refusing(frame):
                 if self._follower.begins_group(frame):
@@ -163,7 +163,7 @@ class Listener:
             self.found.append(refusal)
             raise
 
-    def functions(self) -> list[tuple[CodeType, dict[str, Any]]]:
+    def functions(self) -> list[tuple[CodeType, dict[str, object]]]:
         """The code of all functions that ran, and the globals of each."""
         return [(code, self._globals[key]) for key, code in self.by_identity.items()]
 
@@ -236,7 +236,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             return disable
         return listener.started(sys._getframe(1))
 
-    def called(code: CodeType, offset: int, function: Any, first: Any) -> None:
+    def called(code: CodeType, offset: int, function: Any, first: object) -> None:
         kind = type(function)
         if kind is MethodType:  # of C++ objects, methods are built-in functions that are bound like Python's
             function = function.__func__
@@ -245,7 +245,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             owner = first if kind in _OF_TYPES else function.__self__
             listener.called(function, owner, sys._getframe(1))
 
-    def returned(code: CodeType, offset: int, value: Any) -> None:
+    def returned(code: CodeType, offset: int, value: object) -> None:
         listener.returned(sys._getframe(1), value)
 
     _monitors.use_tool_id(tool, "phonograph")
@@ -278,7 +278,7 @@ def alone() -> bool:
 
 # -- sys.setprofile
 
-_ours: Any = None  # the profile function, while there is one
+_ours: object = None  # the profile function, while there is one
 
 
 def unheard() -> Any:
@@ -315,7 +315,7 @@ def _profiling(listener: Listener) -> Iterator[None]:
         elif event == "return" and arg is not None and identity(frame.f_code) in _READ:
             listener.returned(frame, arg)
 
-    def chained(frame: FrameType, event: str, arg: Any) -> None:
+    def chained(frame: FrameType, event: str, arg: object) -> None:
         before(frame, event, arg)
         profile(frame, event, arg)
 
@@ -330,7 +330,7 @@ def _profiling(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def _paused(profiler: Any) -> Iterator[None]:
+def _paused(profiler: object) -> Iterator[None]:
     """A profiler that is no Python function, as cProfile's, cannot be called, or set again: it pauses."""
     if profiler is None or callable(profiler):
         yield

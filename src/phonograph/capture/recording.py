@@ -139,8 +139,8 @@ class Entangled:
     storage is gone, its memory is somebody else's."""
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (), objects: Iterable[Any] = (),
-        filled: Iterable[Any] = (),
+        self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (),
+        objects: Iterable[object] = (), filled: Iterable[object] = (),
     ) -> None:  # fmt: skip
         self.filled = {identity(c): c for c in filled}
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
@@ -166,7 +166,7 @@ class Entangled:
         self._storages = {place: storage for place, storage in self._storages.items() if storage() is not None}
         self.spans = Spans(self._storages)
 
-    def reaches(self, thing: Any) -> bool:
+    def reaches(self, thing: object) -> bool:
         """Whether an object is such a one."""
         if identity(thing) in self.filled:
             return True
@@ -247,7 +247,7 @@ class Recording:
     """Memory in which no argument may lie."""
     spoiled: list[str] = field(default_factory=list, repr=False)
     """Names of what it works with and has lost: its memory, mostly."""
-    rivals: list[tuple[int, int, Any, int]] = field(default_factory=list, repr=False)
+    rivals: list[tuple[int, int, object, int]] = field(default_factory=list, repr=False)
     """Leases that playing it would overwrite, kept current by the pool."""
 
     @property

@@ -70,7 +70,7 @@ class Check:
         """Whether a distribution or a function of `torch.nn.functional` makes it of its arguments or of a sample: who gets the
         exception has an error to mend, and nothing that was computed meanwhile to save."""
         self._kind, self._text, self._where = kind, text, where
-        self._again: tuple[FunctionType, dict[str, Any]] | None = None
+        self._again: tuple[FunctionType, dict[str, object]] | None = None
 
     @staticmethod
     def asked(frame: FrameType, outermost: CodeType | None) -> Check | None:
@@ -111,7 +111,7 @@ class Check:
         if all(name in values for name in names):
             self._again = function, {name: _without_tensors(values[name], self.given) for name in names}
 
-    def error(self, given: list[Any] | None = None) -> Exception:
+    def error(self, given: list[object] | None = None) -> Exception:
         """The exception, as the function raises it that has asked; without the values where the tensors `given` are none."""
         if self._again is not None and given is not None and all(isinstance(t, torch.Tensor) for t in given):
             function, arguments = self._again
@@ -125,7 +125,7 @@ class Check:
         place = f" (in a replay that has ended since; {self._where})" if given is None and self._where else ""
         return self._kind(f"{self._text}{place}")
 
-    def __call__(self, answer: torch.Tensor, given: list[Any]) -> None:
+    def __call__(self, answer: torch.Tensor, given: list[object]) -> None:
         """Raise the exception if that is the answer."""
         if bool(answer) is not self.good:
             raise self.error(given)
@@ -231,11 +231,11 @@ def _told(frame: FrameType) -> str:
     return f"a check of torch's has failed, at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
 
 
-def _named(constraint: Any) -> str:
+def _named(constraint: object) -> str:
     """As it calls itself, unless it would show the values of tensors."""
     plain = all(isinstance(v, _PLAIN) for v in getattr(constraint, "__dict__", {}).values())
     return repr(constraint) if plain else type(constraint).__name__.removeprefix("_")
@@ -245,7 +245,7 @@ def _function(frame: FrameType) -> FunctionType | None:
     """The function that a frame is a call of, where it is found by its name."""
     code = frame.f_code
     own = frame.f_locals.get("self")
-    found: list[Any] = [vars(kind).get(code.co_name) for kind in type(own).__mro__] if own is not None else []
+    found: list[object] = [vars(kind).get(code.co_name) for kind in type(own).__mro__] if own is not None else []
     found.append(inspect.unwrap(frame.f_globals.get(code.co_name)))  # type: ignore[arg-type]
     return next((f for f in found if isinstance(f, FunctionType) and f.__code__ is code), None)
 
@@ -266,7 +266,7 @@ class _Object(NamedTuple):
 _PLAIN = (str, int, float, bool, complex, type(None), torch.dtype, torch.device, type)
 
 
-def _without_tensors(value: Any, given: list[torch.Tensor]) -> Any:
+def _without_tensors(value: object, given: list[torch.Tensor]) -> object:
     """The same with `_Number`s for tensors, which are added to those `given`. What may hold others is left out."""
     if isinstance(value, torch.Tensor):
         known = next((n for n, t in enumerate(given) if identity(t) == identity(value)), None)
@@ -285,7 +285,7 @@ def _with_tensors(value: Any, given: list[Any]) -> Any:
     if isinstance(value, _Number):
         return given[value.n]
     if isinstance(value, _Object):
-        made: Any = object.__new__(value.kind)
+        made: object = object.__new__(value.kind)
         vars(made).update({name: _with_tensors(v, given) for name, v in value.attributes.items()})
         return made
     if type(value) in (list, tuple):

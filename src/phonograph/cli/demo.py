@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +173,7 @@ def _timed(write: Callable[[], Tensor]) -> tuple[Tensor, float]:
 
 
 def _print_json(device: torch.device, trainings: list[Training], decoding: Decoding | None, equal: bool) -> None:
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "device": str(device),
         "hardware": machine.hardware(device),
         "versions": machine.versions(),

@@ -34,9 +34,9 @@ _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 def backend(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,
+    gm: torch.fx.GraphModule, example_inputs: Sequence[object], *, mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., object]:  # fmt: skip
     """What ``torch.compile(f, backend="phonograph", options={...})`` calls for each graph that it has traced.
 
     Options:
@@ -79,7 +79,7 @@ def backend(
     forward, backward = wants_graphs(gm)
     recorded_with = Options(name=name, live_backward=not backward, **chosen)
 
-    def compiled_inside(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compiled_inside(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         return graph if inner == "eager" else compiled_by(inner, graph, inputs, inner_options)
 
     tensors = [x for x in (*example_inputs, *gm.parameters()) if isinstance(x, torch.Tensor)]
@@ -96,7 +96,7 @@ def backend(
         warnings.warn(f"{name} runs live: {refusal}", RunsLive, stacklevel=2)
         return compiled_inside(gm, example_inputs)
 
-    def recorded(compiled: Callable[..., Any], options: Options, remarks: Sequence[str] = ()) -> Graph:
+    def recorded(compiled: Callable[..., object], options: Options, remarks: Sequence[str] = ()) -> Graph:
         reached = (Closed(compiled),) if inner in _AOT else tuple(_reached_by(compiled))
         graph = Graph(compiled, options, reached, remarks=remarks)
         _graphs.add(graph)
@@ -109,14 +109,14 @@ def backend(
 
 def _in_parts(
     whole: torch.fx.GraphModule, found: Mapping[str, Part],
-    compiled: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]], recorded: Callable[..., Graph],
+    compiled: Callable[[torch.fx.GraphModule, Sequence[object]], Callable[..., object]], recorded: Callable[..., Graph],
     options: Options,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., object]:  # fmt: skip
     """A graph whose parts have been told apart, with each of them compiled, and recorded or not."""
     reasons = [f"beside it runs live: {reason}" for part in found.values() for reason in part.reasons]
     for number, (name, part) in enumerate(found.items()):
         if part.live and any(map(depends_on_data, part.inputs)):
-            function: Callable[..., Any] = part.graph
+            function: Callable[..., object] = part.graph
         else:
             with compiling_apart(part.inputs):
                 function = compiled(part.graph, part.inputs)
@@ -144,7 +144,7 @@ def _reset() -> None:
 backend.reset = _reset  # type: ignore[attr-defined]
 
 
-def _reached_by(inner: Callable[..., Any]) -> Iterator[Any]:
+def _reached_by(inner: Callable[..., object]) -> Iterator[object]:
     """What a graph can reach of the world: not the settings of the module that it is, of which its code asks for nothing."""
     if not isinstance(inner, torch.fx.GraphModule):
         yield inner

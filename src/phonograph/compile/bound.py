@@ -38,10 +38,10 @@ _REPLACED = 3  # times that a parameter or buffer was replaced, while others sta
 
 _numbers = itertools.count()
 
-_Take = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+_Take = Callable[[tuple[object, ...]], tuple[object, ...]]
 
 
-def named(gm: Any, kind: str = "") -> str:
+def named(gm: object, kind: str = "") -> str:
     """A name for a graph: a number, its kind, and where its code begins."""
     gm = getattr(gm, "__self__", gm)  # of `gm.forward`
     nodes = gm.graph.nodes if isinstance(gm, torch.fx.GraphModule) else ()
@@ -73,7 +73,7 @@ class Closed:
     computes: so of all that it can reach only the tensors count. Its own closures and attributes, some ten places, would be
     read before each replay."""
 
-    def __init__(self, made: Callable[..., Any]) -> None:
+    def __init__(self, made: Callable[..., object]) -> None:
         self._made = made
 
     def reached(self) -> tuple[Any, ...]:
@@ -99,18 +99,18 @@ class Bound:
         """What it can reach. It never changes."""
         return *self._reached, *self.state
 
-    def fits(self, args: tuple[Any, ...]) -> bool:
+    def fits(self, args: tuple[object, ...]) -> bool:
         """Whether these arguments of the graph, as many as it takes, have its parameters."""
         return not self.state or all(map(is_, self.split.state(args), self.state))
 
-    def __call__(self, *others: Any) -> Any:
+    def __call__(self, *others: Any) -> object:
         return self._given((*self.state, *others))
 
-    def with_state(self, state: Sequence[Any]) -> Callable[..., Any]:
+    def with_state(self, state: Sequence[object]) -> Callable[..., Any]:
         """The same function, of other parameters and buffers."""
         return lambda *others: self._given((*state, *others))
 
-    def _given(self, args: tuple[Any, ...]) -> Any:
+    def _given(self, args: tuple[object, ...]) -> Any:
         return self._call([args[i] for i in self.split.order])
 
 
@@ -118,7 +118,7 @@ class Graph(Observed):
     """Stands in the place of a graph, or of any function of a flat list of arguments."""
 
     def __init__(
-        self, inner: Callable[..., Any], options: Options, reached: tuple[Any, ...], state: Sequence[int] | None = None,
+        self, inner: Callable[..., object], options: Options, reached: tuple[object, ...], state: Sequence[int] | None = None,
         remarks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`state`: which arguments are parameters and buffers; None: those that look like some, in the first call. `reached`:
@@ -155,7 +155,7 @@ class Graph(Observed):
             return self.inner(*args)
         return self._answer(args)
 
-    def _answer(self, args: tuple[Any, ...]) -> Any:
+    def _answer(self, args: tuple[object, ...]) -> object:
         bound = self._last()
         if bound is None or len(args) != bound.count or (bound.state and not bound.fits(args)):
             if self._split is None and looked_at_first():
@@ -165,7 +165,7 @@ class Graph(Observed):
                 bound = self._found(args)
         return bound.recorded(*bound.split.others(args))
 
-    def _found(self, args: tuple[Any, ...]) -> Bound:
+    def _found(self, args: tuple[object, ...]) -> Bound:
         """The graph with its parameters among these arguments."""
         while True:
             split = self._split
@@ -175,7 +175,7 @@ class Graph(Observed):
             if bound is not None:
                 return bound
 
-    def _look(self, args: tuple[Any, ...]) -> _Split:
+    def _look(self, args: tuple[object, ...]) -> _Split:
         if self._static is None:
             self._static = [i for i, x in enumerate(args) if _is_state(x)]
         return _Split.of([i for i in self._static if i < len(args) and isinstance(args[i], torch.Tensor)], len(args))
@@ -195,7 +195,7 @@ class Graph(Observed):
         self._last = weakref.ref(bound)
         return bound
 
-    def _unbound(self, split: _Split, state: tuple[Any, ...], owner: torch.nn.Module | None, before: list[Bound]) -> bool:
+    def _unbound(self, split: _Split, state: tuple[object, ...], owner: torch.nn.Module | None, before: list[Bound]) -> bool:
         """Whether some of these are replaced again and again: where the others stay, as a buffer that each call makes anew; or
         with all others, as tensors that are nobody's. They are arguments like others from now on."""
         for earlier in [b for b in before[-1:] if len(b.state) == len(state)]:
@@ -225,7 +225,7 @@ class Graph(Observed):
         self._past += counted(bound.recorded)
         bound.recorded.reset()
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> object:
         """The copy of a graph knows nothing of the recordings of this one, which are of other parameters."""
         inner, reached = copy.deepcopy((self.inner, self._reached), memo)
         return type(self)(inner, self.options, reached, self._given, self.remarks)
@@ -297,7 +297,7 @@ def _none() -> None:
     return None
 
 
-def _is_state(t: Any) -> bool:
+def _is_state(t: object) -> bool:
     return isinstance(t, torch.nn.Parameter) or (isinstance(t, torch.Tensor) and "_dynamo_static_input_type" in vars(t))
 
 

@@ -36,12 +36,12 @@ class Measured:
         """What it can reach, for a recorded function that calls it."""
         return self._graph.reached()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> object:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or inside():
             return self._graph(*args)
         return self._call(*args) if self._call is not None else self._measure(args)
 
-    def _measure(self, args: tuple[Any, ...]) -> Any:
+    def _measure(self, args: tuple[object, ...]) -> Any:
         graph, samples = self._graph, self._samples
         samples.collect()
         if samples.count(False) >= SAMPLES and samples.count(True) >= SAMPLES:  # more, where several threads call

@@ -38,10 +38,10 @@ Rule: TypeAlias = str | OpOverload | OpOverloadPacket | Callable[[Node], bool]
 _GRAD_MODE = "_set_grad_enabled"
 _MODES = ("_enter_autocast", "_exit_autocast", _GRAD_MODE)  # `split_module` repeats autocast's in each part
 _HOST = "works with a tensor on the host"
-_UNSAFE: Any = getattr(torch.Tag, "cudagraph_unsafe", None)
+_UNSAFE: object = getattr(torch.Tag, "cudagraph_unsafe", None)
 
 
-def checked(option: str, rules: Any) -> tuple[Rule, ...]:
+def checked(option: str, rules: object) -> tuple[Rule, ...]:
     """Rules as the user gives them.
 
     Raises:
@@ -60,7 +60,7 @@ class Part:
     """Some nodes that come one after the other, as a graph of its own. `inputs` are fake tensors, and numbers."""
 
     graph: GraphModule
-    inputs: list[Any]
+    inputs: list[object]
     live: bool
     reasons: list[str]
     single: bool  # it gives one value, and its graph a tuple of that
@@ -127,7 +127,7 @@ def _in_words(error: Exception) -> str:
     return f'"{str(error).strip().partition(chr(10))[0] or type(error).__name__}"'
 
 
-def _part(graph: GraphModule, values: dict[str, Any], live: bool, reasons: list[str]) -> Part:
+def _part(graph: GraphModule, values: dict[str, object], live: bool, reasons: list[str]) -> Part:
     output = next(node for node in graph.graph.nodes if node.op == "output")
     single = not isinstance(output.args[0], (tuple, list))
     if single:
@@ -137,7 +137,7 @@ def _part(graph: GraphModule, values: dict[str, Any], live: bool, reasons: list[
     return Part(graph, inputs, live, reasons, single)
 
 
-def _as_input(value: Any) -> Any:
+def _as_input(value: Any) -> object:
     """A fake value as the compiler of a part is given it: where it was made is another part's business."""
     if not isinstance(value, torch.Tensor) or value.is_leaf:
         return value
@@ -186,7 +186,7 @@ class _Looking(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = _Seen()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         meaning, now = operators.meaning(func), self.now
         if meaning.name.startswith("prim::"):  # what fake tensors ask of themselves
@@ -244,7 +244,7 @@ class _Facts(Interpreter):
         for node in [node for graph in graphs for node in graph.nodes]:
             self.seen[node] = _Seen(names={operator._schema.name for operator in _operators(node)})
 
-    def run_node(self, n: Node) -> Any:
+    def run_node(self, n: Node) -> object:
         self._looking.now = self.seen[n] = _Seen()
         if n.op == "call_function" and getattr(n.target, "__name__", "") in _MODES:
             self.seen[n].alone = True
@@ -297,7 +297,7 @@ def _tensor(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [t for x in value for t in _tensors(x)]
     return [value] if isinstance(value, torch.Tensor) else []

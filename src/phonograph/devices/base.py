@@ -60,7 +60,7 @@ class CapturePlan:
 class Captured(NamedTuple):
     """A dry run of a call. Nothing has been executed as far as the outside can tell."""
 
-    result: list[Any]
+    result: list[object]
     """Leaves of the call's result."""
     program: Program
     made: dict[int, Made]
@@ -119,7 +119,7 @@ class Device(Protocol):
     def settle(self, recording: Recording) -> None:
         """Look at what a capture has left in the pool, when the recording is made and all else of the capture is gone."""
 
-    def outlives(self, t: torch.Tensor) -> Any:
+    def outlives(self, t: torch.Tensor) -> object:
         """What can bring a tensor back whose contents outlive it during a capture; None if they do not."""
 
     def apart(self) -> AbstractContextManager[torch.Stream | None]:
@@ -142,7 +142,7 @@ class Device(Protocol):
 
     # -- memory
 
-    def anchor(self, place: Spans) -> Any:
+    def anchor(self, place: Spans) -> object:
         """The owner of the pool's memory at a place, which stays for as long as this is referred to."""
 
     def tidy(self) -> None:

@@ -88,7 +88,7 @@ class Cuts:
         self._watch.arrivals = None
         self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
 
-    def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> Any:
+    def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> object:
         """End a segment, because this is called. Returns what stands for its result."""
         said = operator.name() if isinstance(operator, Marked) else at_work(operator.name())
         runs, watch = f"runs {said} live", self._watch
@@ -223,7 +223,7 @@ class Cuts:
             self._watch.arrivals = None
 
     @staticmethod
-    def marked(function: Marked, args: Any, kwargs: Any) -> Any:
+    def marked(function: Marked, args: object, kwargs: object) -> object:
         """A marked function is called in a call that is captured. Returns what stands for its result.
 
         Raises:
@@ -246,7 +246,7 @@ class Cuts:
             raise Refusal(f"{runs}, which {form.objection}", _instead(operator))
         return form, self._notes.values[i]
 
-    def _passable(self, x: Any, runs: str, marked: bool) -> None:
+    def _passable(self, x: object, runs: str, marked: bool) -> None:
         """Whether each replay can give this to the operator."""
         if isinstance(x, torch.Tensor):
             plain = type(x) in (torch.Tensor, torch.nn.Parameter) and has_memory(x)
@@ -277,7 +277,7 @@ def _modes() -> tuple[Any, ...]:
     return autocast, *settings[1:HOOKS], *settings[HOOKS + 1 :], *rest, hooks
 
 
-def _is(t: torch.Tensor) -> tuple[Any, weakref.ref[torch.Tensor] | None]:
+def _is(t: torch.Tensor) -> tuple[object, weakref.ref[torch.Tensor] | None]:
     """What a tensor is, and (weakly) its gradient."""
     grad = t.grad if t.is_leaf else None
     return state_of(t), None if grad is None else weakref.ref(grad)
@@ -287,7 +287,7 @@ def _has_still(t: torch.Tensor, grad: weakref.ref[torch.Tensor] | None) -> bool:
     return t.grad is None if grad is None else t.grad is not None and t.grad is grad()
 
 
-def _constant(x: Any) -> bool:
+def _constant(x: object) -> bool:
     try:
         plain_key(x)
     except NoSignature:

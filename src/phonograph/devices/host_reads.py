@@ -37,7 +37,7 @@ TRUTH = "__bool__"  # which torch asks for in order to raise, too
 NUMBERS = ("__float__", "__int__", "__index__", TRUTH, "__complex__")
 _READ = (*_NUMBERS_OF, *NUMBERS)
 
-Judge = Callable[[OperatorWatch, str, Any, Any], Refusal | None]
+Judge = Callable[[OperatorWatch, str, object, object], Refusal | None]
 
 
 def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
@@ -52,14 +52,14 @@ def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refu
                    "return the tensor and read it outside the recorded function")  # fmt: skip
 
 
-def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
+def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: object) -> Refusal | None:
     """Why a call of a GPU's cannot read a tensor. What lies on the host is a constant."""
     if has_memory(args[0]):
         watch.reads_on_host(args[0], at_work(f"Tensor.{name}"))
     return None
 
 
-def _number(watch: OperatorWatch, name: str, t: torch.Tensor, site: Site) -> Any:
+def _number(watch: OperatorWatch, name: str, t: torch.Tensor, site: Site) -> object:
     """What a call that may go on by numbers, or hand them on, is told; None if it has to read this one.
 
     Raises:
@@ -80,7 +80,7 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
     """During the block, functions of these names ask before they read, on this thread."""
     mine = threading.get_ident()
 
-    def asking(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(name: str, read: Callable[..., object]) -> Callable[..., object]:
         @wraps(read)
         def ask(*args: Any, **kwargs: Any) -> Any:
             repeated = watch.repeated and threading.get_ident() == mine
@@ -103,7 +103,7 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
 
         return ask
 
-    places: list[tuple[Any, str]] = [(torch.Tensor, name) for name in names]
+    places: list[tuple[object, str]] = [(torch.Tensor, name) for name in names]
     places += [(torch, name) for name in names if name == "tensor_split"]
     own = [vars(place).get(name) for place, name in places]
     for place, name in places:

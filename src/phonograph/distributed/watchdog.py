@@ -67,7 +67,7 @@ class Watched:
     groups: Collection[str]
     name: str = "a function"
     made: int = 0  # in which call of it
-    counters: Any = None  # of it
+    counters: object = None  # of it
     replays: int = 0
 
     @property
@@ -115,12 +115,12 @@ class Launches:
 
 
 _launches: dict[Any, Launches] = {}  # by device
-_programs: weakref.WeakKeyDictionary[Any, Watched] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[object, Watched] = weakref.WeakKeyDictionary()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def launches(device: Any, mark: Callable[[], Mark]) -> Launches:
+def launches(device: object, mark: Callable[[], Mark]) -> Launches:
     """Those of a device, of which `mark` makes marks."""
     found = _launches.get(device)
     if found is None:
@@ -128,7 +128,7 @@ def launches(device: Any, mark: Callable[[], Mark]) -> Launches:
     return found
 
 
-def watch(program: Any, what: Watched) -> None:
+def watch(program: object, what: Watched) -> None:
     """From now on there is this program, which communicates; until it is closed, or garbage."""
     global _thread
     _programs[program] = what
@@ -138,13 +138,13 @@ def watch(program: Any, what: Watched) -> None:
             _thread.start()
 
 
-def call_it(program: Any, name: str, counters: Any) -> None:
+def call_it(program: object, name: str, counters: Any) -> None:
     """It is a recording's of the function with this name, which counts its calls there."""
     if (what := _programs.get(program)) is not None:
         what.name, what.counters, what.made = name, counters, counters.calls
 
 
-def unwatch(program: Any) -> None:
+def unwatch(program: object) -> None:
     """It is closed. What was launched of it may be under way, and is watched."""
     _programs.pop(program, None)
 

@@ -24,7 +24,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from ..autograd.backward import Backward
 from ..call.signature import Call
@@ -58,7 +57,7 @@ def due_after(played: int, every: int) -> int:
     return min([n for n in (*_EARLY, (played // every + 1) * every) if n > played])
 
 
-def never(function: Any, recording: Recording | None = None) -> str:
+def never(function: object, recording: Recording | None = None) -> str:
     """Why the recordings of a function, or this one, are not audited; "" if they are."""
     if isinstance(function, Backward):
         return "it is a backward that runs outside of the call"
@@ -78,7 +77,7 @@ def said(player: Player) -> str:
     return f"\n  audited after {player.right} replays" if player.right else ""
 
 
-def difference(name: str, function: Callable[..., Any], call: Call, player: Player, describer: Describer) -> Refusal | None:
+def difference(name: str, function: Callable[..., object], call: Call, player: Player, describer: Describer) -> Refusal | None:
     """What the call does now that is not what was recorded; None if there is nothing."""
     recording, device = player.recording, player.device
     retrace = recording.retrace

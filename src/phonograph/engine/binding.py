@@ -26,7 +26,7 @@ class Binding:
     name: str
     options: Options
     _function: Callable[..., Any]
-    __call__: Callable[..., Any]
+    __call__: Callable[..., object]
 
     def __init__(self) -> None:
         self._bound: weakref.WeakSet[Binding] = weakref.WeakSet()
@@ -41,7 +41,7 @@ class Binding:
     def __set_name__(self, owner: type, name: str) -> None:
         self._place = f"_phonograph_{owner.__qualname__}.{name}"
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> object:
         if instance is None:
             return self
         kept = getattr(instance, "__dict__", None)
@@ -56,7 +56,7 @@ class Binding:
             self._bound.add(mine)
         return mine
 
-    def _instance(self) -> Any:
+    def _instance(self) -> object:
         return getattr(self._function, "__self__", None)
 
     def __reduce__(self) -> Any:
@@ -67,7 +67,7 @@ class Binding:
             return str(self.__dict__["__qualname__"])  # as a function: by its name
         return (_rebuild, (self._kind, self._function, self.options))
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> object:
         if self._made_for is not None:
             name = self._name_in_class()
             return getattr(copy.deepcopy(self._instance(), memo), name) if name else None
@@ -80,13 +80,13 @@ class Binding:
 
     def _found_by_name(self) -> bool:
         """Whether this stands under the function's name in its module."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        found: object = sys.modules.get(getattr(self, "__module__", ""))
         for part in getattr(self, "__qualname__", "").split("."):
             found = getattr(found, part, None)
         return found is self
 
 
-def _plain_method(recorded: Any, instance: Any) -> Callable[..., Any]:
+def _plain_method(recorded: Any, instance: object) -> Callable[..., object]:
     """An instance's method in compiled code, where it is a plain function."""
     return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
 
@@ -95,5 +95,5 @@ def _no_recordings() -> None:
     """Stands for an instance's recordings in a pickle of it."""
 
 
-def _rebuild(kind: Callable[[Any, Options], Binding], function: Any, options: Options) -> Binding:
+def _rebuild(kind: Callable[[object, Options], Binding], function: object, options: Options) -> Binding:
     return kind(function, options)

@@ -39,7 +39,7 @@ class Arguments:
         """The identities of the sets that the call has got."""
         return frozenset(map(identity, self._sets.values()))
 
-    def edits(self) -> list[tuple[Edit, list[Any]]]:
+    def edits(self) -> list[tuple[Edit, list[object]]]:
         """What the call has done to containers, with the new values.
 
         Raises:

@@ -91,7 +91,7 @@ class Request:
     """One call that is to be captured."""
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
     call: Call
     reach: Reach
     device: Device
@@ -117,7 +117,7 @@ class Request:
         return calls_graph(self.function)
 
 
-def calls_graph(function: Any) -> bool:
+def calls_graph(function: object) -> bool:
     """Whether a function is one of our own that calls a graph."""
     return type(function).__module__.startswith("phonograph.") and hasattr(function, "with_state")
 

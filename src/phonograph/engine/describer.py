@@ -41,7 +41,7 @@ __all__ = ["Describer", "refused_here"]
 class Describer:
     """Describes the calls of one function."""
 
-    def __init__(self, name: str, function: Callable[..., Any], calls: Callable[[], int], marked: bool) -> None:
+    def __init__(self, name: str, function: Callable[..., object], calls: Callable[[], int], marked: bool) -> None:
         self._name, self._function, self._calls = name, function, calls
         self.marked = marked
         """Whether it may call marked functions."""
@@ -69,7 +69,7 @@ class Describer:
         call = describe(args, self.with_state(kwargs), self.named, self.regulars, self.following.arguments)
         return call._replace(like=(args, dict(kwargs)))
 
-    def with_state(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def with_state(self, kwargs: dict[str, object]) -> dict[str, Any]:
         """The arguments by name, and the carried state."""
         return {**kwargs, **self.carried.now()} if self.carried else kwargs
 

@@ -226,7 +226,7 @@ class DryRun:
         return leaves
 
     def _call(
-        self, args: Sequence[Any], kwargs: dict[str, Any], watch: OperatorWatch
+        self, args: Sequence[object], kwargs: dict[str, object], watch: OperatorWatch
     ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
         """Call the function where its effects are heard. Returns its result; pairs of a tensor that stood for a parameter of a
         graph, and that; and who has listened."""
@@ -266,8 +266,8 @@ class DryRun:
     # -- after the call, still inside of the capture
 
     def _with_effects(
-        self, result: Any, arguments: Arguments, found: Attributes, watch: OperatorWatch, listener: Listener
-    ) -> tuple[Any, _Effects]:
+        self, result: object, arguments: Arguments, found: Attributes, watch: OperatorWatch, listener: Listener
+    ) -> tuple[object, _Effects]:
         """A result together with the tensors that the call leaves elsewhere; they are taken away from there."""
         edited = arguments.edits()
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
@@ -298,7 +298,7 @@ class DryRun:
                 return None
         return Ran(codes, listener.elsewhere.values())
 
-    def _left(self, found: Attributes, known: Ran | None, given: Any, watch: OperatorWatch, listener: Listener) -> Left:
+    def _left(self, found: Attributes, known: Ran | None, given: object, watch: OperatorWatch, listener: Listener) -> Left:
         """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""
         terms, reach = self._request.terms, self._request.reach
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
@@ -323,19 +323,19 @@ class DryRun:
         self._stand_ins.close()
         return filled
 
-    def _found_once(self, result: Any, left: Left, filled: set[int]) -> None:
+    def _found_once(self, result: object, left: Left, filled: set[int]) -> None:
         """Refuse a container that is left somewhere, and was found elsewhere as well."""
         trees = result, *[put.new for put in left.puts]
         once = [*map(identity, chain.from_iterable(containers(x) for x in trees))]
         if len({*once}) < len(once) or not self._outer.isdisjoint({*once} - filled):
             raise Refusal(f"keeps a container in {left.paths[0]} that is found elsewhere as well", "use a new one")
 
-    def _returned(self, result: Any, effects: _Effects, built: list[Any]) -> Returned:
+    def _returned(self, result: object, effects: _Effects, built: list[object]) -> Returned:
         grads = self._prepared.grads
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
         return Returned.of(result, effects.edits, effects.gained, built, self._outer | made_grads, effects.filled)
 
-    def _check(self, arguments: Arguments, modes_before: Any, listener: Listener) -> None:
+    def _check(self, arguments: Arguments, modes_before: object, listener: Listener) -> None:
         """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""
         self._dials.ran(listener.ran)
         overlooked = listener.overlooked or self._request.reach.overlooked(listener.ran)
@@ -345,7 +345,7 @@ class DryRun:
             raise Refusal("changes a mode or setting of the process for good", "use it as a context manager (with ...)")
         arguments.check()
 
-    def _leaving(self, result: Any) -> list[torch.Tensor]:
+    def _leaving(self, result: object) -> list[torch.Tensor]:
         """The tensors of a result whose memory the program has to leave alone: no gradients, which stay in their place."""
         staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
         tensors = [x for x in _leaves_of(result) if isinstance(x, torch.Tensor)]
@@ -366,7 +366,7 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def _with_slots(result: list[Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
+def _with_slots(result: list[Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[object]:
     """The leaves of a result, with the slots themselves where it has what stood for them."""
     leaves: list[Any] = []
     shape = flatten(result, leaves)
@@ -377,15 +377,15 @@ def _with_slots(result: list[Any], pairs: list[tuple[torch.Tensor, torch.Tensor]
     return rebuilt
 
 
-def _leaves_of(tree: Any) -> list[Any]:
-    leaves: list[Any] = []
+def _leaves_of(tree: object) -> list[object]:
+    leaves: list[object] = []
     flatten(tree, leaves)
     return leaves
 
 
-def _memory_in(tree: Any) -> set[int] | None:
+def _memory_in(tree: object) -> set[int] | None:
     """The storages of the tensors in what a call hands on, None if there may be any."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
     try:
         flatten(tree, leaves, Opening())
     except RecursionError:

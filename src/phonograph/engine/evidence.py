@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ __all__ = ["Behaviour", "CodeThatRan", "Evidence"]
 class CodeThatRan:
     """The Python code of a call."""
 
-    functions: Sequence[tuple[CodeType, dict[str, Any]]]
+    functions: Sequence[tuple[CodeType, dict[str, object]]]
     """The code of all functions that started, and the globals of each."""
     known: Ran | None
     """All code that ran, if that is certain."""

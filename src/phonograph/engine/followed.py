@@ -21,7 +21,7 @@ from .evidence import Evidence
 __all__ = ["check_hyperparameters", "check_numbers", "give_up", "spots_of"]
 
 
-def spots_of(request: Request) -> tuple[list[Spot], list[Any]]:
+def spots_of(request: Request) -> tuple[list[Spot], list[object]]:
     """The places of the numbers that are to be followed, and the values of those that are arguments.
 
     Raises:
@@ -47,7 +47,7 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
     dials, captured, reach = evidence.dials, evidence.captured, request.reach
     if not dials.spots:
         return
-    leaves: list[Any] = []
+    leaves: list[object] = []
     flatten(captured.result, leaves)
     for leaf in leaves:
         if isinstance(leaf, Followed):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ __all__ = ["Gate"]
 class Gate:
     """Of one function. `final`: once a refusal was told, calls need not come here again."""
 
-    def __init__(self, function: Callable[..., Any], *, final: bool) -> None:
+    def __init__(self, function: Callable[..., object], *, final: bool) -> None:
         self._final = final
         self._doubts: list[tuple[Callable[[], bool], Refusal]] = []
         self._stopped: Refusal | None = None
@@ -59,7 +58,7 @@ class Gate:
         self._stopped = self.closed = None
 
 
-def _never(function: Callable[..., Any]) -> Refusal | None:
+def _never(function: Callable[..., object]) -> Refusal | None:
     """Why a function can never be recorded, whatever its arguments."""
     inner = inspect.unwrap(function)
     if inspect.iscoroutinefunction(inner) or inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):

@@ -89,7 +89,7 @@ class KnownCall:
         """Of a signature that runs live: what says for how long."""
         self._guess: Player | None = None  # the one that was played last, where what those before it rely on is not so
         self._trust = 0
-        self._spans: Any = None
+        self._spans: object = None
         self._clear: set[tuple[int, ...]] = set()  # where arguments have lain that met nothing of these spans
 
     @staticmethod
@@ -192,7 +192,7 @@ class KnownCalls:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[KnownCall, _Tensors] | None:
+    def find(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[KnownCall, _Tensors] | None:
         """The kind of this call, and its tensors."""
         last = self._last
         if last is None:
@@ -225,7 +225,7 @@ class KnownCalls:
         self._by_size[size] = known, *self._by_size.get(size, ())[: _ALIKE - 1]
         self._last = self._last or known
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: object) -> None:
         """The recordings of a signature are others, or gone."""
         gone, size = self._by_key.pop(key, (None, None))
         if gone is None:
@@ -249,7 +249,7 @@ class KnownCalls:
         self._by_key, self._by_size, self._last = {}, {}, None
 
 
-def _size(args: Any, kwargs: dict[str, Any]) -> Any:
+def _size(args: object, kwargs: dict[str, object]) -> Any:
     """The shape of the first argument, or of what it has in it first, if that is a tensor; otherwise of what kind it is."""
     found: Any = (args, kwargs) if args else kwargs
     for _ in range(_DEEP):
@@ -271,14 +271,14 @@ class Undescribed:
         self._refusal: Refusal | None = None
         self._row = self._pause = self._unlooked = 0
 
-    def still(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
+    def still(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Refusal | None:
         """Why such a call runs live; None if that has to be found out."""
         if not self._unlooked or _kinds_of(args, kwargs) != self._kinds:
             return None
         self._unlooked -= 1
         return self._refusal
 
-    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> None:
+    def note(self, args: tuple[object, ...], kwargs: dict[str, object], refusal: Refusal) -> None:
         """A call could not be described."""
         kinds = _kinds_of(args, kwargs)
         if self._refusal is None or kinds != self._kinds or refusal.reason != self._refusal.reason:
@@ -289,7 +289,7 @@ class Undescribed:
             self._pause = self._unlooked = min(2 * self._pause + 1, _PAUSE)
 
 
-def _kinds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _kinds_of(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return [*map(type, args)], [*kwargs], [*map(type, kwargs.values())]
 
 
@@ -367,7 +367,7 @@ class _Taking:
         )
         return found
 
-    def _named(self, thing: Any) -> str:
+    def _named(self, thing: object) -> str:
         name = f"n{len(self._names)}"
         self._names[name] = thing
         return name
@@ -403,7 +403,7 @@ def _part(node: Node | None, leaves: Iterator[Any], slots: Set[int]) -> Any:
     return (_Part if plain else _Object)(node.kind, node.names, tuple([_part(child, leaves, slots) for child in node.children]))
 
 
-def _leaf(leaf: Any, slots: Set[int]) -> Any:
+def _leaf(leaf: object, slots: Set[int]) -> object:
     if type(leaf) in _VALUES:
         return leaf
     if identity(leaf) in slots:
@@ -419,17 +419,17 @@ class _Other(Exception):
 
 
 def _taken_of_objects(
-    state: Entangled, part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...] | None:  # fmt: skip
+    state: Entangled, part: _Part, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[object, ...] | None:  # fmt: skip
     """What is taken out where the function may reach none of the containers by another name: objects, and what it fills."""
-    found: list[Any] = []
-    objects: list[Any] = []
+    found: list[object] = []
+    objects: list[object] = []
     if not _takes(part, (args, kwargs), found, objects) or any(map(state.reaches, objects)):
         return None
     return tuple(found) if len({*map(identity, objects)}) == len(objects) else None
 
 
-def _takes(part: _Part | _Object, x: Any, found: list[Any], objects: list[Any] | None = None) -> bool:
+def _takes(part: _Part | _Object, x: Any, found: list[object], objects: list[object] | None = None) -> bool:
     """Whether this has in it what it has to, in the same order."""
     kind, names, children = part
     theirs: type = type(x)
@@ -463,7 +463,7 @@ def _equal_names(x: Any, names: tuple[str, ...]) -> bool:
     return tuple(x) == names and all(type(name) is str for name in x)
 
 
-def _equal(value: Any, known: Any) -> bool:
+def _equal(value: object, known: object) -> bool:
     kind = type(value)
     if type(known) is _Same:
         return known.thing() is value and value is not None

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -45,13 +44,15 @@ _EARLY = 3  # live calls before which memory that nobody uses is given back: not
 class LiveRun:
     """One warm-up call, the function's `number`th live one."""
 
-    def __init__(self, function: Callable[..., Any], call: Call, history: History, describer: Describer, number: int) -> None:
+    def __init__(
+        self, function: Callable[..., object], call: Call, history: History, describer: Describer, number: int
+    ) -> None:
         self._function, self._call, self._history, self._describer = function, call, history, describer
         self._number = number
         self.device: Device | None = None
         """The device it has worked on; None where that could not be told, and nothing is learned."""
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """The result of the call."""
         try:
             with Contained("looked at what the function can reach"):
@@ -100,7 +101,7 @@ class LiveRun:
         return Notes(capture.split, reach if capture.split or marked else None, marked,
                      strict=self._history.divergence.torn, decisive=capture.decisive)  # fmt: skip
 
-    def follow(self, result: Any, *, attaches: bool, stop: Callable[[Refusal], None]) -> None:
+    def follow(self, result: object, *, attaches: bool, stop: Callable[[Refusal], None]) -> None:
         """Hear of the backward of the `result`. `attaches`: one will run outside, if the arguments have no gradients. `stop` is
         told of one that is itself to be differentiated: such calls have to run live, which cannot be foreseen."""
         tensors, nodes = self._call.tensors, _nodes_of(result)
@@ -112,9 +113,9 @@ class LiveRun:
         _hear_of_backward(nodes, tensors, reads, self.device, self._history, stop)
 
 
-def _nodes_of(result: Any) -> set[Node]:
+def _nodes_of(result: object) -> set[Node]:
     """The nodes of autograd's graph that results come from."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
     flatten(result, leaves)
     nodes: set[Node | None] = set()
     for leaf in leaves:

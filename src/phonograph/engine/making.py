@@ -52,7 +52,7 @@ _DECISIVE = 8  # places where a call may read numbers by which it goes on
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 
-BackwardKind = Callable[[Backward, Options], Callable[..., Any]]
+BackwardKind = Callable[[Backward, Options], Callable[..., object]]
 """Makes a recorded function of a backward."""
 
 

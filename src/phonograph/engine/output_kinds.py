@@ -183,14 +183,14 @@ class _Consumed(torch.autograd.Function):
     """Gives an output the autograd history that eager's has after its backward ran: one that cannot be used again."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, anchor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=template.dtype, device=template.device).set_(
             template.untyped_storage(), template.storage_offset(), template.size(), template.stride()
         )
 
     @staticmethod
     @ended_by
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: object, *grads: object) -> object:
         raise RuntimeError(
             "Trying to backward through the graph a second time: this tensor's backward already ran inside the recorded "
             "function that returned it."

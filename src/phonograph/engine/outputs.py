@@ -47,7 +47,7 @@ _MANY = 1 << 16  # elements of two results whose places are compared one by one
 
 def plan(
     captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease], device: Device,
-    leaves: list[Any], *, traced: bool,
+    leaves: list[object], *, traced: bool,
 ) -> tuple[Output, ...]:  # fmt: skip
     """One `Output` for each leaf of the result. Adds to `leases`, by storage identity, the memory handed out, and to `leaves`,
     the leaves, what is none but has to be made first: what they are views of. Results may be attached to the graph of autograd
@@ -102,16 +102,16 @@ def _lasting(returned: Returned, reach: Reach) -> None:
         raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
 
 
-def _is_made_again(label: Any, x: Any) -> bool:
+def _is_made_again(label: Any, x: object) -> bool:
     """Whether this, as a label or in one, is of a kind that is found anew each time the object is taken apart."""
     return type(x) in _NESTS or (label.of_pytree and layout_of(type(x)) is not None)
 
 
-def _can_change(x: Any) -> bool:
+def _can_change(x: object) -> bool:
     return isinstance(x, (list, dict, set)) or layout_of(type(x)) is not None
 
 
-def _outlives(leaf: Any, reach: Reach) -> bool:
+def _outlives(leaf: object, reach: Reach) -> bool:
     return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach.met)
 
 
@@ -127,7 +127,7 @@ def _value(leaf: Any, reach: Reach) -> Output:
     return Value(leaf)
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(leaf: object) -> bool:
     if isinstance(leaf, (*BY_IDENTITY, MethodType)):
         return False  # it may have been made by the call, and hold what belongs to it
     try:
@@ -137,7 +137,7 @@ def _is_plain(leaf: Any) -> bool:
     return True
 
 
-def _is_global(leaf: Any) -> bool:
+def _is_global(leaf: object) -> bool:
     """Whether a function or class is found under its own name: one object for all calls."""
     if not isinstance(leaf, (FunctionType, BuiltinFunctionType, type)):
         return False
@@ -295,7 +295,7 @@ def _attached(output: Output) -> Output:
     return replace(output, consumed=False, attached=True)
 
 
-def _base(t: torch.Tensor, leaves: list[Any], hooked: bool) -> int:
+def _base(t: torch.Tensor, leaves: list[object], hooked: bool) -> int:
     """Which other result, one with a history, this one is a view of, or shares its version with and has none; -1 if none. Some
     tensor of the call may be `hooked`."""
     lazy = t.is_conj() or t.is_neg()
@@ -323,9 +323,9 @@ def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
     return base is not None and any(x is base for x in others) and start not in _edges(others)
 
 
-def _edges(tensors: list[torch.Tensor]) -> set[Any]:
+def _edges(tensors: list[torch.Tensor]) -> set[object]:
     """What is between the nodes of the graph behind these: each a node, and which of its outputs."""
-    found: set[Any] = set()
+    found: set[object] = set()
     seen = {t.grad_fn for t in tensors if t.grad_fn is not None}
     work: list[Any] = [*seen]
     while work:
@@ -336,7 +336,7 @@ def _edges(tensors: list[torch.Tensor]) -> set[Any]:
     return found
 
 
-def _ordinary(leaf: Any) -> None:
+def _ordinary(leaf: object) -> None:
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
             historied = leaf.requires_grad and consists_of_parts(leaf)

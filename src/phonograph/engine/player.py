@@ -272,7 +272,7 @@ class Player:
         if self.played == 1:  # before a gradient is handed out: whoever has it then holds it
             self.recording.reliances.grads.seal()
 
-    def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, int]:
+    def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[object, int]:
         """The same for a call of a known kind, for which this is `ready`: the tensors are all its arguments,
         and lie where they have to."""
         self._enter()
@@ -327,7 +327,7 @@ class Player:
                 with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else AS_IT_IS:
                     once(theirs).copy_(once(slot))
 
-    def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> Any:
+    def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> object:
         plain = self._plain
         if plain is not None:
             made: list[Any] = [targets[i] if i >= 0 else alias(template) for i, template in plain]
@@ -348,7 +348,7 @@ class Player:
         return result
 
     def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[Any]:
-        made: list[Any] = [None] * len(self.recording.outputs)
+        made: list[object] = [None] * len(self.recording.outputs)
         replay = Replay(self.recording, self.device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
         for i, output in self._first:
             made[i] = output.make(replay)
@@ -358,7 +358,7 @@ class Player:
             made[i] = output.make(replay)
         return made
 
-    def _attach(self, made: list[Any], tensors: Sequence[torch.Tensor], call: Call | None) -> None:
+    def _attach(self, made: list[object], tensors: Sequence[torch.Tensor], call: Call | None) -> None:
         assert self.joint is not None
         self.joint.attach(made, tensors, call.lent if call is not None else ())
 
@@ -375,5 +375,5 @@ def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:
     return False
 
 
-def _closed(*_: Any) -> list[torch.Tensor]:
+def _closed(*_: object) -> list[torch.Tensor]:
     raise RuntimeError("this recording was closed, and its memory may be another's now")

@@ -29,7 +29,7 @@ _recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []  # what hears of the end of groups
 
 
-def follow_program(program: Any) -> None:
+def follow_program(program: object) -> None:
     """One that communicates has been captured. Whether it becomes a recording's is not known yet, but the graph is there."""
     _programs.add(program)
     if not _undo:
@@ -37,7 +37,7 @@ def follow_program(program: Any) -> None:
         atexit.register(let_go)
 
 
-def follow(recording: Recording, counters: Any) -> None:
+def follow(recording: Recording, counters: object) -> None:
     """This one communicates; its function counts its calls there."""
     _recordings.add(recording)
     for program in getattr(recording.program, "programs", [recording.program]):

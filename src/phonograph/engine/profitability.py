@@ -72,7 +72,7 @@ class Clock:
         """Nanoseconds of the host."""
         return time.perf_counter_ns()
 
-    def mark(self, device: torch.device) -> Any:
+    def mark(self, device: torch.device) -> object:
         """What will know when the device has come here; None for the host itself."""
         if device.type != "cuda":
             return None

@@ -285,7 +285,7 @@ class Recorded(Parts, Generic[P, R]):
                 raise refusal
         return verdict is audit.Verdict.PLAY
 
-    def _play(self, player: Player, call: Call) -> Any:
+    def _play(self, player: Player, call: Call) -> object:
         counters, every = self._counters, self.options.verify
         if player.half_attached(call):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
@@ -336,7 +336,7 @@ class Recorded(Parts, Generic[P, R]):
 
     # -- a call runs live
 
-    def _warm_up(self, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _warm_up(self, call: Call, args: Args, kwargs: Kwargs) -> object:
         self._counters.live += 1
         optimizers.stepped(self._function)
         history = self._patience.history(call.key)
@@ -378,7 +378,7 @@ class Recorded(Parts, Generic[P, R]):
             history.live.ended = True
         return result
 
-    def _of_another(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _of_another(self, call: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         """A module is called that has the attributes of ours, but may have other parameters: it is that which has to run."""
         self._counters.calls += 1
         self._report.refuse(Refusal(

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from ..autograd.backward import Backward
 from ..call.signature import Call
@@ -43,7 +42,7 @@ __all__ = ["SMALL", "Capture", "record"]
 SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
 
 
-def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, device: Device, terms: Terms) -> Recording:
+def record(name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms) -> Recording:
     """Capture this call and return its recording, not yet played. An attempt that could not keep its terms is followed by one
     on lower terms.
 
@@ -54,7 +53,7 @@ def record(name: str, function: Callable[..., Any], call: Call, reach: Reach, de
         Carries: it carries state in these attributes as well.
         Opens: it changes objects that have to be taken apart by their attributes.
     """
-    doubted: dict[Any, str] = {}
+    doubted: dict[object, str] = {}
     while True:  # what one attempt has made is gone before the next
         try:
             with locating(lambda reason: _mentioned_at(reach, reason) or defined_at(function)):

@@ -13,7 +13,6 @@ several times.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -77,7 +76,7 @@ class Alike:
         self._row = self._untried = 0
         self._refusal: Refusal | None = None
         self._grounds: Grounds | None = None
-        self._rest: Any = None
+        self._rest: object = None
 
     def failed(self, call: Call, refusal: Refusal, grounds: Grounds | None) -> None:
         """Another one could not."""
@@ -100,6 +99,6 @@ class Alike:
         return self._refusal if self._untried <= 2 ** min(self._row - _ALIKE + 1, _UNTRIED) else None
 
 
-def _but_for_tensors(call: Call) -> Any:
+def _but_for_tensors(call: Call) -> object:
     shape, leaves, *rest = call.key
     return shape, [leaf for i, leaf in enumerate(leaves) if i not in call.places], *rest

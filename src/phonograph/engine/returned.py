@@ -25,7 +25,7 @@ class Returned(NamedTuple):
     """A result: its shape, its leaves, and the containers in it. With what the call has done to its arguments (`edits`) it is
     (the result, [the new values for each]), and with the gradients that arguments have `gained`, (that, [these])."""
 
-    tree: Any
+    tree: object
     shape: Node | None
     leaves: list[Any]
     containers: list[Any]
@@ -36,12 +36,12 @@ class Returned(NamedTuple):
     """Of the caller's own containers, the tensors that it has written: their versions move on."""
 
     @classmethod
-    def of(cls, tree: Any, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[Any], outer: Set[int],
+    def of(cls, tree: object, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[object], outer: Set[int],
            filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
         """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         shut = numbers.keys() | filled
-        opening, leaves = Opening(shut, outer), list[Any]()
+        opening, leaves = Opening(shut, outer), list[object]()
         shape = opening.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
             number = numbers.get(identity(leaf), -1)

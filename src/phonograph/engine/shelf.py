@@ -8,7 +8,7 @@ memory that they overwrite (two that take turns serve a loop which keeps its las
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..call.signature import Call
 from ..memory.spans import Spans
@@ -17,7 +17,7 @@ from .player import Player
 
 __all__ = ["Found", "Key", "Shelf"]
 
-Key: TypeAlias = tuple[Any, ...]
+Key: TypeAlias = tuple[object, ...]
 
 
 class Found:

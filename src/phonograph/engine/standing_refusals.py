@@ -97,7 +97,7 @@ class Grounds(Entries):
         self._change = self._hot_change or self._heard_change
         return self._change
 
-    def _first(self, entries: list[list[Any]]) -> str | None:
+    def _first(self, entries: list[list[object]]) -> str | None:
         try:
             for entry in entries:
                 if not self.unchanged(entry):
@@ -129,7 +129,7 @@ def _kind_of(t: torch.Tensor) -> Values:
     return state_of(t)[1:]
 
 
-def _entry(holder: Holder) -> list[Any]:
+def _entry(holder: Holder) -> list[object]:
     read, saved = holder.read, holder.read()
     if any(isinstance(x, torch.Tensor) for x in saved):
         read, saved = _weakly(read), _as_weak(saved)

@@ -50,7 +50,7 @@ class _HostRandom:
 
     def __init__(self, reach: Reach) -> None:
         self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
-        numpy: Any = sys.modules.get("numpy.random")
+        numpy: object = sys.modules.get("numpy.random")
         legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
         self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
         bits = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
@@ -88,7 +88,7 @@ def _draws_at(reach: Reach) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _same_state(a: Any, b: Any) -> bool:
+def _same_state(a: object, b: Any) -> bool:
     """Whether two states of a NumPy generator are equal: dictionaries of numbers and arrays."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same_state(a[k], b[k]) for k in a)

@@ -10,7 +10,7 @@ import sys
 import weakref
 from itertools import islice
 from types import FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -86,7 +86,7 @@ class _Part:
         self._call, self._hears = torch_modules.own_call(part), hears
         part.__dict__[torch_modules.CALLED_THROUGH] = self
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         frame = sys._getframe(1)

@@ -97,10 +97,10 @@ def verified(
     name: str,
     call: Call,
     reach: Reach,
-    function: Callable[..., Any],
-    play: Callable[[], Any],
+    function: Callable[..., object],
+    play: Callable[[], object],
     own: Sequence[torch.Generator] = (),
-) -> Any:
+) -> object:
     """The result of `play()`, which must be what the function gives on the same state. Both draw from the generators that
     compiled code has of its `own`.
 
@@ -125,7 +125,7 @@ def verified(
     return result
 
 
-def _live(function: Callable[..., Any], call: Call) -> Any:
+def _live(function: Callable[..., object], call: Call) -> object:
     args, kwargs = call.like
     with Within():
         return function(*args, **kwargs)
@@ -145,17 +145,17 @@ def _memory(t: torch.Tensor) -> int | None:
     return storage_id(t) if has_memory(t) and t.untyped_storage().nbytes() else None
 
 
-def _tensors(tree: Any) -> list[tuple[torch.Tensor, int | None]]:
+def _tensors(tree: object) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors in it, and their memory; that of borrowed ones a replay may take for its results."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
     flatten(tree, leaves, Opening())
     return [(x, None if type(x) is Borrowed else _memory(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _noted(result: Any, given: list[tuple[torch.Tensor, int | None]]) -> _Noted:
-    leaves: list[Any] = []
+def _noted(result: object, given: list[tuple[torch.Tensor, int | None]]) -> _Noted:
+    leaves: list[object] = []
     shape = flatten(result, leaves, Opening())
-    known, made = list(given), list[Any]()
+    known, made = list(given), list[object]()
     for x in leaves:
         if isinstance(x, torch.Tensor):
             memory = _memory(x)
@@ -175,7 +175,7 @@ def _differs(a: _Noted, b: _Noted) -> str | None:
     return None if a.made == b.made else "how its results lie in memory, or whether they have a history"
 
 
-def equal(x: Any, y: Any) -> bool:
+def equal(x: object, y: object) -> bool:
     """Whether two leaves of results are the same, tensors bit by bit."""
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):

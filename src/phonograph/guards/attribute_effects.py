@@ -56,7 +56,7 @@ class Put(NamedTuple):
     path: str
     of: Any
     name: Any
-    new: Any = None
+    new: object = None
 
 
 class Left(NamedTuple):
@@ -72,7 +72,7 @@ class Left(NamedTuple):
         return [count.path for count in self.counts] + [put.path for put in self.puts]
 
     @property
-    def owners(self) -> list[Any]:
+    def owners(self) -> list[object]:
         return [count.of for count in self.counts] + [put.of for put in self.puts]
 
     @property
@@ -85,8 +85,8 @@ class Left(NamedTuple):
         return self._replace(puts=tuple([put._replace(new=None) for put in self.puts]))
 
 
-_Table = tuple[Holder, Any, dict[Any, Any]]
-_List = tuple[Holder, Any, tuple[Any, ...]]
+_Table = tuple[Holder, object, dict[Any, Any]]
+_List = tuple[Holder, Any, tuple[object, ...]]
 
 
 class Found(NamedTuple):
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 def before(holders: Sequence[Holder]) -> Found:
-    tables, lists = list[Any](), list[Any]()
+    tables, lists = list[_Table](), list[_List]()
     for h in holders:
         if h.owner is not None and _sets_plainly(type(h.owner)) and not is_table(h.owner):
             tables.append((h, h.owner, dict(own_dict(h.owner) or {})))
@@ -186,7 +186,7 @@ def left_by(
     return Left(tuple(counts), tuple(puts), tuple(lists), behind)
 
 
-def _is_as_before(now: dict[Any, Any] | None, old: dict[Any, Any]) -> bool:
+def _is_as_before(now: dict[object, object] | None, old: dict[object, object]) -> bool:
     """Whether a dictionary has the same keys and values, in the same order. (Most have, which C code tells.)"""
     return now is not None and len(now) == len(old) and all(map(is_, now.values(), old.values())) and all(map(is_, now, old))
 
@@ -199,14 +199,14 @@ def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
     return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
 
 
-def _is_filled_anew(was: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _is_filled_anew(was: tuple[object, ...], now: tuple[object, ...]) -> bool:
     """Whether a list holds other tensors than before, and as many, or where nothing was. (One that grows would be another in
     each call.)"""
     others = len(was) != len(now) or any(map(is_not, was, now))
     return others and len(was) in (0, len(now)) and is_state([*was]) and is_state([*now])
 
 
-def _path(holder: Holder, name: Any) -> str:
+def _path(holder: Holder, name: object) -> str:
     if name is CONTENTS:
         return holder.path
     return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
@@ -220,14 +220,14 @@ def _is_again(old: Any, new: Any) -> bool:
     return (type(new) is list or [*old] == [*new]) and not any(map(is_not, *values))
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     """Whether this is a new container that may be what others fill later: an equal one is not it."""
     return type(value) in (list, dict) and not value
 
 
 def _not_known(
-    holder: Holder, of: Any, state: Sequence[tuple[Any, Any, Any]], carried: Carried, read: Callable[[torch.Tensor], bool],
-    late: Set[str],
+    holder: Holder, of: object, state: Sequence[tuple[object, object, object]], carried: Carried,
+    read: Callable[[torch.Tensor], bool], late: Set[str],
 ) -> Iterator[Place]:  # fmt: skip
     """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
     for name, old, _ in state:
@@ -239,11 +239,11 @@ def _not_known(
 
 def _sets_plainly(kind: type) -> bool:
     """Whether to set a number or a tensor as an attribute of such an object is to put it into the object's dictionary."""
-    sets: Any = kind.__setattr__
+    sets: object = kind.__setattr__
     return sets is object.__setattr__ or sets is torch.nn.Module.__setattr__
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return (type(value) is torch.Tensor and has_memory(value)) or type(value) is Numeral
 
 
@@ -271,7 +271,7 @@ def putting(left: Left, rebuild: Callable[[list[Any]], Any], *, more: int = 0) -
     where = [(put.of, put.name) for put in left.puts]
     opened = states.opened if left.behind else None
 
-    def rebuilt(leaves: list[Any]) -> Any:
+    def rebuilt(leaves: list[Any]) -> object:
         result, rest = rebuild(leaves), []
         for _ in range(more):
             result, last = result

@@ -46,7 +46,7 @@ class Door:
     def __init__(self, hang: Callable[[], None], take_away: Callable[[], None]) -> None:
         self._hang, self._take_away = hang, take_away
         self._hung = False
-        self._users: set[weakref.ref[Any]] = set()
+        self._users: set[weakref.ref[object]] = set()
         self._lock = threading.RLock()  # a user may go, as garbage, within any of the lines that have it
 
     def stay_for(self, user: object) -> None:
@@ -59,7 +59,7 @@ class Door:
         """This object needs it no more."""
         self._gone(weakref.ref(user))
 
-    def _gone(self, user: weakref.ref[Any], ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    def _gone(self, user: weakref.ref[object], ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():  # torch may have gone before
             return
         with self._lock:
@@ -75,9 +75,9 @@ class Door:
 class _Replaced:
     """An attribute that is another for a while, made of what is there."""
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: object, name: str, make: Callable[[object], object]) -> None:
         self._owner, self._name, self._make = owner, name, make
-        self._there: tuple[Any, Any] | None = None
+        self._there: tuple[object, object] | None = None
 
     def put(self) -> bool:
         """Whether it could be made."""
@@ -97,12 +97,12 @@ class _Replaced:
             self._there = None
 
 
-def _telling(opened: Callable[[], None]) -> Callable[[Any], Any]:
+def _telling(opened: Callable[[], None]) -> Callable[[object], object]:
     """What makes of a function one after which a door has been `opened`."""
 
     def make(function: Any) -> Any:
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             try:
                 return function(*args, **kwargs)
             finally:
@@ -124,14 +124,14 @@ class _Asked:
         return int(self._counts.cache_info().misses)
 
 
-def _counting(function: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+def _counting(function: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
     """The same function, without a line of Python around it, and the number of its calls: a cache that holds nothing counts how
     often it is asked."""
     counts = functools.lru_cache(maxsize=0)(function)
     return counts, _word_that_counts(counts) or _Asked(counts)
 
 
-def _word_that_counts(counts: Any) -> Any:
+def _word_that_counts(counts: Any) -> object:
     """Where the number of calls lies in this object, which is read in a tenth of the time; None if that is not found."""
     if sys.implementation.name != "cpython":
         return None
@@ -153,7 +153,7 @@ _get, _got = _counting(gradient)
 _give, _given = _counting(_inherited.__set__)
 
 
-def _remove(p: Any) -> None:
+def _remove(p: object) -> None:
     try:
         _inherited.__delete__(p)
     finally:
@@ -233,7 +233,7 @@ def has_gradient_door(t: torch.Tensor) -> bool:
     return may_have_door(t) and _found(type(t), "grad") is _attribute
 
 
-def _found(kind: type, name: str) -> Any:
+def _found(kind: type, name: str) -> object:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
@@ -340,16 +340,16 @@ class _Unseen(type):
     what it would be if nobody listened, and its guards and writes come through the door."""
 
     @property  # type: ignore[misc]
-    def __dict__(cls) -> dict[str, Any]:  # type: ignore[override]
+    def __dict__(cls) -> dict[str, object]:  # type: ignore[override]
         return {}
 
-    def __getattribute__(cls, name: str) -> Any:
+    def __getattribute__(cls, name: str) -> object:
         if name in _ways:
             raise AttributeError(f"type object {type.__getattribute__(cls, '__name__')!r} has no attribute {name!r}")
         return super().__getattribute__(name)
 
 
-def _read(_: object, optimizer: Any, kind: type) -> Any:
+def _read(_: object, optimizer: object, kind: type) -> Any:
     try:
         found = optimizer.__dict__[_STATE]
     except (AttributeError, KeyError):
@@ -363,12 +363,12 @@ def _read(_: object, optimizer: Any, kind: type) -> Any:
     return found
 
 
-def _put(_: object, optimizer: Any, state: Any) -> None:
+def _put(_: object, optimizer: object, state: object) -> None:
     optimizer.__dict__[_STATE] = state
     states.opened()
 
 
-def _drop(_: object, optimizer: Any) -> None:
+def _drop(_: object, optimizer: object) -> None:
     states.opened()
     try:
         del optimizer.__dict__[_STATE]

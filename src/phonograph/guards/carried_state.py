@@ -38,12 +38,12 @@ CONTENTS = object()
 _LISTS = (list, deque)
 
 
-def is_filled(of: Any) -> bool:
+def is_filled(of: object) -> bool:
     """Whether what is put into this is found there by no name of an attribute: a dictionary, a list."""
     return is_table(of) or type(of) in _LISTS
 
 
-def put(of: Any, name: Any, value: Any) -> None:
+def put(of: Any, name: object, value: object) -> None:
     """Let this stand there: an attribute, an item, or all that a list holds."""
     if name is CONTENTS:
         of.clear()
@@ -91,7 +91,7 @@ class Carried:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def learn(self, places: Sequence[Place], met: Iterable[Any] = ()) -> bool:
+    def learn(self, places: Sequence[Place], met: Iterable[object] = ()) -> bool:
         """Whether something of this is new. Containers that are not among what was `met` are forgotten."""
         there, new = {*map(identity, met)}, False
         for key in [key for key, known in self._known.items() if type(known.of) is not weakref.ref and key[0] not in there]:
@@ -108,14 +108,14 @@ class Carried:
             del self._known[key]
         return new
 
-    def may_learn_of(self, of: Any) -> bool:
+    def may_learn_of(self, of: object) -> bool:
         """Whether something in this may be carried: not where it has other names time and again."""
         return self.learns and not self._varies(identity(of))
 
     def _varies(self, of: int) -> bool:
         return self._learned[of] > _LEARNS
 
-    def _find(self, of: Any, name: Any) -> _Known | None:
+    def _find(self, of: object, name: object) -> _Known | None:
         known = self._known.get((identity(of), name))
         return known if known is not None and known.of() is of else None
 
@@ -129,14 +129,14 @@ class Carried:
         """What stands there, as arguments: tensors that are read; of everything else, what it is like."""
         return {known.label: _as_argument(known) for known in self._known.values()}
 
-    def has(self, of: Any, name: Any) -> bool:
+    def has(self, of: object, name: object) -> bool:
         return self._find(of, name) is not None
 
-    def reads(self, of: Any, name: Any) -> bool:
+    def reads(self, of: object, name: object) -> bool:
         known = self._find(of, name)
         return known is not None and known.read
 
-    def standing(self) -> list[Any]:
+    def standing(self) -> list[object]:
         """What stands there and is an argument: tensors, and what holds them."""
         return [x for known in self._known.values() if known.read and is_state(x := _value(known)) and x is not None]
 
@@ -148,10 +148,10 @@ class Carried:
         """The places themselves."""
         return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None]
 
-    def stand(self, arguments: dict[str, Any]) -> Callable[[], None]:
+    def stand(self, arguments: dict[str, object]) -> Callable[[], None]:
         """Take those of these arguments that are carried, and let them stand where they are found. Returns what puts back what
         stood there, unless something else does by then."""
-        stood = list[tuple[_Known, Any, Any]]()
+        stood = list[tuple[_Known, object, object]]()
         for known in self._known.values():
             argument, before = arguments.pop(known.label, None), _value(known)
             if known.read and before is not MISSING and argument is not None and type(argument) is not str:
@@ -166,7 +166,7 @@ class Carried:
         return put_back
 
 
-def _always(of: Any) -> Callable[[], Any]:
+def _always(of: object) -> Callable[[], object]:
     return lambda: of
 
 
@@ -175,17 +175,17 @@ _MANY = 256  # tensors that one place may hold
 _HOLDING = (tuple, list, dict)
 
 
-def is_state(value: Any) -> bool:
+def is_state(value: object) -> bool:
     """Whether this may be carried: nothing yet, None, a plain tensor, or a tuple, list or dictionary of such."""
     return value is None or value is MISSING or _is_plain(value) or (type(value) in _HOLDING and _holds_state(value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return type(value) is torch.Tensor and has_memory(value)
 
 
-def _holds_state(value: Any) -> bool:
-    leaves: list[Any] = []
+def _holds_state(value: object) -> bool:
+    leaves: list[object] = []
     try:
         flatten(value, leaves)
     except RecursionError:
@@ -193,13 +193,13 @@ def _holds_state(value: Any) -> bool:
     return len(leaves) <= _MANY and all(x is None or _is_plain(x) for x in leaves)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    leaves: list[Any] = []
+def tensors_in(value: object) -> list[torch.Tensor]:
+    leaves: list[object] = []
     flatten(value, leaves)
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _value(known: _Known) -> Any:
+def _value(known: _Known) -> object:
     of = known.of()
     return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
 
@@ -209,7 +209,7 @@ def _is(value: Any, other: Any, name: Any) -> bool:
     return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
 
 
-def _as_argument(known: _Known) -> Any:
+def _as_argument(known: _Known) -> object:
     value = _value(known)
     if type(value) is torch.Tensor and not known.read and has_memory(value):
         return value if _has_its_own(value) else _look(value)
@@ -226,7 +226,7 @@ def _has_its_own(t: torch.Tensor) -> bool:
     return bool(t.__dict__) or has_gradient_or_hooks(t)
 
 
-_looks: dict[tuple[Any, ...], str] = {}
+_looks: dict[tuple[object, ...], str] = {}
 _LOOKS = 1024
 
 

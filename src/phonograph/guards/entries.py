@@ -43,7 +43,7 @@ class Entries:
             return True
         return False
 
-    def _moved_to(self, saved: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    def _moved_to(self, saved: tuple[object, ...], now: tuple[object, ...]) -> bool:
         """Whether all that differs are containers in the place of equal ones. If so, it is the contents of these that are
         compared from now on."""
         new: list[tuple[Any, Any]] = []
@@ -79,7 +79,7 @@ def relied(holder: Holder) -> Holder:
     return holder if part is None else holder._replace(read=part.read, named=part.named, spot=part.spot)
 
 
-def entry_of(holder: Holder, values: tuple[Any, ...], dials: Dials) -> list[Any]:
+def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> list[object]:
     """What is relied on of a place, but for those of its values that are followed."""
     part = relied(holder)
     saved = values if holder.part is None else holder.part.of(values)
@@ -100,7 +100,7 @@ def entry_of(holder: Holder, values: tuple[Any, ...], dials: Dials) -> list[Any]
     return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
 
 
-def _lies_at(spot: Any, i: int, values: tuple[Any, ...], places: Set[Any]) -> bool:
+def _lies_at(spot: Any, i: int, values: tuple[object, ...], places: Set[object]) -> bool:
     """Whether the i-th of these values is one of those that lie there. (How many there are of something lies nowhere.)"""
     try:
         return spot(i, values).at in places

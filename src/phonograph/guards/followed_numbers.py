@@ -42,7 +42,7 @@ from .reachable import Reach
 
 __all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "takes"]
 
-At = tuple[int, Any]
+At = tuple[int, object]
 
 _TRIES = 2  # captures in which a number could not be followed
 
@@ -92,7 +92,7 @@ class Following:
         """Those that are arguments: (the structure of all arguments, the place)."""
         self._advanced: set[At] = set()
         self._fixed: set[Any] = set()
-        self._differed: Counter[Any] = Counter()
+        self._differed: Counter[object] = Counter()
 
     @classmethod
     def only(cls, spots: Iterable[At]) -> Following:
@@ -102,12 +102,12 @@ class Following:
         made._advanced = set(made._wanted)
         return made
 
-    def want_arguments(self, places: Iterable[Any]) -> None:
+    def want_arguments(self, places: Iterable[object]) -> None:
         """A call has come that differs in these from the one before: a third number makes one that changes."""
         self._differed.update(places)
         self.arguments |= {place for place, n in self._differed.items() if n >= _TRIES} - self._fixed
 
-    def fix(self, places: Iterable[Any]) -> None:
+    def fix(self, places: Iterable[object]) -> None:
         """These arguments are to be part of the signature again."""
         self._fixed |= {*places}
         self.arguments -= self._fixed
@@ -153,7 +153,7 @@ class Unfollowed(Exception):
         self.spots = spots
 
 
-def of_arguments(call: Any) -> tuple[list[Spot], list[Any]]:
+def of_arguments(call: Any) -> tuple[list[Spot], list[object]]:
     """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
     or played."""
     values = [call.leaves[at] * 1.0 for at in call.numbers]  # objects of their own, as in `marked`
@@ -182,7 +182,7 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
     return [*found.values()]
 
 
-def _spot(holder: Holder, i: int, values: tuple[Any, ...]) -> Spot | None:
+def _spot(holder: Holder, i: int, values: tuple[object, ...]) -> Spot | None:
     """Where the i-th of these values lies. How many there are lies nowhere."""
     assert holder.spot is not None
     try:
@@ -192,7 +192,7 @@ def _spot(holder: Holder, i: int, values: tuple[Any, ...]) -> Spot | None:
         return None
 
 
-def is_compiled(x: Any) -> bool:
+def is_compiled(x: object) -> bool:
     """Whether this is what `torch.compile` gave: Dynamo would look at dials, and at the mode."""
     if issubclass(type(x), torch.nn.Module):
         return uncompiled(x) is not None
@@ -200,7 +200,7 @@ def is_compiled(x: Any) -> bool:
     return code is not None and is_users(code.co_filename)
 
 
-def takes(dials: Dials, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def takes(dials: Dials, name: str, args: Any, kwargs: Any) -> tuple[object, object] | None:
     """What an operator is given in place of these arguments, where there are numbers among them that are followed."""
     numbers = {n for n in _floats((*args, *kwargs.values())) if n in dials.wide}
     if not numbers:
@@ -219,7 +219,7 @@ def _floats(values: Any) -> Iterator[float]:
             yield from _floats(v)
 
 
-def _with(value: Any, numbers: dict[float, float]) -> Any:
+def _with(value: Any, numbers: dict[float, float]) -> object:
     kind = type(value)
     if kind is float:
         return numbers.get(value, value)
@@ -292,11 +292,11 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
                 space[name] = f
 
 
-def _derived(dials: Dials, function: Any) -> Any:
+def _derived(dials: Dials, function: Any) -> object:
     """A function of math, which gives a dial where it is given one."""
 
     @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         given = [*_dials_in((args, kwargs))]
         if not any(type(x) is Tally or x.wide for x in given):
             return function(*args, **kwargs)
@@ -310,7 +310,7 @@ def _derived(dials: Dials, function: Any) -> Any:
     return called
 
 
-def _stands(x: Any) -> Any:
+def _stands(x: object) -> object:
     """By what it is told which of several forms of a number a program holds."""
     return x.probe if isinstance(x, Dial) else x.value if type(x) is Tally else x
 
@@ -329,7 +329,7 @@ _NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil"
 
 
 def judged(
-    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, Any]]], hooked: bool, more: Iterable[Any], training: bool
+    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]], hooked: bool, more: Iterable[object], training: bool
 ) -> None:  # fmt: skip
     """This code has run: whether some of it may have got at a number unseen. `hooked`: there may have been hooks. Functions
     among `more` may have run as well. In `training` no module of torch's goes by what it asks."""

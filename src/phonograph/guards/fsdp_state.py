@@ -25,7 +25,7 @@ __all__ = ["attributes", "empty", "gathered", "is_renewed", "memory", "storage"]
 _NONE_YET = object()  # for any empty dictionary: another takes its place in each step
 
 
-def attributes(path: str, thing: Any) -> Holder:
+def attributes(path: str, thing: object) -> Holder:
     """All that an object of `fully_shard`'s has."""
     own: dict[str, Any] = thing.__dict__
     place = places.attributes(path, thing)._replace(owner=None)
@@ -48,12 +48,12 @@ def attributes(path: str, thing: Any) -> Holder:
     return place._replace(read=read, restore=restore, inside=None)
 
 
-def is_renewed(value: Any) -> bool:
+def is_renewed(value: object) -> bool:
     """Whether this is an empty dictionary, which counts for any other."""
     return type(value) is dict and not value
 
 
-def gathered(thing: Any) -> list[torch.Tensor]:
+def gathered(thing: object) -> list[torch.Tensor]:
     """The tensors of such an object that have memory only while a parameter is gathered."""
     found = [x for name in GATHERED if (x := thing.__dict__.get(name)) is not None]
     return [t for x in found for t in (x if isinstance(x, list) else [x])]

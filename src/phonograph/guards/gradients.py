@@ -59,7 +59,7 @@ class _Ghosts:
         return again
 
 
-def _from_before(grad: torch.Tensor, outlives: Callable[[torch.Tensor], Any]) -> Any:
+def _from_before(grad: torch.Tensor, outlives: Callable[[torch.Tensor], object]) -> object:
     """What can bring this gradient back, kept alive if it has to be."""
     if has_memory(grad):
         return outlives(grad) or _Kept(grad)
@@ -84,7 +84,7 @@ class _Some:
         self.absent: list[torch.Tensor] = []  # those that must have no gradient
         self.some: list[torch.Tensor] = []  # those that must have one
         self.readers: list[torch.Tensor] = []  # those that must have one just like the one that was there, in its place
-        self.are_such: Callable[[list[Any]], bool] = bool
+        self.are_such: Callable[[list[torch.Tensor]], bool] = bool
         self.added_to: list[torch.Tensor] = []
         self.created: list[torch.Tensor] = []
         self.owners: list[torch.Tensor] = []
@@ -94,9 +94,9 @@ class _Some:
         self._objects: list[torch.Tensor] = []
         self._lying: list[int] = []
         # When the door was where it is, nobody could come to any but through it, and these were as they have to be.
-        self._fitted: Any = None
-        self._unheld: Any = None
-        self._stood: Any = None
+        self._fitted: object = None
+        self._unheld: object = None
+        self._stood: object = None
         self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
 
     @property
@@ -227,7 +227,10 @@ class Grads:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], outlives: Callable[[torch.Tensor], Any], gathered: Sequence[torch.Tensor] = ()
+        self,
+        parameters: Sequence[torch.Tensor],
+        outlives: Callable[[torch.Tensor], object],
+        gathered: Sequence[torch.Tensor] = (),
     ) -> None:
         self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]

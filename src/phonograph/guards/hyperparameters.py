@@ -110,10 +110,10 @@ class Dial(float, Followed):
         return hash(self.as_plain("is looked up") if self.wide else self.probe)
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Dial, Any], Any]:
+def _arithmetic(name: str, function: Callable[[object, object], object], swapped: bool) -> Callable[[Dial, object], object]:
     plain = getattr(float, name)
 
-    def method(self: Dial, other: Any, *modulus: Any) -> Any:
+    def method(self: Dial, other: object, *modulus: object) -> object:
         if isinstance(other, complex):
             number = self.as_plain("meets a complex number")
             return function(other, number) if swapped else function(number, other)
@@ -129,8 +129,8 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
     return method
 
 
-def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Dial, Any], Any]:
-    def method(self: Dial, other: Any) -> Any:
+def _comparison(name: str, function: Callable[[object, object], bool]) -> Callable[[Dial, object], object]:
+    def method(self: Dial, other: object) -> object:
         if isinstance(other, complex):
             return function(self.as_plain("meets a complex number"), other)
         if isinstance(other, Tally) or not isinstance(other, (int, float)):
@@ -141,20 +141,20 @@ def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Di
     return method
 
 
-def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Dial], Any]:
+def _unary(name: str, function: Callable[[object], object]) -> Callable[[Dial], object]:
     plain = getattr(float, name)
 
-    def method(self: Dial) -> Any:
+    def method(self: Dial) -> object:
         return self.dials.derive((name, self.probe), lambda: plain(self), Worked(function, self.formula), self.wide)
 
     return method
 
 
-def _conversion(name: str) -> Callable[..., Any]:
+def _conversion(name: str) -> Callable[..., object]:
     plain = getattr(float, name)
     why = f"is converted ({name.strip('_')})"
 
-    def method(self: Dial, *others: Any) -> Any:
+    def method(self: Dial, *others: Any) -> object:
         return plain(self.as_plain(why), *reals(others, why))
 
     return method
@@ -189,18 +189,18 @@ for _name in ("real", "imag"):
     setattr(Dial, _name, _taken_apart(_name))
 
 
-def _is_number(v: Any) -> bool:
+def _is_number(v: object) -> bool:
     """Whether it is one that operators take."""
     return isinstance(v, float) or (isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
 
 
-def _numbers(setting: Any) -> Values | None:
+def _numbers(setting: object) -> Values | None:
     """The numbers of a hyper-parameter that is one, or a tuple of them (`betas`)."""
     parts = setting if type(setting) is tuple else (setting,)
     return tuple(map(float, parts)) if parts and all(map(_is_number, parts)) else None
 
 
-def _form(setting: Any) -> int:
+def _form(setting: object) -> int:
     """How many numbers in a tuple; -1 for a number by itself."""
     return len(setting) if type(setting) is tuple else -1
 
@@ -210,13 +210,13 @@ def _bits(values: Values) -> bytes:
     return struct.pack(f"{len(values)}d", *values)
 
 
-def _may_be_dialled(key: str, setting: Any) -> bool:
+def _may_be_dialled(key: str, setting: object) -> bool:
     """Numbers; and no momentum of 0, by which operators, too, decide that there is none."""
     numbers = _numbers(setting)
     return numbers is not None and (key in LIVE or all(numbers))
 
 
-def _like(setting: Any, numbers: Iterator[Any]) -> Any:
+def _like(setting: object, numbers: Iterator[object]) -> object:
     """A hyper-parameter of this form, made of the next numbers."""
     return tuple([next(numbers) for _ in setting]) if type(setting) is tuple else next(numbers)
 
@@ -229,7 +229,7 @@ def _probe() -> float:
             return x
 
 
-def _telling(x: Any) -> bool:
+def _telling(x: object) -> bool:
     """Whether 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
     if type(x) is not float or not 1e-9 < abs(x) < 1e9:
         return False
@@ -586,7 +586,7 @@ class Dials:
                 self.spots[i].put(number)
 
 
-def _fails(function: Callable[..., Any], *of: Any) -> bool:
+def _fails(function: Callable[..., object], *of: object) -> bool:
     try:
         function(*of)
     except _NO_NUMBER:
@@ -598,7 +598,7 @@ def _as_formula(x: Formula | int | float) -> Formula:
     return x if isinstance(x, (Given, Worked)) else Worked(lambda: x)
 
 
-def _none(values: Values) -> Any:
+def _none(values: Values) -> Iterable[tuple[float, Any]]:
     return ()
 
 
@@ -656,7 +656,7 @@ def _watched(dials: Dials) -> Iterator[None]:
         except KeyError:
             raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {_GROUPS!r}") from None
 
-    def put(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    def put(optimizer: torch.optim.Optimizer, groups: object) -> None:
         vars(optimizer)[_GROUPS] = groups
 
     kind.param_groups = property(get, put, lambda optimizer: vars(optimizer).pop(_GROUPS))
@@ -687,8 +687,8 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     values = (v * 1.0 for v in dials._settings)
     marks = [_like(v, values) for v in real]
 
-    def put(now: Sequence[Any], then: Sequence[Any], before: bool) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def put(now: Sequence[object], then: Sequence[object], before: bool) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: object) -> None:
             if before and begins(optimizer):
                 raise Unseen("steps an optimizer for the first time", "call it once before", final=False)
             dials.stepping(before)

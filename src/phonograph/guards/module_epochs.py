@@ -54,9 +54,9 @@ def _note(thing: object) -> None:
         epoch += 1
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(method: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: object, *args: object, **kwargs: object) -> object:
         _note(self)
         return method(self, *args, **kwargs)
 
@@ -67,12 +67,12 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _reshaping(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reshaping(method: Callable[..., object]) -> Callable[..., Any]:
     """Of a leaf that gets another shape, autograd has to forget the node that adds up its gradient. In eager that goes with
     the last graph; a recording has one, and the node takes gradients of the old shape only."""
 
     @functools.wraps(method)
-    def reshaped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reshaped(self: Any, *args: object, **kwargs: object) -> object:
         if identity(self) not in _watched or not has_memory(self):  # it may have no shape yet (`LazyLinear`)
             return method(self, *args, **kwargs)
         shape = self.shape

@@ -96,17 +96,17 @@ class Objects:
         self.array_places: list[tuple[int, int]] = []  # address and bytes of those that are compared
         self.lends_groups = False  # it has met a parameter group of an optimizer elsewhere than there
         self.caching: set[int] = set()  # the identities of the code of functions whose results a cache keeps
-        self.met: list[Any] = []  # everything; ids in _seen stay valid
+        self.met: list[object] = []  # everything; ids in _seen stay valid
         self._seen: set[int] = set()
         self.shared: set[int] = set()  # the identities of what was met in more than one place
-        self._work: deque[tuple[str, Any]] = deque()  # what is to be visited, and where it was found
+        self._work: deque[tuple[str, object]] = deque()  # what is to be visited, and where it was found
         self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
-        self._called_groups: list[tuple[str, Any]] = []  # what has that name elsewhere: who reads it there names it
-        self._objects: list[Any] = []
-        self._slotted: dict[type, list[tuple[str, Any]]] = {}  # classes met, and their slots
+        self._called_groups: list[tuple[str, object]] = []  # what has that name elsewhere: who reads it there names it
+        self._objects: list[object] = []
+        self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
-        self._opaque: list[tuple[str, Any, set[str]]] = []  # objects of others, likewise
+        self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(
             list
@@ -121,7 +121,7 @@ class Objects:
     def _hold(self, place: Holder) -> None:
         self.holders.append(place)
 
-    def _fixed(self, path: str, values: Iterable[Any]) -> None:
+    def _fixed(self, path: str, values: Iterable[object]) -> None:
         """The items of something that cannot change, or is held already."""
         self._work.extend((f"{path}[{i}]", v) for i, v in enumerate(values) if type(v) not in LEAVES)
 
@@ -151,7 +151,7 @@ class Objects:
             if not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
-    def _dicts(self, path: str, dicts: list[dict[Any, Any]], *, watched: bool = False) -> None:
+    def _dicts(self, path: str, dicts: list[dict[object, object]], *, watched: bool = False) -> None:
         dicts = [d for d in dicts if identity(d) not in self._seen]
         for d in [d for d in dicts if identity(d) in self._put]:
             self._seen.add(identity(d))
@@ -164,14 +164,14 @@ class Objects:
         for d in filter(None, dicts):
             self._items(path, d)
 
-    def _list(self, path: str, values: list[Any] | deque[Any]) -> None:
+    def _list(self, path: str, values: list[object] | deque[object]) -> None:
         if identity(values) in self._put:
             return
         place = places.ordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
 
-    def _set(self, path: str, values: set[Any]) -> None:
+    def _set(self, path: str, values: set[object]) -> None:
         place = places.unordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
@@ -181,7 +181,7 @@ class Objects:
     def _tuple(self, path: str, values: Any) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
 
-    def _view(self, path: str, view: MappingProxyType[Any, Any]) -> None:
+    def _view(self, path: str, view: MappingProxyType[object, object]) -> None:
         self._hold(kept(path, lambda: (*view, *view.values())))
         self._fixed(path, view.values())
 
@@ -198,7 +198,7 @@ class Objects:
             self._hold(places.array_of_numpys(path, array))
         self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
 
-    def _record(self, path: str, row: Any) -> None:
+    def _record(self, path: str, row: object) -> None:
         """A row of an array of records: what is written to one is seen in the other."""
         self._array(path, sys.modules["numpy"].asarray(row))
 
@@ -225,7 +225,7 @@ class Objects:
                 enter(self, path, thing)
         self._class_of(type(thing))
 
-    def _slots(self, path: str, thing: Any) -> None:
+    def _slots(self, path: str, thing: object) -> None:
         kind = type(thing)
         if kind not in self._slotted:
             self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
@@ -249,7 +249,7 @@ class Objects:
             self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
         return self._plain[kind]
 
-    def _enter_attributes(self, path: str, thing: Any, entered: set[str]) -> None:
+    def _enter_attributes(self, path: str, thing: object, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
         wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
@@ -267,14 +267,14 @@ class Objects:
         ran, mentions = self._ran, self.mentions
         return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
 
-    def _may_read(self, thing: Any, name: str, value: Any) -> bool:
+    def _may_read(self, thing: object, name: str, value: object) -> bool:
         """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
         ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         if self._any_attribute or ran is None:
             return self._any_attribute or name in self.mentions.reads
         return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
 
-    def _slightly(self, thing: Any, name: str, value: Any) -> bool:
+    def _slightly(self, thing: object, name: str, value: object) -> bool:
         """Whether only its kind counts of what an attribute holds."""
         ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
@@ -283,7 +283,7 @@ class Objects:
         """Whether what may read attributes of this name is not among the code that is known to have run."""
         return name in self.mentions.words or name in self._heard or name in self._resumed
 
-    def _theirs(self, path: str, thing: Any) -> None:
+    def _theirs(self, path: str, thing: object) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
         does not count, so that only those of its attributes do which code of the user's names."""
         if isinstance(thing, WeakIdKeyDictionary):
@@ -296,7 +296,7 @@ class Objects:
             if type(thing).__module__.partition(".")[0] != "torch":  # a custom operator may run live
                 self._fixed(path, functions)  # `numpy.vectorize` calls one
 
-    def _weak(self, path: str, ref: weakref.ref[Any]) -> None:
+    def _weak(self, path: str, ref: weakref.ref[object]) -> None:
         self._hold(kept(path, lambda: (ref() is None,)))
         self._work.append((path, ref()))
 
@@ -314,16 +314,16 @@ class Objects:
         self._fixed(path, e.args)
         self._object(path, e)
 
-    def _default(self, path: str, d: defaultdict[Any, Any]) -> None:
+    def _default(self, path: str, d: defaultdict[object, object]) -> None:
         self._object(path, d)
         self._hold(kept(path, lambda: (d.default_factory,)))
         self._work.append((path, d.default_factory))
 
-    def _variable(self, path: str, variable: ContextVar[Any]) -> None:
+    def _variable(self, path: str, variable: ContextVar[object]) -> None:
         self._hold(kept(path, lambda: (variable.get(MISSING),)))
         self._work.append((path, variable.get(MISSING)))
 
-    def _cache(self, path: str, wrapper: Any) -> None:
+    def _cache(self, path: str, wrapper: object) -> None:
         """A function wrapped in `functools.lru_cache`."""
         self._object(path, wrapper)
         code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
@@ -349,7 +349,7 @@ class Objects:
         self._fixed(path, read()[1::2])
         self._work.append((path, recorded.__wrapped__))
 
-    def _iterator(self, path: str, it: Any) -> None:
+    def _iterator(self, path: str, it: object) -> None:
         """One that is used up gives nothing more. What others have left nobody could put back."""
         if type(it) in _COUNTED and _used_up(it):
             self._hold(kept(path, lambda: (operator.length_hint(it),)))
@@ -415,7 +415,7 @@ class Objects:
             self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t))}
             self._items(f"{path}.state", state)
 
-    def _shards(self, path: str, thing: Any) -> None:
+    def _shards(self, path: str, thing: object) -> None:
         """An object of `fully_shard`'s, and all that it leads to."""
         self.sharded = True
         own, whole = thing.__dict__, shards.gathered(thing)
@@ -429,7 +429,7 @@ class Objects:
         left_out = ModuleType, Enum, torch.Stream
         self._items(path, {n: x for n, x in own.items() if not (isinstance(x, left_out) or shards.is_renewed(x))})
 
-    def _stages(self, path: str, thing: Any) -> None:
+    def _stages(self, path: str, thing: object) -> None:
         """An object of a pipeline's: what it receives comes to memory of its own, and all that it keeps counts."""
         own = own_dict(thing)
         if own is None:
@@ -453,7 +453,7 @@ class Objects:
             self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
         self._class_of(type(scaler))
 
-    def _is_group(self, group: Any) -> None:
+    def _is_group(self, group: object) -> None:
         """An optimizer has this, a parameter group or a list of them."""
         self.lends_groups = self.lends_groups or (identity(group) in self._seen and identity(group) not in self._groups)
         self._groups.add(identity(group))
@@ -468,13 +468,13 @@ class Objects:
         def read() -> tuple[Any, ...]:
             return tuple([v for k, v in group.items() if k not in followed])
 
-        def restore(values: tuple[Any, ...]) -> None:
+        def restore(values: tuple[object, ...]) -> None:
             group.update(zip([k for k in group if k not in followed], values, strict=True))
 
         def spot(i: int, _: Any) -> Spot:
             return item(group, [k for k in group if k not in followed][i])
 
-        def named(path: str, i: int, _: Any) -> str:
+        def named(path: str, i: int, _: object) -> str:
             return f"{path}.{[k for k in group if k not in followed][i]}"
 
         self._hold(Holder(path, read, restore, named=named, spot=spot, inside=lambda: (group,)))
@@ -547,7 +547,7 @@ _MARKS = frozenset({"_is_param"})  # that torch makes for `Parameter`
 def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
     """One hyper-parameter that a replay may follow."""
 
-    def restore(values: tuple[Any, ...]) -> None:
+    def restore(values: tuple[object, ...]) -> None:
         group[key] = values[0]
 
     return Holder(f"{path}.{key}", lambda: (group.get(key, MISSING),), restore, named=lambda path, *_: path,
@@ -568,12 +568,12 @@ def _is_frozen(array: Any) -> bool:
     return False
 
 
-def _used_up(it: Any) -> bool:
+def _used_up(it: object) -> bool:
     """Whether it has nothing left, and cannot get more: nobody else has its list, which could grow."""
     return operator.length_hint(it) == 0 and _references(it) <= _ITS_OWN
 
 
-def _references(it: Any) -> int:
+def _references(it: object) -> int:
     """To the list that an iterator goes through."""
     values = it.__reduce__()[1][0]
     return sys.getrefcount(values) if isinstance(values, list) else 0

@@ -45,7 +45,7 @@ _TABLES, _ROWS = (dict, OrderedDict), (list, set)
 
 _PLAIN = (*SCALARS, float, complex, slice, range, frozenset, enum.Enum)
 
-Key = tuple[int, Any]
+Key = tuple[int, object]
 Named = tuple[str, "ModuleType | type"]
 """A module or a class, after what it is called."""
 Following = Callable[[str], tuple[Set[str], Set[str]]]
@@ -75,7 +75,7 @@ class Value(NamedTuple):
 def is_anothers(thing: ModuleType | type) -> bool:
     """Whether a Python module or a class is not the user's, nor ours."""
     if isinstance(thing, type):
-        module: Any = thing.__module__  # which code may set to anything
+        module: object = thing.__module__  # which code may set to anything
         return isinstance(module, str) and not is_users_class(thing) and module.partition(".")[0] not in _NEVER
     space = vars(thing)
     where = space.get("__file__") or next(iter(space.get("__path__") or ()), None)
@@ -87,7 +87,7 @@ def is_anothers(thing: ModuleType | type) -> bool:
 _NEVER = ("builtins", "phonograph")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is(value: object, kind: Any) -> bool:
     """As `isinstance`, without asking the value, which may be a proxy."""
     return issubclass(type(value), kind)
 
@@ -96,7 +96,9 @@ def values_in(others: Iterable[Named], following: Following) -> Iterator[Value]:
     """What code that uses these names may read of modules of others', and of classes, that are called so."""
     modules, seen = set[tuple[int, str]](), set[tuple[int, str]]()
 
-    def once(path: str, thing: Any, names: Set[str], look: Callable[[str, Any, Set[str]], Iterator[Value]]) -> Iterator[Value]:
+    def once(
+        path: str, thing: object, names: Set[str], look: Callable[[str, object, Set[str]], Iterator[Value]]
+    ) -> Iterator[Value]:
         key = identity(thing), path.rpartition(".")[2]
         if key not in seen:
             seen.add(key)
@@ -129,7 +131,7 @@ def attributes_of(kind: type, names: Set[str]) -> Iterator[Value]:
 
 def _is_installed(kind: type) -> bool:
     """Whether a class is an installed package's, other than torch."""
-    module: Any = sys.modules.get(str(kind.__module__))
+    module: object = sys.modules.get(str(kind.__module__))
     where = str(getattr(module, "__file__", None) or "<frozen>")
     return is_anothers(kind) and origin(where) is LIBRARY and not is_torchs(where)
 
@@ -148,7 +150,7 @@ def read_by_name(kind: type, *, matches: bool) -> Set[type]:
     return protocols | installed if all(map(_names_what_it_reads, packages)) else protocols
 
 
-def _is_python(member: Any) -> bool:
+def _is_python(member: object) -> bool:
     """Whether what a class has is a value, or Python code."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
@@ -168,7 +170,7 @@ def _names_what_it_reads(package: str) -> bool:
     return not (any(map(_is_compiled, modules)) or any(type(v) in _GETTERS for v in values))
 
 
-def _is_compiled(module: Any) -> bool:
+def _is_compiled(module: object) -> bool:
     return str((own_dict(module) or {}).get("__file__")).endswith((*EXTENSION_SUFFIXES,))
 
 
@@ -238,7 +240,7 @@ def _globals(space: dict[str, Any], names: Set[str], ran: Set[int], methods: _Me
             yield from _inside(path, value, names)
 
 
-def _ran_for(thing: Any, ran: Set[int], methods: _Methods) -> bool:
+def _ran_for(thing: object, ran: Set[int], methods: _Methods) -> bool:
     """Whether a method of this object ran."""
     kind = type(thing)
     if kind.__module__ in _NEVER or _is(thing, (FunctionType, ModuleType)) or not is_anothers(kind):
@@ -283,7 +285,7 @@ def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
     yield from [Value(f"{path}.{n}", own, n) for n in sorted(n for n in names & own.keys() if _is_plain(own[n]))]
 
 
-def _code_of(member: Any) -> list[CodeType]:
+def _code_of(member: object) -> list[CodeType]:
     return [f.__code__ for f in functions_of(member) if isinstance(f, FunctionType)]
 
 
@@ -313,7 +315,7 @@ def as_they_are(values: Iterable[Value]) -> Holder:
     spaces: dict[int, tuple[Any, list[str]]] = {}
     for v in each:
         spaces.setdefault(identity(v.of), (v.space, []))[1].append(str(v.name))
-    single, at, parts, before = _named(each), dict[str, Any](), "", list[Any]()
+    single, at, parts, before = _named(each), dict[str, object](), "", list[object]()
     were = single.read()
     for i, (space, names) in enumerate(spaces.values()):
         at |= {f"g{i}": space.get, f"n{i}": names[0] if len(names) == 1 else names}
@@ -321,7 +323,7 @@ def as_they_are(values: Iterable[Value]) -> Holder:
         before += map(space.get, names)
     read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: (({parts}) == before,)", at | {"before": (*before,)})
 
-    def named(path: str, i: int, now: tuple[Any, ...]) -> str:
+    def named(path: str, i: int, now: tuple[object, ...]) -> str:
         return next((v.path for v, was, is_ in zip(each, were, single.read(), strict=True) if was is not is_), path)
 
     return Holder("functions of packages", read, lambda _: single.restore(were), named=named, inside=single.inside)
@@ -377,7 +379,7 @@ class Packages:
             _named([v for v, _ in moved]).restore(tuple([before for _, before in moved]))
 
     def after(
-        self, ran: Iterable[tuple[CodeType, dict[str, Any]]], apart: Set[Key], kinds: Iterable[type]
+        self, ran: Iterable[tuple[CodeType, dict[str, object]]], apart: Set[Key], kinds: Iterable[type]
     ) -> list[Holder]:  # fmt: skip
         """The places that count, going by the functions that ran in it, each given as its code and its globals; but for those
         `apart`, which are held already. There are objects of these `kinds`.
@@ -385,7 +387,7 @@ class Packages:
         Raises:
             Refusal: one has changed that is no count.
         """
-        spaces: dict[int, tuple[dict[str, Any], set[str], set[int]]] = {}
+        spaces: dict[int, tuple[dict[str, object], set[str], set[int]]] = {}
         for code, space in ran:
             # What a package has written itself has no file of its own.
             where = str(space.get("__file__")) if code.co_filename.startswith("<") else code.co_filename
@@ -411,7 +413,7 @@ class Packages:
         return together([v for key, v in found.items() if key not in self._restless and key not in apart])
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b))
 
 

@@ -70,7 +70,7 @@ from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
 __all__ = ["Reach"]
 
 _LIMIT = 50_000  # places; a function that reaches more is not recorded
-_SAMPLES: list[Any] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
+_SAMPLES: list[object] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, CoroutineType, AsyncGeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _MEMBERS = (staticmethod, classmethod, property)
 _ALIASES = (types.GenericAlias, types.UnionType, type(typing.List[int]))  # noqa: UP006 - which is no list[int]
@@ -108,7 +108,7 @@ class Reach(Objects):
         self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
-        self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}  # the globals of functions
+        self._spaces: dict[int, tuple[dict[str, object], set[str]]] = {}  # the globals of functions
         self._module_named = False  # whether some code may read attributes that it does not name, of a module...
         self._self_around = False  # ...of a method's own object...
         self._modules_flow = False  # ...or of what may be one: whether any is handed on, and not only named
@@ -117,7 +117,7 @@ class Reach(Objects):
         self._imports = False
         # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
         # modules that are far only if they run).
-        self._unentered: list[tuple[str, Any, bool]] = []
+        self._unentered: list[tuple[str, object, bool]] = []
         self._others: dict[tuple[int, str], packages.Named] = {}  # modules and classes that are not the user's
         self.of_others: set[packages.Key] = set()  # the plain values in these that are held
         self.packages = packages.Packages()
@@ -134,7 +134,7 @@ class Reach(Objects):
         if functions:
             given = [set(f.__dict__) for f in functions]
 
-            def restore(_: tuple[Any, ...]) -> None:
+            def restore(_: tuple[object, ...]) -> None:
                 for f, names in zip(functions, given, strict=True):
                     for name in f.__dict__.keys() - names:
                         del f.__dict__[name]
@@ -269,7 +269,7 @@ class Reach(Objects):
         dicts += [d for m in self.modules for d in (m._modules, m._parameters, m._buffers)]
         return any(name in d for d in dicts if d) or any(name in vars(k) for bases in self._kinds.values() for k in bases)
 
-    def called(self, container: Any) -> tuple[str, bool]:
+    def called(self, container: object) -> tuple[str, bool]:
         """By which name code gets at a container, or at what holds it, and whether it is an attribute of a module; "" if there
         are several names, or none."""
         if identity(container) in self.shared:
@@ -315,7 +315,7 @@ class Reach(Objects):
         found = [x for x in found if identity(x) not in self._seen]
         return Overlooked(frozenset(), found) if found else None
 
-    def _lasts(self, space: dict[str, Any]) -> bool:
+    def _lasts(self, space: dict[str, object]) -> bool:
         """Whether globals outlast the call: those of a function, or of a module; but not of one that is being imported."""
         of_module = own_dict(sys.modules.get(str(space.get("__name__")))) is space
         return identity(space) in self._spaces or (of_module and not getattr(space.get("__spec__"), "_initializing", False))
@@ -355,7 +355,7 @@ class Reach(Objects):
         self._work.append((path, getattr(alias, "__origin__", None)))
         self._fixed(path, alias.__args__)
 
-    def _getter(self, path: str, getter: Any) -> None:
+    def _getter(self, path: str, getter: object) -> None:
         """`operator.attrgetter("model.scale")` and its like name attributes as code does."""
         words = {word for name in getter.__reduce__()[1] if isinstance(name, str) for word in name.split(".")}
         self.mentions.add_words(words)
@@ -436,7 +436,7 @@ class Reach(Objects):
         if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
 
-    def _looks_around(self, used: Used, g: dict[str, Any], *, is_method: bool) -> None:
+    def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""
         for path in used.around:
             if path == "" or (path == "self" and not is_method) or path.partition(".")[0] not in {*g, "self"}:
@@ -446,7 +446,7 @@ class Reach(Objects):
             else:
                 self._module_named = self._module_named or _may_be_module(path, g)
 
-    def _imported(self, named: Set[str], used: Used, g: dict[str, Any]) -> None:
+    def _imported(self, named: Set[str], used: Used, g: dict[str, object]) -> None:
         """Modules that a function imports, or that something is looked up in by its name."""
         package = str(g.get("__package__") or "")
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
@@ -473,7 +473,7 @@ class Reach(Objects):
             held = sorted(theirs)
             self._hold(kept("sys.modules", lambda: tuple(map(sys.modules.get, held))))
 
-    def _variable_of(self, name: str, value: Any, bare: Set[str]) -> None:
+    def _variable_of(self, name: str, value: object, bare: Set[str]) -> None:
         """A global variable, or one of a module."""
         if issubclass(type(value), ModuleType) and name not in bare:
             self._module_of_the_user(name, value)
@@ -529,7 +529,7 @@ class Reach(Objects):
         if any_of_them and "*" not in held:
             held.add("*")
 
-            def restore(values: tuple[Any, ...]) -> None:
+            def restore(values: tuple[object, ...]) -> None:
                 for n in space.keys() - set(values):
                     del space[n]
 
@@ -590,7 +590,7 @@ class Reach(Objects):
                 if is_called and isinstance(member, classmethod):
                     self._making(kind)
 
-    def _runs_alike(self, f: Any) -> bool:
+    def _runs_alike(self, f: object) -> bool:
         """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""
         return isinstance(f, FunctionType) and self.mentions.knows_alike(f.__code__)
 
@@ -664,7 +664,7 @@ def _exactly(kind: type, enter: Enter) -> tuple[type, Enter]:
     return (kind, lambda reach, path, x: enter(reach, path, x) if type(x) is kind else reach._object(path, x))
 
 
-def _nothing(reach: Reach, path: str, thing: Any) -> None:
+def _nothing(reach: Reach, path: str, thing: object) -> None:
     """Nothing that could change, or that a result could depend on."""
 
 
@@ -717,7 +717,7 @@ _BARE = (torch.Generator, torch.Stream, random.SystemRandom, random.Random, weak
 
 
 def _with_its_own(enter: Enter) -> Enter:
-    def both(reach: Reach, path: str, thing: Any) -> None:
+    def both(reach: Reach, path: str, thing: object) -> None:
         enter(reach, path, thing)
         reach._object(path, thing)
 

@@ -262,6 +262,8 @@ def is_heard_of(holder: Holder) -> bool:
     return not _unheard or _unheard.isdisjoint(map(identity, holder.tables()))
 
 
-def _taking_turns(tensors: list[torch.Tensor], size: int) -> Iterator[tuple[Callable[[list[Any]], bool], list[torch.Tensor]]]:
+def _taking_turns(
+    tensors: list[torch.Tensor], size: int
+) -> Iterator[tuple[Callable[[list[torch.Tensor]], bool], list[torch.Tensor]]]:
     """So many of these tensors at a time, and what says whether they are what they were."""
     return cycle([(like(part), part) for part in in_pieces(tensors, size)] or [(bool, [])])

@@ -41,7 +41,7 @@ def _holds(f: FunctionType) -> bool:
     return any((f.__closure__, f.__defaults__, f.__kwdefaults__, f.__dict__))
 
 
-def all_same(old: Sequence[Any], now: Sequence[Any]) -> bool:
+def all_same(old: Sequence[object], now: Sequence[object]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._torch.tensors import alias
 from ..python.containers import Holder, Spot
@@ -22,8 +22,8 @@ class Setting(NamedTuple):
 
     path: str
     spot: Spot
-    old: Any
-    new: Any
+    old: object
+    new: object
     number: bool
 
 
@@ -104,12 +104,12 @@ class Snapshot:
             raise failed[0]
 
 
-def changed(read: Iterable[tuple[Holder, tuple[Any, ...]]]) -> list[str]:
+def changed(read: Iterable[tuple[Holder, tuple[object, ...]]]) -> list[str]:
     """The names of those places that hold something else than what was read of them."""
     return [name_of(h, old, now) for h, old in read if not all_same(old, now := h.read())]
 
 
-def name_of(holder: Holder, old: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+def name_of(holder: Holder, old: tuple[object, ...], now: tuple[object, ...]) -> str:
     """The name of the first value of a holder that differs."""
     if len(old) != len(now):
         return holder.path

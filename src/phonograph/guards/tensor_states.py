@@ -30,7 +30,7 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
     return lambda found: check(*found) and [*map(address, compress(found, lie))] == places
 
 
-def with_parts_like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
+def with_parts_like(tensors: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:
     """The same for tensors some of which consist of parts, and for these parts."""
     whole, of_parts, many = like(tensors), like(parts_of_all(tensors)), len(parts_of_all(tensors))
     return lambda found: whole(found) and len(inner := parts_of_all(found)) == many and of_parts(inner)
@@ -41,7 +41,7 @@ def _place(t: torch.Tensor) -> int:
     return t.data_ptr() if has_memory(t) else 0
 
 
-def _is_dense(value: Any) -> bool:
+def _is_dense(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (value.layout is torch.strided or consists_of_parts(value))
 
 
@@ -49,7 +49,7 @@ def hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | N
     return t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
 
 
-def hook_values(t: torch.Tensor) -> tuple[Any, ...]:
+def hook_values(t: torch.Tensor) -> tuple[object, ...]:
     before, after = hooks_of(t)
     return (*(before or {}).values(), *(after or {}).values()) if before or after else ()
 
@@ -70,6 +70,6 @@ def states_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [*zip(*(map(say, tensors) for say in _SAID), strict=True)]
 
 
-def state_of(t: torch.Tensor) -> tuple[Any, ...]:
+def state_of(t: torch.Tensor) -> tuple[object, ...]:
     """What a tensor is, but for its values."""
     return states_of([t])[0]

@@ -137,7 +137,7 @@ class Lease:
 
     __slots__ = ("__weakref__", "_all", "address", "cdata", "nbytes", "own", "owns", "python")
 
-    def __init__(self, address: int, nbytes: int, device: torch.device, anchor: Any) -> None:
+    def __init__(self, address: int, nbytes: int, device: torch.device, anchor: object) -> None:
         self.address = address
         self.nbytes = nbytes
         storage = storage_at(address, nbytes, device)
@@ -177,7 +177,7 @@ class Lease:
         return f"Lease({self.address:#x}, {self.nbytes} bytes, {'alive' if self.alive else 'free'})"
 
 
-def _let_go(anchor: Any) -> None:
+def _let_go(anchor: object) -> None:
     """Nothing to do: dropping the reference to the anchor is the point."""
 
 
@@ -193,7 +193,7 @@ class Shares(Protocol):
     @property
     def lent(self) -> Spans: ...
     @property
-    def rivals(self) -> list[tuple[int, int, Any, int]]: ...
+    def rivals(self) -> list[tuple[int, int, object, int]]: ...
     @property
     def spoiled(self) -> list[str]: ...
     @property

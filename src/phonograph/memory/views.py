@@ -19,7 +19,7 @@ from .pool import extent, place_of, unowned
 
 __all__ = ["View", "root"]
 
-_MODES: tuple[Callable[[], AbstractContextManager[Any]] | None, ...] = (
+_MODES: tuple[Callable[[], AbstractContextManager[object]] | None, ...] = (
     None, torch.no_grad, torch.enable_grad, torch.inference_mode,
 )  # fmt: skip
 

@@ -119,12 +119,12 @@ class Holder(NamedTuple):
         return f"{self.path}[{i}]" if self.named is None else self.named(self.path, i, values)
 
 
-def kept(path: str, read: Callable[[], Values], inside: Sequence[Any] | None = None) -> Holder:
+def kept(path: str, read: Callable[[], Values], inside: Sequence[object] | None = None) -> Holder:
     """What a capture does not undo: code, classes, hooks of all modules."""
     return Holder(path, read, lambda _: None, inside=None if inside is None else lambda: inside)
 
 
-def key_label(key: Any) -> str:
+def key_label(key: object) -> str:
     """A dictionary key in a name for people. (Never the repr of a tensor: it would read its values.)"""
     return repr(key)[:40] if isinstance(key, (int, float, tuple, bytes)) else type(key).__name__
 
@@ -143,7 +143,7 @@ def item(d: dict[Any, Any], key: Any) -> Spot:
     return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
 
 
-def _attribute(thing: Any, find: Callable[[], dict[str, Any]], name: str) -> Spot:
+def _attribute(thing: object, find: Callable[[], dict[str, object]], name: str) -> Spot:
     """An attribute of an object that has it in its dictionary."""
     return Spot((identity(thing), name), lambda: find().get(name, MISSING), lambda value: find().__setitem__(name, value))
 
@@ -180,7 +180,7 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
         for key, value in _pairs(values, 0):
             kind.__setitem__(d, key, value)
 
-    def move(to: dict[Any, Any]) -> None:
+    def move(to: dict[object, object]) -> None:
         nonlocal d
         d = to
 
@@ -188,7 +188,7 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
                   spot=_keyed(lambda k: item(d, k)), inside=lambda: (d,))  # fmt: skip
 
 
-def dictionary_without(path: str, d: dict[Any, Any], names: Set[Any]) -> Holder:
+def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -> Holder:
     """The same, but for what is under these names: of them only counts where they stand."""
 
     def read() -> Values:
@@ -273,7 +273,7 @@ def without(path: str, d: dict[str, Any], name: str) -> Holder:
     return Holder(path, read, restore, named=named, inside=lambda: (d,))
 
 
-def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
+def nested(path: str, d: dict[Any, Any], name: str, behind: object) -> Holder:
     """A dictionary of dictionaries (or of other values), which lies under `name` in another. A recording relies on what they
     hold, and has none of them. Read as (it, how many items, the inner ones, the keys, what each inner one holds)."""
 
@@ -302,7 +302,7 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
     def named(path: str, i: int, values: Values) -> str:
         return path
 
-    def tables() -> list[dict[Any, Any]]:
+    def tables() -> list[dict[object, object]]:
         return [one for one in dict.values(d[name]) if isinstance(one, dict)]
 
     def spot(i: int, flat: Values) -> Spot:
@@ -328,19 +328,19 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: Any) -> Holder:
 def _told_of(spot: Spot, behind: Any) -> Spot:
     """It lies behind a door: that is told where it is replaced."""
 
-    def put(value: Any) -> None:
+    def put(value: object) -> None:
         spot.put(value)
         behind.opened()
 
     return spot._replace(put=put)
 
 
-def _flat(value: Any) -> Values:
+def _flat(value: object) -> Values:
     """How many items a dictionary has, its keys, its values; or what there is instead of one."""
     return (len(value), *dict.keys(value), *dict.values(value)) if isinstance(value, dict) else (value,)
 
 
-def _taken_apart(d: dict[Any, Any]) -> Values:
+def _taken_apart(d: dict[object, object]) -> Values:
     """A dictionary of dictionaries (and of no tuples) as tuples."""
     return tuple([(k, _taken_apart(v) if isinstance(v, dict) else v) for k, v in d.items()])
 
@@ -352,7 +352,7 @@ def _put_together(items: Values) -> dict[Any, Any]:
 # -- objects
 
 
-def own_dict(thing: Any) -> dict[str, Any] | None:
+def own_dict(thing: object) -> dict[str, Any] | None:
     """An object's own attributes; None if it has no dictionary for them."""
     try:
         found = vars(thing) if issubclass(type(thing), threading.local) else object.__getattribute__(thing, "__dict__")
@@ -364,7 +364,7 @@ def own_dict(thing: Any) -> dict[str, Any] | None:
 _TABLES = (dict, OrderedDict, defaultdict)
 
 
-def is_table(thing: Any) -> bool:
+def is_table(thing: object) -> bool:
     """Whether this is a dictionary, and nothing but what it holds."""
     return type(thing) in _TABLES
 
@@ -434,7 +434,7 @@ def some(path: str, thing: Any, names: Set[str]) -> Holder:
     return Holder(path, read, restore, named=keyed, spot=_keyed(lambda name: _attribute(thing, find, name)))
 
 
-def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Holder:
+def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Any]]) -> Holder:
     """The attributes that an object has in slots, given as (name, descriptor) pairs."""
 
     def get(descriptor: Any) -> Any:
@@ -461,12 +461,12 @@ def slots(path: str, thing: Any, descriptors: Sequence[tuple[str, Any]]) -> Hold
 
 
 def of_tensors(
-    path: str, tensors: Sequence[tuple[str, Any]], descriptors: Sequence[tuple[str, Any]], names: Sequence[str]
+    path: str, tensors: Sequence[tuple[str, object]], descriptors: Sequence[tuple[str, Any]], names: Sequence[str]
 ) -> Holder:  # fmt: skip
     """What tensors of one class, which say of what they consist, have in slots, and what other attributes of theirs give. Read
     one attribute of all of them after the other."""
     paths, things = [path for path, _ in tensors], [t for _, t in tensors]
-    getters: list[Callable[[Any], Any]] = [d.__get__ for _, d in descriptors] + [attrgetter(name) for name in names]
+    getters: list[Callable[[object], object]] = [d.__get__ for _, d in descriptors] + [attrgetter(name) for name in names]
     called = [*(name for name, _ in descriptors), *names]
 
     def read() -> Values:
@@ -496,7 +496,7 @@ def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
         kind.clear(values)
         kind.extend(values, saved)
 
-    def move(to: list[Any] | deque[Any]) -> None:
+    def move(to: list[object] | deque[object]) -> None:
         nonlocal values
         values = to
 
@@ -509,12 +509,12 @@ def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
     return Holder(path, lambda: (*kind.__iter__(values),), restore, contents=Contents(lambda: values, move), spot=spot)
 
 
-def unordered(path: str, values: set[Any]) -> Holder:
+def unordered(path: str, values: set[object]) -> Holder:
     def restore(saved: Values) -> None:
         set.clear(values)
         set.update(values, saved)
 
-    def move(to: set[Any]) -> None:
+    def move(to: set[object]) -> None:
         nonlocal values
         values = to
 
@@ -543,11 +543,11 @@ def buffer(path: str, thing: Any) -> Holder:
     return Holder(path, read, restore)
 
 
-def cache(path: str, wrapper: Any) -> Holder:
+def cache(path: str, wrapper: object) -> Holder:
     """What a function wrapped in `functools.lru_cache` keeps: arguments and results, in no order."""
     own = own_dict(wrapper)
 
-    def tables() -> list[dict[Any, Any]]:
+    def tables() -> list[dict[object, object]]:
         return [d for d in gc.get_referents(wrapper) if type(d) is dict and d is not own]
 
     def read() -> Values:

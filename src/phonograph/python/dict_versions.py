@@ -53,7 +53,7 @@ def _ways() -> Iterable[tuple[dict[str, Any], Callable[[Any], None]]]:
     probe, plain = _Probe(), {"a": 0}
     probe.a = 0  # type: ignore[attr-defined]
 
-    def assign(value: Any) -> None:
+    def assign(value: object) -> None:
         probe.a = value  # type: ignore[attr-defined]
 
     yield plain, lambda value: plain.__setitem__("a", value)
@@ -96,7 +96,7 @@ at_one_glance = _heard and _are_counted_together()
 """Whether it takes no more to know that none of many has been changed. Otherwise each is asked."""
 
 
-def tell(dictionaries: Iterable[Any]) -> bool:
+def tell(dictionaries: Iterable[object]) -> bool:
     """Whether each of these has another version when it holds something else, or holds it in another order."""
     return _heard and all(type(d) is dict or (type(d) is OrderedDict and len(d) < 2) for d in dictionaries)
 
@@ -106,7 +106,7 @@ class Versions:
 
     __slots__ = ("_dictionaries", "_epoch", "_find", "_new", "_own", "_versions")
 
-    def __init__(self, dictionaries: list[dict[Any, Any]], find: list[Callable[[], dict[Any, Any]]]) -> None:
+    def __init__(self, dictionaries: list[dict[object, object]], find: list[Callable[[], dict[object, object]]]) -> None:
         self._dictionaries, self._find = dictionaries, find
         self._own: list[Any] = [None] * len(find)
         self._versions = [-1] * (len(dictionaries) + len(find))

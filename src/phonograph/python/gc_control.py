@@ -14,7 +14,6 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 __all__ = ["telling_collections", "uncollected"]
 
@@ -39,11 +38,11 @@ def telling_collections() -> Iterator[Callable[[], bool]]:
     """A function that says, inside the block, whether the collector is at work in this thread."""
     at_work: list[int] = []
 
-    def begins(phase: str, info: dict[str, Any]) -> None:
+    def begins(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             at_work.append(threading.get_ident())
 
-    def ends(phase: str, info: dict[str, Any]) -> None:
+    def ends(phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
             at_work.clear()
 

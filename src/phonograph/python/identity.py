@@ -23,7 +23,7 @@ identity: Callable[[object], int] = object.__hash__
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
-def _parts_of(function: Any) -> list[Any]:
+def _parts_of(function: object) -> list[Any]:
     return [getattr(function, part) for part in _PARTS]
 
 
@@ -49,7 +49,7 @@ def _probed() -> tuple[int, int] | None:
 _LYING = _probed()
 
 
-def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[Any, ...]]:
+def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[object, ...]]:
     """A function that reads of each of these what makes it another one if it is assigned, and how many attributes it has. It is
     called in each replay, and so it is written out."""
     names: dict[str, Any] = {f"f{i}": f for i, f in enumerate(functions)}
@@ -58,7 +58,7 @@ def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[Any, 
     if _LYING is not None:
         at, nbytes = _LYING
         # As long as these are referred to, nothing else can lie where they do.
-        known: list[Any] = [part for f in functions for part in _parts_of(f)]
+        known: list[object] = [part for f in functions for part in _parts_of(f)]
         memory = [(ctypes.c_char * nbytes).from_address(id(f) + at) for f in functions]
         names |= {"known": known} | {f"m{i}": m for i, m in enumerate(memory)} | {f"b{i}": m.raw for i, m in enumerate(memory)}
         same = " and ".join(f"m{i}.raw == b{i}" for i in range(len(memory)))
@@ -88,7 +88,7 @@ def _is_laid_out_so() -> bool:
 _LISTS = _is_laid_out_so()
 
 
-def reading_list(values: list[Any]) -> Callable[[], tuple[Any, ...]]:
+def reading_list(values: list[object]) -> Callable[[], tuple[object, ...]]:
     """A function that reads a long list: one thing for all of it, as long as the same objects are in it, and touches none of
     them. (They are kept, so that nothing else can lie where they do.)"""
     if not (_LISTS and values):

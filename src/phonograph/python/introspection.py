@@ -43,7 +43,7 @@ _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib"
            "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
 
 
-def contents(cell: CellType) -> Any:
+def contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:
@@ -87,7 +87,7 @@ def functions_with(code: CodeType) -> list[FunctionType]:
     return [f for f in gc.get_referrers(code) if type(f) is FunctionType and f.__code__ is code]
 
 
-def functions_of(member: Any) -> list[Any]:
+def functions_of(member: object) -> list[Any]:
     """What runs when a member of a class is used: of a property, the getter, the setter and the deleter."""
     if isinstance(member, (staticmethod, classmethod)):
         return [member.__func__]
@@ -96,7 +96,7 @@ def functions_of(member: Any) -> list[Any]:
     return [member] if isinstance(member, FunctionType) else []
 
 
-def slots_of(kind: type) -> list[tuple[str, Any]]:
+def slots_of(kind: type) -> list[tuple[str, object]]:
     """The attributes that a class itself keeps in slots: their names as written, and their descriptors."""
     slots = vars(kind).get("__slots__", ())
     slots = (slots,) if isinstance(slots, str) else tuple(slots)
@@ -116,11 +116,11 @@ def is_users_class(kind: type) -> bool:
     return is_users(getattr(module, "__file__", None) or "<string>")
 
 
-def _is_users_code(f: Any) -> bool:
+def _is_users_code(f: object) -> bool:
     return isinstance(f, FunctionType) and is_users(f.__code__.co_filename)
 
 
-def is_users_function(f: Any) -> bool:
+def is_users_function(f: object) -> bool:
     """Whether this is a function of the user's, or one of their methods bound to an object."""
     f = f.__func__ if type(f) is MethodType else f
     return type(f) is FunctionType and is_users(f.__code__.co_filename)

@@ -19,7 +19,7 @@ from .origin import USER, works_for
 
 __all__ = ["ASKING", "Question", "decides_itself", "levels", "question"]
 
-Question = tuple[Any, int | None]
+Question = tuple[object, int | None]
 """A logger, or an adapter of one, and the level of which it is asked whether it lets that through; None: which is its level."""
 
 ASKING = frozenset(f.__code__ for kind in (Logger, LoggerAdapter) for f in (kind.isEnabledFor, kind.getEffectiveLevel))
@@ -32,7 +32,7 @@ _SAYING = frozenset({"debug", "info", "warning", "warn", "error", "exception", "
 def question(frame: FrameType, there: Container[int]) -> Question | None:
     """What is asked where such a function starts. But not what torch asks loggers of its own, and we ours; nor of an adapter
     that was not `there` (by identity) before the call: it asks its logger."""
-    asks: Any = frame.f_locals["self"]
+    asks: object = frame.f_locals["self"]
     level = frame.f_locals.get("level")
     own = own_dict(asks) or {}
     if str(own.get("name")).partition(".")[0] in ("torch", "phonograph") and works_for(frame.f_back) is not USER:
@@ -44,9 +44,9 @@ def question(frame: FrameType, there: Container[int]) -> Question | None:
 
 def decides_itself(frame: FrameType) -> bool:
     """Whether a method starts of a logger that has its own idea of what it lets through, or of what it does then."""
-    asks: Any = frame.f_locals.get("self")
+    asks: object = frame.f_locals.get("self")
     kind = type(asks)
-    base: Any = next((b for b in (Logger, LoggerAdapter) if issubclass(kind, b)), kind)
+    base: object = next((b for b in (Logger, LoggerAdapter) if issubclass(kind, b)), kind)
     return not _DECIDING.isdisjoint(own_dict(asks) or ()) or any(
         getattr(kind, name, None) is not getattr(base, name, None) for name in _DECIDING
     )

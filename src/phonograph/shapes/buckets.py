@@ -55,7 +55,7 @@ class _Declared(NamedTuple):
     dims: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class Padded(Recorded[..., Any]):
+class Padded(Recorded[..., object]):
     """A recorded function whose arguments are padded to a few sizes where that changes nothing."""
 
     _measures = False  # what is played is not the call that would run live
@@ -63,7 +63,7 @@ class Padded(Recorded[..., Any]):
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self._declared = _declared(function, options)
-        self._verdicts: weakref.WeakKeyDictionary[Player, dict[Any, Moulds | Unpadded]] = weakref.WeakKeyDictionary()
+        self._verdicts: weakref.WeakKeyDictionary[Player, dict[object, Moulds | Unpadded]] = weakref.WeakKeyDictionary()
         self._padded = 0  # calls that were
         super().__init__(function, options)
         self._describer.carried = Carried(learns=False)  # what is carried would have to be padded as well
@@ -74,7 +74,7 @@ class Padded(Recorded[..., Any]):
 
     # -- a call
 
-    def _answer(self, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    def _answer(self, args: Any, kwargs: Any) -> tuple[bool, object]:
         with lock:
             pads = self._pads(args, kwargs)
             if not pads:
@@ -128,7 +128,7 @@ class Padded(Recorded[..., Any]):
             raise verdict
         return player, verdict
 
-    def _replayed(self, player: Player, padded: Call, moulds: Moulds) -> Any:
+    def _replayed(self, player: Player, padded: Call, moulds: Moulds) -> object:
         self._counters.calls += 1
         self._counters.replayed += 1
         self._padded += 1
@@ -138,7 +138,7 @@ class Padded(Recorded[..., Any]):
 
     # -- trying
 
-    def _tried(self, pads: Pads, call: Call, padded: Call, history: History, result: Any) -> Moulds | Unpadded | None:
+    def _tried(self, pads: Pads, call: Call, padded: Call, history: History, result: object) -> Moulds | Unpadded | None:
         """Whether such calls may be padded, of which this one had that result, live; None if that cannot be told yet."""
         try:
             found = self._shelf.find(padded)
@@ -197,7 +197,7 @@ class Padded(Recorded[..., Any]):
 
     # -- before the calls
 
-    def _pads(self, args: Any, kwargs: Any) -> Pads:
+    def _pads(self, args: object, kwargs: object) -> Pads:
         """What is padded in a call: nothing, if all sizes are declared, or some one is larger or none at all."""
         pads: dict[int | str, list[Pad]] = {}
         for at, t, dims in self._given(args, kwargs):
@@ -217,7 +217,7 @@ class Padded(Recorded[..., Any]):
             if type(t) in _TENSORS and has_memory(t):
                 yield at, t, [(dim, sizes) for dim, sizes in dims if dim < t.dim()]
 
-    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def prepare(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Record every size, the largest first. See `phonograph.prepare`."""
         given = list(self._given(args, kwargs))
         together = list(dict.fromkeys(sizes for *_, dims in given for _, sizes in dims))  # equal sizes are those of one thing

@@ -86,7 +86,7 @@ Moulds: TypeAlias = tuple[Mould | None, ...]  # for each leaf of the result; Non
 class _Leaves:
     """A result, taken apart."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: object) -> None:
         self.leaves: list[Any] = []
         self.shape = flatten(result, self.leaves)
         first: dict[int, int] = {}
@@ -96,7 +96,7 @@ class _Leaves:
 # -- the trial
 
 
-def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, reach: Reach, result: Any) -> Moulds | None:
+def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, reach: Reach, result: object) -> Moulds | None:
     """How results are to be cut of what this player plays. Such a call had that `result`, live; `where` says what is padded.
     None: that result cannot be told from another.
 
@@ -145,7 +145,7 @@ def _can_show(t: torch.Tensor) -> bool:
     return t.dtype is torch.bool or bool(t.any())
 
 
-def _tells_nothing(leaf: Any) -> bool:
+def _tells_nothing(leaf: object) -> bool:
     """Whether this is a tensor of zeros, which a wrong factor leaves alone, or has what is no number, and hides others."""
     if not isinstance(leaf, torch.Tensor) or not leaf.numel():
         return False
@@ -219,7 +219,7 @@ def _own(t: torch.Tensor, pads: Sequence[Pad]) -> torch.Tensor:
 # -- what comes back
 
 
-def cut(result: Any, moulds: Moulds) -> Any:
+def cut(result: object, moulds: Moulds) -> object:
     """A padded result in the size that it would have had."""
     leaves: list[Any] = []
     shape = flatten(result, leaves)

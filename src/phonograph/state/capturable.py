@@ -23,7 +23,7 @@ __all__ = ["fit_to_step", "is_step", "never", "states_to_come", "stepped"]
 _CORRECTING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")])
 
 
-def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, dict[str, object]]]:
     return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
 
 
@@ -34,7 +34,7 @@ def stepped(function: Any) -> None:
         function.__self__.__dict__["_opt_called"] = True
 
 
-def is_step(function: Any) -> bool:
+def is_step(function: object) -> bool:
     """Whether the function is an optimizer's own step."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step"
@@ -63,7 +63,7 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """During the block, the step of an optimizer that cannot take a recorded one as it is now raises a `Refusal`."""
 
     def refusing(refusal: Refusal) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             raise refusal
 
         return hook
@@ -77,7 +77,7 @@ def fit_to_step(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
             handle.remove()
 
 
-def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Refusal | None:
+def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Refusal | None:
     """Why the optimizer cannot take a recorded step with this group."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.Adafactor):

@@ -104,7 +104,7 @@ def settled(own: Iterable[OwnGenerators]) -> Iterator[None]:
 _known: weakref.WeakKeyDictionary[Any, OwnGenerators | None] = weakref.WeakKeyDictionary()
 
 
-def own_of(node: Any) -> OwnGenerators | None:
+def own_of(node: object) -> OwnGenerators | None:
     """The generators that the compiled function has of its own of which this is a node of autograd's."""
     if number_of_call(node) is None:
         return None

@@ -269,7 +269,7 @@ class States:
     def __init__(self) -> None:
         self._read: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
 
-    def read(self, state: torch.Tensor, meaning: Any = None) -> None:
+    def read(self, state: torch.Tensor, meaning: object = None) -> None:
         self._read[identity(state)] = weakref.ref(state), meaning
 
     def knows(self, t: torch.Tensor) -> bool:

@@ -88,21 +88,21 @@ class Tally(Followed):
         return self if digits is None else round(self.as_plain("is rounded"), digits)
 
 
-def said(x: Any) -> Any:
+def said(x: object) -> Any:
     """A number, or for what it stands: by which arithmetic is the same."""
     return x.said if isinstance(x, Followed) else (type(x), repr(x))
 
 
-def _plain(x: Any) -> bool:
+def _plain(x: object) -> bool:
     """Whether arithmetic of a tally with this is a formula."""
     return isinstance(x, Followed) or type(x) in (int, float, bool)
 
 
-def _formula(x: Any) -> Any:
+def _formula(x: object) -> Any:
     return x.formula if isinstance(x, Followed) else x
 
 
-def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: Any, swapped: bool = False) -> Any:
+def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: Any, swapped: bool = False) -> object:
     """The result of an operation, with the formula of it."""
     of = [tally, *others][:: -1 if swapped else 1]
     formula = Worked(function, *map(_formula, of))
@@ -117,8 +117,8 @@ def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: Any,
     return value
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Tally, Any], Any]:
-    def method(self: Tally, other: Any) -> Any:
+def _arithmetic(name: str, function: Callable[[object, object], object], swapped: bool) -> Callable[[Tally, object], object]:
+    def method(self: Tally, other: object) -> object:
         if _plain(other):
             return _worked(self, name, function, other, swapped=swapped)
         mine = self.as_plain(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
@@ -127,8 +127,8 @@ def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -
     return method
 
 
-def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tally, Any], Any]:
-    def method(self: Tally, other: Any) -> Any:
+def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tally, object], object]:
+    def method(self: Tally, other: Any) -> object:
         if other is None:
             return NotImplemented
         if not _plain(other):
@@ -138,11 +138,11 @@ def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tal
     return method
 
 
-def _unary(name: str, function: Callable[[Any], Any]) -> Callable[[Tally], Any]:
+def _unary(name: str, function: Callable[[object], object]) -> Callable[[Tally], object]:
     return lambda self: _worked(self, name, function)
 
 
-def _conversion(name: str, kind: Callable[..., Any]) -> Callable[..., Any]:
+def _conversion(name: str, kind: Callable[..., object]) -> Callable[..., object]:
     return lambda self, *others: kind(self.as_plain(f"is converted ({name})"), *others)
 
 

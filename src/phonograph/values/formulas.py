@@ -36,7 +36,7 @@ class Worked:
 
     __slots__ = ("function", "of")
 
-    def __init__(self, function: Callable[..., Any], *of: Any) -> None:
+    def __init__(self, function: Callable[..., object], *of: object) -> None:
         self.function, self.of = function, of
 
     def __call__(self, values: Values) -> Any:
@@ -45,7 +45,7 @@ class Worked:
 
 Formula = Given | Worked
 
-_SIGNS: dict[Any, str] = {
+_SIGNS: dict[object, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**", operator.lt: "<",
     operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
@@ -70,7 +70,7 @@ class _Writing:
         self.constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
 
-    def name(self, x: Any) -> str:
+    def name(self, x: object) -> str:
         if not isinstance(x, (Given, Worked)):
             return self._constant(x)
         todo = [x]
@@ -93,7 +93,7 @@ class _Writing:
         sign = _SIGNS.get(x.function) if len(of) == 2 else None
         return f"{of[0]} {sign} {of[1]}" if sign else f"{self._constant(x.function)}({', '.join(of)})"
 
-    def _constant(self, x: Any) -> str:
+    def _constant(self, x: object) -> str:
         name = f"c{len(self.constants)}"
         self.constants[name] = x
         return name

@@ -35,7 +35,7 @@ _NOT_READERS = ("phonograph.", "torch.utils._python_dispatch", "torch._tensor", 
 _MOST = 32  # numbers of one tensor: each is a result of its own
 
 
-Site = tuple[Any, Any]  # a code object, and where in it the call is that reads
+Site = tuple[object, object]  # a code object, and where in it the call is that reads
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 NUMBER_READERS = (READS_NUMBER, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default)  # these in inference mode
 
@@ -67,7 +67,7 @@ class Numeral:
     def __class__(self) -> Any:  # so that it counts as such a number where that is asked for
         return self._kind
 
-    def _asked(self, *_: Any, **__: Any) -> NoReturn:
+    def _asked(self, *_: object, **__: object) -> NoReturn:
         self._refuses()
 
     for _name in _ASKED:
@@ -75,19 +75,19 @@ class Numeral:
     del _name
 
 
-def tensors_of(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+def tensors_of(leaves: Sequence[object]) -> dict[int, torch.Tensor]:
     """Where numerals are among these, and their tensors."""
     return {i: x.tensor for i, x in enumerate(leaves) if type(x) is Numeral}
 
 
-def without(result: Any, given: Set[int]) -> tuple[Any, list[torch.Tensor]]:
+def without(result: object, given: Set[int]) -> tuple[Any, list[torch.Tensor]]:
     """The same with their tensors in the place of numerals, and these tensors. `given` are containers that are not the call's
     own, by identity.
 
     Raises:
         Refusal: one of those is there as well as a numeral, or a container is there twice.
     """
-    leaves: list[Any] = []
+    leaves: list[object] = []
     shape = flatten(result, leaves)
     found = tensors_of(leaves)
     if not found:
@@ -109,10 +109,10 @@ def listable(t: torch.Tensor, device: torch.device) -> bool:
     return plain and t.device == device and t.numel() <= _MOST
 
 
-def reading(numbers: Sequence[int], rebuild: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def reading(numbers: Sequence[int], rebuild: Callable[[list[object]], object]) -> Callable[[list[Any]], Any]:
     """What makes the result of a call of its leaves, some of which are read."""
 
-    def rebuilt(leaves: list[Any]) -> Any:
+    def rebuilt(leaves: list[Any]) -> object:
         leaves = [*leaves]
         for i in numbers:
             leaves[i] = leaves[i].item()

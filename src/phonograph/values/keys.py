@@ -71,7 +71,7 @@ _BY_TEXT = (decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.da
             pathlib.PurePosixPath, pathlib.PureWindowsPath)  # fmt: skip
 
 
-def class_of(value: Any) -> str:
+def class_of(value: object) -> str:
     """The name of a value's class, with that of its module if it is not Python's own."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -83,7 +83,7 @@ _FOR_CLASS = {
 }
 
 
-def plain_key(value: Any) -> Any:
+def plain_key(value: Any) -> object:
     """What identifies a Python value.
 
     Raises:
@@ -117,7 +117,7 @@ def plain_key(value: Any) -> Any:
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
 
 
-def argument_key(value: Any) -> Any:
+def argument_key(value: Any) -> object:
     """The same for an argument, of which what can change counts as it is now: of a partial function, or an array."""
     kind = type(value)
     if kind is partial:
@@ -128,7 +128,7 @@ def argument_key(value: Any) -> Any:
     return plain_key(value)
 
 
-def nested_key(value: Any, of_object: Callable[[Any], Any] = plain_key) -> Any:
+def nested_key(value: Any, of_object: Callable[[object], object] = plain_key) -> object:
     """The same for what may be nested in tuples, lists and dictionaries; a tensor in them stands for itself, and for an object
     what `of_object` says."""
     kind = type(value)
@@ -141,7 +141,7 @@ def nested_key(value: Any, of_object: Callable[[Any], Any] = plain_key) -> Any:
     return plain_key(value) if layout_of(kind) is None else of_object(value)
 
 
-def structure(value: Any) -> Any:
+def structure(value: object) -> object:
     """What identifies an object by what is in it."""
     layout = layout_of(type(value))
     if layout is None:

@@ -24,7 +24,7 @@ __all__ = ["Layout", "layout_of", "made_of", "parts_of", "put_into", "replace"]
 _ONE_THING = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler,
               torch.utils.data.Dataset, torch.Tensor, enum.Enum, type, BaseException, defaultdict, weakref.WeakKeyDictionary,
               weakref.WeakValueDictionary, weakref.WeakSet)  # fmt: skip
-_MAKES: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__, dict.__new__)
+_MAKES: tuple[object, ...] = (object.__new__, SimpleNamespace.__new__, dict.__new__)
 _KNOWN = (SimpleNamespace, UserDict, UserList, Counter)  # of modules that are else not looked into
 _KNOWN_OF = frozenset({"torch.nn.attention.flex_attention"})  # BlockMask
 
@@ -87,12 +87,12 @@ def parts_of(thing: Any, layout: Layout) -> Parts:
     return Parts((*attributes,), [*attributes.values()], items, itself)
 
 
-def made_of(kind: Any) -> Any:
+def made_of(kind: Any) -> object:
     """A new object of this class, without anything in it."""
     return kind.__new__(kind)
 
 
-def put_into(thing: Any, attributes: dict[str, Any], items: dict[Any, Any] | None, itself: bool) -> None:
+def put_into(thing: Any, attributes: dict[str, Any], items: dict[object, object] | None, itself: bool) -> None:
     """Let an object have these attributes, and items, and no others."""
     layout = layout_of(type(thing))
     assert layout is not None

@@ -72,23 +72,23 @@ class Opening:
         self.lasts = lasts
         self.by_attributes = by_attributes
         self.containers: list[Any] = []
-        self.spans: list[tuple[Any, int, int]] = []
+        self.spans: list[tuple[object, int, int]] = []
         self._numbers: dict[int, int] = {}
 
-    def is_opened(self, thing: Any) -> bool:
+    def is_opened(self, thing: object) -> bool:
         """Whether this is an object that was opened."""
         return identity(thing) in self._numbers
 
-    def outermost(self, at: int) -> tuple[Any, int, int] | None:
+    def outermost(self, at: int) -> tuple[object, int, int] | None:
         """The outermost object that has the leaf of this number in it."""
         return next((span for span in reversed(self.spans) if span[1] <= at < span[2]), None)
 
-    def unfinished(self) -> Any:
+    def unfinished(self) -> object:
         """The outermost object that was not taken apart to its end."""
         ended = {identity(thing) for thing, _, _ in self.spans}
         return next((c for c in self.containers if self.is_opened(c) and identity(c) not in ended), None)
 
-    def flatten(self, tree: Any, leaves: list[Any]) -> Node | None:
+    def flatten(self, tree: Any, leaves: list[object]) -> Node | None:
         kind = type(tree)
         if kind in _LEAVES or identity(tree) in self.shut or (identity(tree) in self.lasts and kind not in _PLAIN):
             leaves.append(tree)
@@ -126,7 +126,7 @@ def opened_in(node: Node | None) -> set[type]:
     return set().union(*map(opened_in, node.children), [node.kind] if type(node) is _Opened else [])
 
 
-def goes_by_pytree(thing: Any) -> bool:
+def goes_by_pytree(thing: object) -> bool:
     """Whether this is an object that is taken apart as its class has told pytree, and could be by its attributes."""
     return type(thing) in SUPPORTED_NODES and layout_of(type(thing)) is not None
 
@@ -137,19 +137,19 @@ def has_only_attributes(node: Node) -> bool:
     return layout is not None and not layout.slots and not layout.items
 
 
-def can_be_opened(thing: Any) -> bool:
+def can_be_opened(thing: object) -> bool:
     """Whether this is a container, or an object that can be taken apart."""
     return _parts(thing) is not None or layout_of(type(thing)) is not None
 
 
-def _parts_of(tree: Any, layout: Layout) -> tuple[tuple[Any, ...], list[Any]]:
+def _parts_of(tree: object, layout: Layout) -> tuple[tuple[object, ...], list[object]]:
     names, values, items, itself = parts_of(tree, layout)
     if items is None:
         return names, values
     return (*names, itself, *map(_name, items)), [*values, *items.values()]
 
 
-def flatten(tree: Any, leaves: list[Any], opening: Opening | None = None) -> Node | None:
+def flatten(tree: object, leaves: list[object], opening: Opening | None = None) -> Node | None:
     """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf).
 
     The shape is hashable when all dictionary keys are.
@@ -164,7 +164,7 @@ def flatten(tree: Any, leaves: list[Any], opening: Opening | None = None) -> Nod
     return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
 
 
-def unflatten(node: Node | None, leaves: Iterator[Any], built: list[Any] | None = None) -> Any:
+def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] | None = None) -> Any:
     """Rebuild the tree of shape `node` from `leaves`. Its containers are added to `built`, each before what is in it."""
     return next(leaves) if node is None else _unflatten(node, leaves, [] if built is None else built)
 
@@ -185,13 +185,13 @@ def _unflatten(node: Node | None, leaves: Iterator[Any], built: list[Any]) -> An
     return built[at]
 
 
-def _fill(made: Any, names: tuple[Any, ...], values: list[Any]) -> None:
+def _fill(made: object, names: tuple[object, ...], values: list[object]) -> None:
     own, itself, keys = _divided(names)
     items = None if itself is None else dict(zip(keys, values[len(own) :], strict=True))
     put_into(made, dict(zip(own, values, strict=False)), items, bool(itself))
 
 
-def _divided(names: tuple[Any, ...]) -> tuple[tuple[str, ...], bool | None, list[Any]]:
+def _divided(names: tuple[Any, ...]) -> tuple[tuple[str, ...], bool | None, list[object]]:
     """The attributes of an opened object, whether its items are that, and their keys; None if it has none."""
     at = next((i for i, name in enumerate(names) if type(name) is bool), None)
     return (names, None, []) if at is None else (names[:at], names[at], [*map(_key, names[at + 1 :])])
@@ -217,7 +217,7 @@ def entries(container: Any, by_attributes: Container[type] = ()) -> dict[tuple[b
     return {(False, n): v for n, v in zip(names, values, strict=True)} | {(True, k): v for k, v in (items or {}).items()}
 
 
-def _mapped(container: Any, values: list[Any]) -> dict[tuple[bool, Any], Any] | None:
+def _mapped(container: Any, values: list[object]) -> dict[tuple[bool, object], object] | None:
     """What an object of a class that is registered with pytree holds, if it does so under the keys that it has."""
     if not issubclass(type(container), MutableMapping):
         return None
@@ -243,7 +243,7 @@ class Edit(NamedTuple):
         new = tuple([at for at, value in now.items() if at not in before or before[at] is not value])
         return cls(number, tuple(now), new, by_attributes) if new or list(before) != list(now) else None
 
-    def repeat(self, container: Any, values: Sequence[Any]) -> None:
+    def repeat(self, container: Any, values: Sequence[object]) -> None:
         """Do the same to another container that held the same, with these new values."""
         found, new = entries(container, self.by_attributes) or {}, dict(zip(self.new, values, strict=True))
         now = {at: new[at] if at in new else found[at] for at in self.all}
@@ -284,7 +284,7 @@ def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
     return rebuild
 
 
-def _written(node: Node | None, at: int, names: dict[str, Any], depth: int) -> tuple[str, int]:
+def _written(node: Node | None, at: int, names: dict[str, object], depth: int) -> tuple[str, int]:
     """The expression for a shape whose leaves begin `at` a place, and where they end."""
     if node is None:
         return f"m[{at}]", at + 1
@@ -315,7 +315,7 @@ def kinds(node: Node | None) -> Iterator[type]:
             yield from kinds(child)
 
 
-def path_to(node: Node | None, at: int) -> list[Any]:
+def path_to(node: Node | None, at: int) -> list[object]:
     """The way to the leaf of this number: an index, a key or a `Field` for each container."""
     for step, child in zip(_steps(node), node.children, strict=True) if node is not None else ():
         size = _size(child)
@@ -325,7 +325,7 @@ def path_to(node: Node | None, at: int) -> list[Any]:
     return []
 
 
-def unhashable(node: Node | None) -> list[Any] | None:
+def unhashable(node: Node | None) -> list[object] | None:
     """The way to the first container with a key, or something else besides its children, that cannot be compared."""
     if node is None:
         return None
@@ -339,7 +339,7 @@ def unhashable(node: Node | None) -> list[Any] | None:
     return next(([step, *way] for step, way in ways if way is not None), None)
 
 
-def _steps(node: Node) -> Sequence[Any]:
+def _steps(node: Node) -> Sequence[object]:
     if node.kind in (tuple, list):
         return range(len(node.children))
     if node.kind in _DICTS:
@@ -372,7 +372,7 @@ def tensors_apart(node: Node | None, at: int = 0) -> list[range]:
     return found
 
 
-def containers(tree: Any) -> Iterator[Any]:
+def containers(tree: object) -> Iterator[object]:
     """Every container of a tree that can change, outermost first."""
     parts = _parts(tree)
     if parts is not None:
@@ -391,7 +391,7 @@ def labels(node: Node | None) -> Iterator[_Key]:
             yield from labels(child)
 
 
-def inside(value: Any) -> Iterator[Any]:
+def inside(value: object) -> Iterator[object]:
     """The value of a label and, where it is a container or an object, all that is in it."""
     yield value
     layout = layout_of(type(value))
@@ -453,7 +453,7 @@ def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
             return (*map(_name, tree), _Attributes(tree.__dict__)), [*tree.values(), None]
         return tuple(map(_name, tree)), list(tree.values())
     if _is_dataclass(kind):
-        makes: Any = kind.__new__
+        makes: object = kind.__new__
         if makes is not object.__new__ or isinstance(tree, torch.nn.Module):
             return None  # more than its fields: a dictionary, an exception, a module
         names = tuple(f.name for f in dataclasses.fields(kind) if hasattr(tree, f.name))
@@ -489,7 +489,7 @@ class _Key:
         self.value = value
         self._of: Any = None
 
-    def _identity(self) -> Any:
+    def _identity(self) -> object:
         if self._of is None:
             self._of = self._described()
         return self._of
@@ -529,20 +529,20 @@ class _Attributes(_Key):
     __slots__ = ()
     copied = True
 
-    def __init__(self, value: dict[str, Any]) -> None:
+    def __init__(self, value: dict[str, object]) -> None:
         super().__init__(dict(value))
 
 
-def _name(key: Any) -> Any:
+def _name(key: object) -> object:
     return key if type(key) is str else _Key(key)
 
 
-def _key(name: Any) -> Any:
+def _key(name: object) -> object:
     return name.value if isinstance(name, _Key) else name
 
 
 def _build(node: Node, values: list[Any]) -> Any:
-    kind: Callable[..., Any] = node.kind
+    kind: Callable[..., object] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
         return kind(values)
     if _is_tensor(node):

@@ -60,7 +60,7 @@ class StepCounts:
         self._there = [t.detach() for t in self.tensors[len(self.here) :]]
         self._storages = [t.untyped_storage() for t in self.here]  # which the cells do not keep
         self._cells = [_CELLS[t.dtype].from_address(t.data_ptr()) for t in self.here]
-        classes: dict[Any, int] = {}
+        classes: dict[object, int] = {}
         alike = [(identity(o), name, t.dtype, v) for (o, name, t), v in zip(found.values(), self._read(), strict=True)]
         self.of = [classes.setdefault(key, len(classes)) for key in alike]
         self._firsts = [*map(self.of.index, range(len(classes)))]
@@ -115,5 +115,5 @@ def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
     return [(name, t) for s in states for name in _KEPT if _is_count(t := s.get(name))]
 
 
-def _is_count(t: Any) -> TypeGuard[torch.Tensor]:
+def _is_count(t: object) -> TypeGuard[torch.Tensor]:
     return type(t) is torch.Tensor and t.device.type in _DEVICES and t.dim() == 0 and t.dtype in _CELLS and not t.requires_grad

@@ -89,7 +89,7 @@ class Description(NamedTuple):
                               f"another ({e})", "pass the tensors of which it is made") from None  # fmt: skip
 
 
-def _key(value: Any) -> Any:
+def _key(value: Any) -> object:
     """As `plain_key`; and by what it says itself, if it says when it equals another: as torch.compile compares such things."""
     kind = type(value)
     if kind in (tuple, list):

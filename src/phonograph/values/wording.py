@@ -100,7 +100,7 @@ def _first_of_others(frame: FrameType | None) -> FrameType | None:
 # -- the source
 
 
-def excerpt(code: CodeType, at: int, names: dict[str, Any]) -> str:
+def excerpt(code: CodeType, at: int, names: dict[str, object]) -> str:
     """The expression to which the instruction of code `at` a place belongs, as it stands in the source, and cut if it is long.
     "", where that is not known: before Python 3.11, for one."""
     if not hasattr(code, "co_positions"):
@@ -130,7 +130,7 @@ def innermost(trace: TracebackType | None) -> tuple[str, str, bool]:
     return line, source, direct
 
 
-def defined_at(function: Any) -> str:
+def defined_at(function: object) -> str:
     """The line where a function of the user's begins, or the `forward` of a module: ``file:line``."""
     code = _code_of(function)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
@@ -146,7 +146,7 @@ def locating(line_for: Callable[[str], str]) -> Iterator[None]:
         raise
 
 
-def returned_at(function: Any) -> str:
+def returned_at(function: object) -> str:
     """The line of the user's on which a function returns, if there is one only; else where it begins."""
     code = _code_of(function)
     if code is None:
@@ -155,7 +155,7 @@ def returned_at(function: Any) -> str:
     return f"{code.co_filename}:{lines.pop()}" if len(lines) == 1 else defined_at(function)
 
 
-def _code_of(function: Any) -> CodeType | None:
+def _code_of(function: object) -> CodeType | None:
     owner = getattr(function, "__self__", None)
     found = [inspect.unwrap(function) if callable(function) else function]
     found += [getattr(type(x), name, None) for x in (owner, function) for name in ("forward", "__call__")]

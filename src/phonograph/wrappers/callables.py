@@ -31,8 +31,8 @@ __all__ = ["make_graphed_callables"]
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
-Sample = Sequence[Any]
+F = TypeVar("F", bound=Callable[..., object])
+Sample = Sequence[object]
 
 _MODES = ("global", "thread_local", "relaxed")
 _OTHERS = 16  # recordings besides those of a schedule: for evaluation, or a last batch
@@ -47,7 +47,7 @@ def _by_either_name(function: F) -> F:
     """The first argument is `callables` for torch, `modules` for Transformer Engine."""
 
     @wraps(function)
-    def called(*args: Any, **given: Any) -> Any:
+    def called(*args: object, **given: object) -> Any:
         if "modules" in given and not args and "callables" not in given:
             given["callables"] = given.pop("modules")
         return function(*args, **given)
@@ -71,19 +71,19 @@ def make_graphed_callables(
     pool: Any = None, capture_error_mode: str = "global", enable_annotations: bool = False, **options: Any,
 ) -> tuple[Any, ...]: ...  # fmt: skip
 @overload
-def make_graphed_callables(*, modules: Any, sample_args: Any, **options: Any) -> Any: ...
+def make_graphed_callables(*, modules: Any, sample_args: object, **options: Any) -> Any: ...
 
 
 @_by_either_name  # type: ignore[misc]  # `modules` is no parameter of it
 def make_graphed_callables(
     callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Any = None,
     capture_error_mode: str = "global", enable_annotations: bool = False, *,
-    sample_kwargs: Any = None, _order: Sequence[int] | None = None,
+    sample_kwargs: object = None, _order: Sequence[int] | None = None,
     _num_layers_per_chunk: int | Sequence[int] | None = None, retain_graph_in_backward: bool = False,
     _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
-    capture_time_hooks: Any = None, pre_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: object = None, pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None, **options: Any,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     """Record modules and functions with their backwards: a drop-in for `torch.cuda.make_graphed_callables`.
 
     Takes what torch's function and Transformer Engine's take, and gives eager's results where those are wrong. Nothing runs
@@ -213,14 +213,14 @@ class _Reset:
         return ()
 
 
-def _let_be_reset(callables: Iterable[Any]) -> None:
+def _let_be_reset(callables: Iterable[object]) -> None:
     """Give modules a `reset`, as a recorded function has one; but not those that have one."""
     for c in callables:
         if isinstance(c, torch.nn.Module) and not hasattr(c, "reset"):
             c.reset = _Reset(c)  # type: ignore[assignment]  # it is no tensor
 
 
-def _refuse_low_precision(options: dict[str, Any]) -> None:
+def _refuse_low_precision(options: dict[str, object]) -> None:
     """Take Transformer Engine's options out; one that is not off is refused."""
     given = sorted(name for name in _TRANSFORMER_ENGINE & options.keys() if options.pop(name) not in (None, False))
     if given and find_spec("transformer_engine") is None:
@@ -231,31 +231,31 @@ def _refuse_low_precision(options: dict[str, Any]) -> None:
                                   "call the recorded callables within it")  # fmt: skip
 
 
-def _check_bools(**given: Any) -> None:
+def _check_bools(**given: object) -> None:
     for name, flag in given.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
 
 
-def _check_functions(**given: Any) -> None:
+def _check_functions(**given: object) -> None:
     for name, function in given.items():
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function without arguments, not {type(function).__name__}")
 
 
-def _check_pool(pool: Any) -> None:
+def _check_pool(pool: object) -> None:
     if pool is None or isinstance(pool, torch.cuda.MemPool):
         return
     if not (isinstance(pool, tuple) and len(pool) == 2 and all(type(n) is int for n in pool)):
         raise TypeError(f"pool must be a handle (torch.cuda.graph_pool_handle(), CUDAGraph.pool()) or a MemPool, not {pool!r}")
 
 
-def _check_mode(mode: Any) -> None:
+def _check_mode(mode: object) -> None:
     if mode not in _MODES:
         raise ValueError(f"capture_error_mode must be one of {', '.join(_MODES)}, not {mode!r}")
 
 
-def _check_callables(callables: tuple[Any, ...]) -> None:
+def _check_callables(callables: tuple[object, ...]) -> None:
     if not callables:
         raise ValueError("callables is an empty tuple")
     for c in callables:
@@ -276,7 +276,7 @@ def _check_samples(called: Sequence[Any], sample_args: Any, sample_kwargs: Any) 
         _check_fit(c, args, kwargs, f"sample {i}")
 
 
-def _check_length(name: str, given: Any, expected: int) -> None:
+def _check_length(name: str, given: object, expected: int) -> None:
     if not isinstance(given, (tuple, list)):
         raise TypeError(f"{name} must be a tuple, not {type(given).__name__}")
     if len(given) != expected:
@@ -284,7 +284,7 @@ def _check_length(name: str, given: Any, expected: int) -> None:
                          "each layer and micro-batch")  # fmt: skip
 
 
-def _check_fit(c: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+def _check_fit(c: Any, args: Sequence[object], kwargs: Mapping[str, object], what: str) -> None:
     """Whether a callable can be called so, as far as its parameters tell; hooks before a forward may change arguments."""
     if isinstance(c, torch.nn.Module) and c._forward_pre_hooks:
         return
@@ -312,7 +312,7 @@ def _capture_hooks(callables: tuple[Any, ...], given: Any) -> dict[int, CaptureH
     return found
 
 
-def _recordings(callables: tuple[Any, ...], schedule: Schedule) -> dict[int, dict[str, Any]]:
+def _recordings(callables: tuple[object, ...], schedule: Schedule) -> dict[int, dict[str, Any]]:
     """By the id of each callable: options for as many recordings as it has forwards in flight, and some others."""
     needed = dict.fromkeys(map(identity, callables), _OTHERS)
     for c, flying in zip(callables, schedule.needed(), strict=True):

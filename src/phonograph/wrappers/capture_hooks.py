@@ -33,8 +33,8 @@ from ..values.pytree import flatten
 
 __all__ = ["CaptureHooks", "Hooked", "WarmUps"]
 
-Hook = Callable[..., Any]
-Grads = tuple[Any, ...]
+Hook = Callable[..., object]
+Grads = tuple[object, ...]
 
 _KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
@@ -44,7 +44,7 @@ _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
 class CaptureHooks:
     """The hooks of one callable. Each gets the callable first, and returns None; one that takes no more gets no more."""
 
-    owner: Any
+    owner: object
     forward_pre: tuple[Hook, ...] = ()
     """Called with all arguments, as a tuple and a dict."""
     forward: tuple[Hook, ...] = ()
@@ -55,7 +55,7 @@ class CaptureHooks:
     """Called with the gradients of the arguments that require one, and those of the results."""
 
     @classmethod
-    def of(cls, owner: Any, given: Mapping[str, Any] | None) -> CaptureHooks:
+    def of(cls, owner: object, given: Mapping[str, object] | None) -> CaptureHooks:
         """Check hooks as Transformer Engine takes them: for each kind a dict of hooks by any name.
 
         Raises:
@@ -70,7 +70,7 @@ class CaptureHooks:
         forward_pre, forward, backward_pre, backward = (_hooks(kind, given) for kind in _KINDS)
         return cls(owner, forward_pre, forward, backward_pre, backward)
 
-    def call(self, hooks: Iterable[Hook], *args: Any) -> None:
+    def call(self, hooks: Iterable[Hook], *args: object) -> None:
         for hook in hooks:
             if hook(self.owner, *args) is not None:
                 name = getattr(hook, "__qualname__", repr(hook))
@@ -143,20 +143,20 @@ class WarmUps:
             after()
 
 
-class Hooked(Recorded[..., Any]):
+class Hooked(Recorded[..., object]):
     """A recorded function with hooks. `number` is its place among those whose `warm_ups` are counted together."""
 
     _measures = False  # its hooks set up what the recording needs, and a live call might miss
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, hooks: CaptureHooks, warm_ups: WarmUps, number: int
+        self, function: Callable[..., object], options: Options, hooks: CaptureHooks, warm_ups: WarmUps, number: int
     ) -> None:
         self._hooks, self._warm_ups, self._number = hooks, warm_ups, number
         self._this_call = threading.local()
         super().__init__(function, options)
 
     @passes_on
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         outer, self._this_call.runs = getattr(self._this_call, "runs", False), False
         try:
             result = super().__call__(*args, **kwargs)
@@ -166,14 +166,14 @@ class Hooked(Recorded[..., Any]):
             self._this_call.runs = outer
         return result
 
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self._this_call.runs = True
         self._hooks.call(self._hooks.forward_pre, args, kwargs)
 
-    def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _end(self, args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> None:
         self._hooks.call(self._hooks.forward, args, kwargs, result)
 
-    def _warm_up(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _warm_up(self, call: Call, args: Any, kwargs: Any) -> object:
         self._warm_ups.begin()
         self._begin(args, kwargs)
         try:
@@ -196,11 +196,11 @@ class Hooked(Recorded[..., Any]):
 class _HookedBackward(Hooked):
     """The recorded backward of a recorded call: gradients of results in, of arguments and then of parameters out."""
 
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> None:
         self._this_call.runs = True
         self._hooks.call(self._hooks.backward_pre, self._backward.gradients(args))
 
-    def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, object], result: Any) -> None:
         (found, _), backward = result, self._backward
         self._hooks.call(self._hooks.backward, tuple(found[: len(backward.graph.arguments)]), backward.gradients(args))
 
@@ -222,13 +222,13 @@ class _LiveBackward:
     of the garbage collector's sight. So a hook knows only such nodes as were made before its own, which autograd runs after it.
     """
 
-    def __init__(self, hooks: CaptureHooks, result: Any, inputs: Sequence[torch.Tensor]) -> None:
-        leaves: list[Any] = []
+    def __init__(self, hooks: CaptureHooks, result: object, inputs: Sequence[torch.Tensor]) -> None:
+        leaves: list[object] = []
         flatten(result, leaves)
         ends = [_edge(t) for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         starts = {_edge(t): i for i, t in enumerate(inputs)}
         self._hooks = hooks
-        self._of_results: list[Any] = [None] * len(ends)
+        self._of_results: list[object] = [None] * len(ends)
         self._of_arguments: list[Any] = [None] * len(inputs)
         self._due: set[int] = set()  # nodes that run in this backward
         self._ran: set[int] = set()
@@ -246,7 +246,7 @@ class _LiveBackward:
                 self._handles.append(node.register_hook(partial(self._leave, k, arguments)))
 
     def _enter(
-        self, k: int, results: list[tuple[int, int]], before: list[tuple[int, Node]], is_all: bool, grads: Sequence[Any]
+        self, k: int, results: list[tuple[int, int]], before: list[tuple[int, Node]], is_all: bool, grads: Sequence[object]
     ) -> None:
         for i, number in results:
             self._of_results[i] = grads[number]
@@ -257,7 +257,7 @@ class _LiveBackward:
         if is_all:
             self._has_run(k)
 
-    def _leave(self, k: int, arguments: list[tuple[int, int]], grads: Sequence[Any], _: Any) -> None:
+    def _leave(self, k: int, arguments: list[tuple[int, int]], grads: Sequence[Any], _: object) -> None:
         for at, i in arguments:
             if grads[at] is not None:
                 before = self._of_arguments[i]

@@ -44,7 +44,7 @@ def _hear_of_compilers() -> None:
     torch_dynamo.hear_of_compiled(_compiled)
 
 
-def _traced(call: Any) -> None:
+def _traced(call: object) -> None:
     if isinstance(call, Recorded):
         call.taken_as_plain()
 

@@ -27,7 +27,7 @@ from ...python.identity import identity
 __all__ = ["spelled"]
 
 
-def spelled(calls: Sequence[partial[Any]]) -> list[partial[Any]]:
+def spelled(calls: Sequence[partial[object]]) -> list[partial[Any]]:
     """The same calls; those of an overload (`torch.ops.aten.add_.Tensor`) in its shortest spelling. Executes nothing.
 
     To be called with the dispatch keys that a replay has. About 10 us a call.
@@ -39,7 +39,7 @@ def spelled(calls: Sequence[partial[Any]]) -> list[partial[Any]]:
 _found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}  # by an overload's identity, and types
 
 
-def _shortest(call: partial[Any], listener: _Listener) -> partial[Any]:
+def _shortest(call: partial[Any], listener: _Listener) -> partial[object]:
     func: Any = call.func
     sort = identity(func), *map(_sort_of, call.args), *call.keywords, *map(_sort_of, call.keywords.values())
     if (binding := _found.get(sort, func)) is None:
@@ -60,7 +60,7 @@ def _shortest(call: partial[Any], listener: _Listener) -> partial[Any]:
     return partial(func._op, *call.args, **call.keywords)
 
 
-def _sort_of(value: Any) -> Any:
+def _sort_of(value: object) -> object:
     """What a binding may go by. (A tensor without dimensions may stand for a number.)"""
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, value.dim() == 0, value.requires_grad
@@ -89,7 +89,7 @@ class _Listener(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # no compiled code runs under it, and a shield against it costs 3 us a call
 
-    def hears(self, spelling: Callable[[], Any], call: Any, written: Sequence[Any]) -> bool:
+    def hears(self, spelling: Callable[[], object], call: Any, written: Sequence[object]) -> bool:
         """Whether the spelling makes this very call, once, and no other. It is answered with what the call has `written`."""
         returned = written[: len(call.func._schema.returns)]
         self._answer = returned[0] if len(returned) == 1 else tuple(returned) or None
@@ -100,7 +100,7 @@ class _Listener(TorchDispatchMode):
             return False
         return not self._expected
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         call = self._expected.pop() if self._expected else None
         if call is None or func is not call.func or not same(args, call.args) or not same(kwargs or {}, call.keywords):
             raise _Other

@@ -55,7 +55,7 @@ class Exchange:
         if self.at_once:
             self.finish(places)
 
-    def finish(self, places: Sequence[torch.Tensor], timeout: Any = None) -> None:
+    def finish(self, places: Sequence[torch.Tensor], timeout: object = None) -> None:
         """Wait for it, and put what has arrived into these places."""
         work, arriving = self._work, self._arriving
         self._work, self._arriving = None, []
@@ -77,7 +77,7 @@ class UnderWay:
     those that are `results`."""
 
     def __init__(
-        self, exchange: Exchange, name: str, step: Any, places: list[Any], results: Sequence[torch.Tensor],
+        self, exchange: Exchange, name: str, step: object, places: list[object], results: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor], where: str,
     ) -> None:  # fmt: skip
         self.exchange, self.name, self.where = exchange, name, where
@@ -89,7 +89,7 @@ class UnderWay:
         return t.untyped_storage()._cdata in {own.untyped_storage()._cdata for own in self.results}
 
 
-def made_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def made_by(func: Any, args: object, kwargs: object) -> list[torch.Tensor]:
     """New tensors like those that an operator of `_c10d_functional` gives: dense ones, whatever it is given."""
     with without_modes(), below_autograd(), torch.inference_mode(False):
         result = func(*_copied(args, None), **_copied(kwargs, None))
@@ -112,7 +112,7 @@ def stand_in(m: operators.Meaning, args: Any, written: Sequence[torch.Tensor], g
             bump([t for t in written if not t.is_inference()])
 
 
-def _copied(value: Any, copies: dict[int, torch.Tensor] | None) -> Any:
+def _copied(value: object, copies: dict[int, torch.Tensor] | None) -> Any:
     """The same with copies of the tensors; or, without `copies`, with tensors that have no memory."""
     if isinstance(value, torch.Tensor):
         if copies is None:

@@ -127,7 +127,7 @@ class CpuDevice:
 
     # -- memory
 
-    def anchor(self, place: Spans) -> Any:
+    def anchor(self, place: Spans) -> object:
         return self._arena.under(place)
 
     def tidy(self) -> None:

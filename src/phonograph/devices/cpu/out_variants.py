@@ -35,10 +35,10 @@ class Variant(NamedTuple):
         return {self.names[0]: list(results)} if self.one_list else dict(zip(self.names, results, strict=True))
 
 
-_tried: dict[Any, Variant | None] = {}
+_tried: dict[object, Variant | None] = {}
 
 
-def variant_of(func: Any, results: int) -> Variant | None:
+def variant_of(func: object, results: int) -> Variant | None:
     """The overload of `func` that could be one for so many results."""
     variant = _variant(func)
     return variant if variant is not None and (variant.one_list or len(variant.names) == results) else None
@@ -58,14 +58,14 @@ def tried(
     return _tried[key]
 
 
-def _variant(func: Any) -> Variant | None:
+def _variant(func: object) -> Variant | None:
     known = _variants.get(identity(func))
     if known is None:
         known = _variants[identity(func)] = func, _found(func)
     return known[1]
 
 
-_variants: dict[int, tuple[Any, Variant | None]] = {}  # by identity: an overload's own hash is Python code
+_variants: dict[int, tuple[object, Variant | None]] = {}  # by identity: an overload's own hash is Python code
 
 
 def _found(func: Any) -> Variant | None:

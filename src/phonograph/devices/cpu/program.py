@@ -28,7 +28,7 @@ __all__ = ["NOTHING", "TapeProgram", "read_state"]
 
 aten = torch.ops.aten
 
-_FILLS: dict[int, Callable[[Any, Any], Any]] = {identity(func): value for func, value in {
+_FILLS: dict[int, Callable[[object, object], object]] = {identity(func): value for func, value in {
     aten.zeros.default: lambda a, k: 0, aten.zeros_like.default: lambda a, k: 0, aten.new_zeros.default: lambda a, k: 0,
     aten.ones.default: lambda a, k: 1, aten.ones_like.default: lambda a, k: 1, aten.new_ones.default: lambda a, k: 1,
     aten.full.default: lambda a, k: a[1], aten.full_like.default: lambda a, k: a[1],
@@ -138,22 +138,22 @@ def read_state(out: torch.Tensor) -> None:
     out.copy_(torch.default_generator.get_state())
 
 
-def _asks_for_modes(func: Any) -> bool:
+def _asks_for_modes(func: object) -> bool:
     """Whether an operator may do something else where gradients are wanted, or under autocast: this one returns what its
     backward needs; what others than torch have made may do what it likes."""
     return func is aten.mkldnn_rnn_layer.default or (isinstance(func, OpOverload) and operators.meaning(func).others)
 
 
-def _in_modes(enabled: bool, casts: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_modes(enabled: bool, casts: Any, op: Any, *args: object, **kwargs: object) -> object:
     with torch.set_grad_enabled(enabled), Casts.restored(casts):
         return op(*args, **kwargs)
 
 
-def _numbers_of(call: partial[Any]) -> Iterator[float]:
+def _numbers_of(call: partial[object]) -> Iterator[float]:
     return _numbers((call.args, call.keywords))
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _numbers(value: object) -> Iterator[float]:
     if type(value) is float:
         yield value
     elif isinstance(value, (list, tuple)):
@@ -163,7 +163,7 @@ def _numbers(value: Any) -> Iterator[float]:
         yield from _numbers(list(value.values()))
 
 
-def _replaced(value: Any, numbers: Mapping[float, float]) -> Any:
+def _replaced(value: object, numbers: Mapping[float, float]) -> Any:
     if type(value) is float:
         return numbers.get(value, value)
     if isinstance(value, (list, tuple)):

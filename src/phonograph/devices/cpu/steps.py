@@ -54,22 +54,22 @@ class Step:
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
-        self, func: Any, args: Any, kwargs: Any, results: list[Operand | None], variant: Variant | None = None,
-        casts: tuple[Any, ...] = (),
+        self, func: Any, args: object, kwargs: object, results: list[Operand | None], variant: Variant | None = None,
+        casts: tuple[object, ...] = (),
     ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
         self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
 
 
-def described(noted: Any) -> list[Any]:
+def described(noted: object) -> list[Any]:
     """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
     them."""
-    found, plain = list[Any](), list[Any]()
+    found, plain = list[object](), list[object]()
     _describe(noted, found, plain)
     return [*found, repr(plain)] if plain else found
 
 
-def _describe(values: Any, found: list[Any], plain: list[Any]) -> None:
+def _describe(values: Any, found: list[object], plain: list[object]) -> None:
     for value in values:
         if type(value) is Operand:
             found.append(value.kind)

@@ -225,7 +225,7 @@ def once(call: Callable[[], Any], rewind: Rewind | None, stream: CaptureStream, 
         if rewind is not None:
             put(generator, now)
             reset(generator)
-        leaves: list[Any] = []
+        leaves: list[object] = []
         shape = flatten(result, leaves)
         copies = iter([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         return unflatten(shape, copies)

@@ -166,7 +166,7 @@ class CudaDevice:
         address, nbytes = t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
         return _Ghost(t) if self._memory.had(address, nbytes) else None
 
-    def anchor(self, place: Spans) -> Any:
+    def anchor(self, place: Spans) -> object:
         return self._memory.anchor
 
     def tidy(self) -> None:

@@ -95,7 +95,7 @@ class CudaWatch(DrawsWatch):
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
-        self._events: list[Any] = []  # which the call has made
+        self._events: list[object] = []  # which the call has made
         self.room: Room | None = None  # for constants of the host's
         self._hosts: list[torch.Tensor] = []  # those that the operator is given which is about to run
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
@@ -112,7 +112,7 @@ class CudaWatch(DrawsWatch):
         """What has to be done for the dropout of cuDNN's."""
         return None if self._buffer is None else cuda_dropout.Dropout(self._buffer, copied=not self.cuts)
 
-    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _see(self, m: Meaning, args: Any, kwargs: object) -> list[torch.Tensor]:
         if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
             self.begins_dropout = True
             raise Unseen(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}", "seed outside, and not before each call",
@@ -219,7 +219,7 @@ class CudaWatch(DrawsWatch):
         if any(t.device != self.device for t in tensors):
             raise refusal(name, f" with tensors that are not on {self.device}")
 
-    def _may_communicate(self, name: str, given: list[Any]) -> None:
+    def _may_communicate(self, name: str, given: list[object]) -> None:
         """Refuse an operator of this name that is given a process group whose work is none for a graph, or not yet."""
         self._see_group(name, given)
         if called(name) in _PAIRWISE and not self.warm:  # what two ranks alone share, begins with the first message
@@ -345,7 +345,7 @@ class CudaWatch(DrawsWatch):
         self.answers.add(check, answer)
         return super().checks(check, answer)
 
-    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> object:
         if m.random:
             self.draws(m, args, kwargs)
         if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):

@@ -44,7 +44,7 @@ def _function(name: str, *types: Any) -> Any:
     return f
 
 
-def _bound(name: str, *arguments: Any) -> Callable[[], int]:
+def _bound(name: str, *arguments: object) -> Callable[[], int]:
     """A call of a driver function with these arguments, which are ctypes objects and need no conversion: half the cost."""
     f = _library()[name]
     f.restype = ctypes.c_int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 
@@ -56,7 +55,7 @@ class Edges:
 
     @staticmethod
     def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        together: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        together: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         for i, (t, s) in enumerate(zip(targets, sources, strict=True)):
             dtype = torch.int32 if _wide(t) and _wide(s) else torch.uint8
             together[dtype if s.nbytes <= _SMALL else i].append((_row(t, dtype), _row(s, dtype)))

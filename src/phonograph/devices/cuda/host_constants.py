@@ -135,7 +135,7 @@ def _brought(t: Any, room: Room) -> Any:
     return room.place(t) if t is not None and t.is_cpu else t
 
 
-def _scalar(x: Any, room: Room) -> Any:
+def _scalar(x: object, room: Room) -> object:
     """Operators that copy a tensor of the host themselves take numbers only. (With a mask on the device they fill with it: that
     is a parameter of the kernel, where a value on the device would be counted out by `nonzero`.)"""
     return room.place(x) if isinstance(x, torch.Tensor) and x.is_cpu and not x.dim() else x

@@ -39,7 +39,7 @@ _thread = threading.local()
 class GraphProgram:
     """An instantiated CUDA graph."""
 
-    def __init__(self, segment: Segment, footprint: Spans, watch: CudaWatch, keep: Any, device: int, rewind: Rewind | None,
+    def __init__(self, segment: Segment, footprint: Spans, watch: CudaWatch, keep: object, device: int, rewind: Rewind | None,
                  surplus: int, others: Collection[torch.cuda.Stream]) -> None:  # fmt: skip
         graph, edges = segment.graph, segment.edges
         self._others = tuple((other, torch.cuda.Event()) for other in others)
@@ -188,7 +188,7 @@ class GraphProgram:
 class CommunicatingProgram(GraphProgram):
     """One of which each launch waits for other ranks: somebody has to watch how long it does."""
 
-    def __init__(self, segment: Segment, footprint: Spans, watch_: CudaWatch, keep: Any, device: int, *others: Any) -> None:
+    def __init__(self, segment: Segment, footprint: Spans, watch_: CudaWatch, keep: object, device: int, *others: Any) -> None:
         super().__init__(segment, footprint, watch_, keep, device, *others)
         self._watched = Watched(torch.device("cuda", device), watch_.collectives, watch_.groups)
         self._launches = launches(self._watched.device, lambda: _Mark(device))

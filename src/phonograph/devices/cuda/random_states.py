@@ -51,7 +51,7 @@ class DrawsWatch(OperatorWatch):
         self.known_states: Known | None = None
         """Of the generators, as the capture has begun with them."""
 
-    def draws(self, m: Meaning, args: Any, kwargs: Any) -> None:
+    def draws(self, m: Meaning, args: object, kwargs: object) -> None:
         """An operator is about to draw.
 
         Raises:
@@ -104,7 +104,7 @@ class DrawsWatch(OperatorWatch):
             raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
                           "variable or global, or pass it as an argument", final=False)  # fmt: skip
 
-    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _of_higher_order(self, func: object, args: object, kwargs: Any) -> object:
         outer, self._lending = self._lending, any(isinstance(x, torch.Generator) for x in kwargs.values())
         try:
             return super()._of_higher_order(func, args, kwargs)
@@ -167,7 +167,7 @@ def _both_sides() -> Refusal:
     return Refusal(said, "record the parts by themselves")
 
 
-def _on_host(args: Any, kwargs: Any) -> bool:
+def _on_host(args: object, kwargs: Any) -> bool:
     tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
     if tensors:
         return all(t.device.type == "cpu" for t in tensors)

@@ -36,7 +36,7 @@ def buffer_of(name: str, args: Sequence[Any]) -> torch.Tensor | None:
     return args[place] if place is not None and isinstance(args[place], torch.Tensor) else None
 
 
-def draws(name: str, args: Sequence[Any]) -> bool:
+def draws(name: str, args: Sequence[object]) -> bool:
     """Whether this network draws from it: with a probability, in training."""
     return name == _FORWARD and bool(args[11] and args[12])
 
@@ -123,7 +123,7 @@ class _Asking(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func is _RANDOM:
             raise _Begins
         if func is _NETWORK:
