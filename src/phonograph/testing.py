@@ -29,6 +29,8 @@ import phonograph
 from phonograph import api
 from phonograph.comparison import aliasing, assert_same, assert_same_aliasing, tensors_in
 
+from ._torch.dynamic import Args, Kwargs
+
 __all__ = [
     "Call",
     "Pair",
@@ -94,8 +96,8 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 class Call:
     """The arguments of one call; see `call`."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 def call(*args: object, **kwargs: object) -> Call:

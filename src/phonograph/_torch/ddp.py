@@ -18,6 +18,8 @@ import torch.utils._python_dispatch
 from torch.autograd.graph import get_gradient_edge
 
 from .autograd import forget_accumulation
+from .dynamic import Args, Kwargs
+from .operators import OpOverload
 from .process_groups import _c10d
 
 __all__ = ["averages", "averaging", "has_reducer", "others_around", "reducer_anew", "reduces_by"]
@@ -116,7 +118,7 @@ class _Empty(torch.utils._python_dispatch.TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self._there = [*there]
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         if func._schema.name != "aten::empty":
             return func(*args, **(kwargs or {}))
         wanted = [*args[0]], (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
@@ -133,7 +135,7 @@ class _Scratch(torch.utils._python_dispatch.TorchDispatchMode):
         self._kinds = {*kinds}
         self._there = [*there]
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         kind = (kwargs or {}).get("dtype"), (kwargs or {}).get("device")
         if func._schema.name != "aten::empty" or kind not in self._kinds or len(args[0]) != 1:
             return func(*args, **(kwargs or {}))
@@ -150,7 +152,7 @@ class _Likenesses(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.of: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         if func._schema.name != "aten::zeros_like":
             return func(*args, **(kwargs or {}))
         self.of.append(args[0])

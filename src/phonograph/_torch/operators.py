@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.backends.mha
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from .functions import _c
 
 __all__ = [
+    "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "bindings",
@@ -34,23 +35,23 @@ def bindings(name: str, *, out: bool) -> list[Callable[..., object]]:
     return [f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType))]
 
 
-def is_composite(func: Any) -> bool:
+def is_composite(func: OpOverload) -> bool:
     """Whether an operator is made of others before autograd sees it."""
     return bool(_c("_dispatch_has_kernel_for_dispatch_key")(func.name(), "CompositeImplicitAutograd"))
 
 
-def is_higher_order(func: object) -> bool:
+def is_higher_order(func: object) -> TypeGuard[HigherOrderOperator]:
     """Whether this is an operator of `torch.ops.higher_order`, which is given functions or other operators."""
     return type(func) is not torch._ops.OpOverload and isinstance(func, torch._ops.HigherOrderOperator)  # (that asks `abc`)
 
 
-def insists_on_no_mode(func: Any) -> bool:
+def insists_on_no_mode(func: HigherOrderOperator) -> bool:
     """Whether its own code does not run under a dispatch mode: it asks whether there is one, and calls no operators itself."""
     code = getattr(func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd), "__code__", None)
     return code is not None and "_get_current_dispatch_mode" in code.co_names
 
 
-def carried_out(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> object:
+def carried_out(func: HigherOrderOperator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     """What such an operator gives by its own code for the device, below dispatch modes, which see what it calls."""
     keys = torch._ops._compute_keyset(args, kwargs, func.non_fallthrough_keys)
     for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):

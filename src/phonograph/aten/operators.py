@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Kwargs
 from .._torch.operators import OpOverload
 from ..errors import Refusal
 from ..memory.pool import dense
@@ -260,7 +261,7 @@ def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 
-def check(m: Meaning, args: Sequence[Any], kwargs: dict[str, Any], said: Callable[[str], str] = at_work) -> None:
+def check(m: Meaning, args: Sequence[Any], kwargs: Kwargs, said: Callable[[str], str] = at_work) -> None:
     """Refuse what no device can capture. An operator is `said` to be what it is for the user.
 
     Raises:

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .._torch.autograd import keeps_graph, may_run_backward, ready_for_gradients
+from .._torch.dynamic import Leaves
 from .._torch.dynamo import ended_by
 from .._torch.tensors import alias
 from ..memory.pool import copy_of
@@ -88,7 +89,7 @@ class Joint:
             results[i] = t
 
     def _flight(
-        self, results: list[Any], arguments: Sequence[torch.Tensor], borrowed: Container[int], sources: list[torch.Tensor]
+        self, results: Leaves, arguments: Sequence[torch.Tensor], borrowed: Container[int], sources: list[torch.Tensor]
     ) -> Flight:  # fmt: skip
         traced, wiring = self.traced, self._wiring
         # Detached, so that they do not hold themselves; they share their version with the result.

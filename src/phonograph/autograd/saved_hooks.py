@@ -38,6 +38,7 @@ from .._torch.autograd import (
     unseen_by_checkpoint,
     waits_for_all,
 )
+from .._torch.dynamic import Leaves
 from .._torch.process_groups import once_there
 from .._torch.tensors import alias, has_memory, is_ordinary, is_valueless, neg_view, storage_id, use_count
 from ..capture.effects import ANYONE, Effect, Starts
@@ -179,7 +180,7 @@ class Tracing:
         self._module_hooks.append(frame.f_locals["self"])
         return False
 
-    def ended(self, result: list[Any], ran: Iterable[CodeType], outside: Set[int], names: Set[str]) -> None:
+    def ended(self, result: Leaves, ran: Iterable[CodeType], outside: Set[int], names: Set[str]) -> None:
         """The function has ended with these leaves as its result. This code ran in it; it names these."""
         self.recomputes = any(code.co_filename.endswith(_CHECKPOINT) for code in ran)
         nodes = walk([get_gradient_edge(t) for t in result if isinstance(t, torch.Tensor) and t.grad_fn is not None]).python

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .._torch.autograd import saved_tensors_hooks
+from .._torch.dynamic import Leaves, Reading
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
 from .._torch.tensors import has_memory, is_shape, kind_of
@@ -63,7 +64,7 @@ class Call(NamedTuple):
 
     key: tuple[Any, ...]
     shape: Node | None
-    leaves: list[Any]
+    leaves: Leaves
     tensors: list[torch.Tensor]
     places: tuple[int, ...]
     like: Any = None
@@ -340,7 +341,7 @@ def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
     return found
 
 
-def put_back(before: tuple[Any, ...]) -> None:
+def put_back(before: Reading) -> None:
     """Make settings again what they were, those that are no more than a value."""
     now = modes()
     if now == before:
@@ -371,7 +372,7 @@ def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[object,
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""
     names = {f"g{i}": get for i, get in enumerate(getters)}
-    calls: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
+    calls: Callable[[], Reading] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
     return calls
 
 

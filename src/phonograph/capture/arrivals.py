@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.tensors import has_memory
 from ..aten import operators
 from ..aten.collectives import called
@@ -44,7 +44,7 @@ class Arrivals:
         self._copied = copied
         self._all: list[_Arrival] = []
 
-    def note(self, m: operators.Meaning, args: Any, kwargs: Any, result: object) -> None:
+    def note(self, m: operators.Meaning, args: Args, kwargs: Kwargs, result: object) -> None:
         """An operator has communicated, or waited."""
         if called(m.name) == "wait_tensor":
             for one in self._all:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.modes import below_autograd
 from .._torch.tensors import alias
 from ..aten.autocast import Casts
@@ -102,7 +103,7 @@ class Break:
         return args, kwargs
 
     def _put(self, result: object) -> None:
-        found: list[Any] = []
+        found: Leaves = []
         flatten(result, found)
         new = [x for x, kind in zip(found, self.form.results, strict=True) if isinstance(kind, Meta)]
         for place, t in zip(self._outputs, new, strict=True):
@@ -177,7 +178,7 @@ class MarkedBreak(Break):
         args, kwargs = self._arguments(copies)
         earlier = [t for one in done for _, t in one.arguments]
         versions = [t._version for t in earlier]
-        box: list[Any] = []
+        box: Leaves = []
         with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
             given = Given(args, kwargs, dict(zip(self._places, self._inputs, strict=True)))
             try:
@@ -243,9 +244,9 @@ class Done(NamedTuple):
     states: tuple[tuple[Any, torch.Tensor], ...]
     own: frozenset[int]  # the tensors outside that it was given and has written, by identity
 
-    def again(self, args: object, kwargs: object) -> Any:
+    def again(self, args: Args, kwargs: Kwargs) -> Any:
         """The same, in a call with these arguments. Returns the result."""
-        given: list[Any] = []
+        given: Leaves = []
         flatten((args, kwargs), given)
         theirs = {}
         with torch.no_grad():

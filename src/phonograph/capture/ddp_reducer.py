@@ -37,6 +37,7 @@ import torch
 import torch.distributed
 
 from .._torch.ddp import averages, averaging, has_reducer, others_around, reducer_anew, reduces_by
+from .._torch.dynamic import Leaves
 from ..errors import Again, Refusal, Unseen
 from ..python.identity import identity
 from ..python.introspection import contents, is_users_class
@@ -74,7 +75,7 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDict
 
 def begun_by(modules: Iterable[torch.nn.Module]) -> int:
     """How many of these have begun a step in which they average gradients: as far as is known, after the first of it."""
-    found: list[Any] = [m for m in modules if averages(m)]
+    found: Leaves = [m for m in modules if averages(m)]
     return sum(m.require_forward_param_sync for m in found if getattr(m, "_lazy_init_ran", False))
 
 
@@ -86,7 +87,7 @@ class Reducers:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], *, whole: bool, part: bool) -> None:
-        found: list[Any] = [m for m in modules if averages(m)]
+        found: Leaves = [m for m in modules if averages(m)]
         self._wrappers, self._others = (found, []) if part else ([], found)
         for wrapper in self._wrappers:
             _check(wrapper, whole)

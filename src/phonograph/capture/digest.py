@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.tensors import has_memory, is_ordinary
 from ..aten.operators import Meaning
 from ..errors import Refusal
@@ -59,7 +60,7 @@ class Digest:
         self._offsets = {slot.untyped_storage()._cdata: int(slot.storage_offset()) for slot in slots}
         self._fixed = tuple([type(v)(3 + i) for i, v in enumerate(dials.values)])
 
-    def note(self, m: Meaning, func: object, args: Any, kwargs: object) -> None:
+    def note(self, m: Meaning, func: object, args: Args, kwargs: Kwargs) -> None:
         """This operator is going to run."""
         if self._dials is None:
             return  # what the capture itself does when the call is over
@@ -162,7 +163,7 @@ class Comparison(Digest):
         super().__init__()
         self._then = then
 
-    def note(self, m: Meaning, func: object, args: object, kwargs: object) -> None:
+    def note(self, m: Meaning, func: object, args: Args, kwargs: Kwargs) -> None:
         at = len(self.names)
         super().note(m, func, args, kwargs)
         if len(self.names) == at:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
-from .._torch.operators import carried_out, insists_on_no_mode, is_higher_order, is_missing
+from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
 from ..aten import operators
@@ -125,7 +126,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         own = cls.__dict__.get("__torch_dispatch__")
         return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
@@ -153,7 +154,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         if self.digest is not None:
             self.digest.close()
 
-    def _of_call(self, func: Any, args: Any, kwargs: Any, listening: object) -> object:
+    def _of_call(self, func: OpOverload, args: Args, kwargs: Kwargs, listening: object) -> object:
         """An operator of the call's: refused, counted for a step, cut out as a live part, or run."""
         m = operators.meaning(func)
         if self.digest is not None:
@@ -185,7 +186,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             raise Refusal(f"{at_work(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
         return out
 
-    def _check(self, func: object, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+    def _check(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
         try:
             if not self.only_views(m, args):
                 operators.check(m, args, kwargs)
@@ -193,7 +194,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             refusal.operator = func
             raise
 
-    def _run(self, func: object, m: operators.Meaning, args: object, kwargs: object, listening: Any) -> Any:
+    def _run(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, listening: Any) -> Any:
         """Run an operator; what Python code of its own does, is the operator's."""
         if listening is not None and not m.compiled:
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
@@ -206,7 +207,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             refusal.operator = func
             raise
 
-    def _of_higher_order(self, func: Any, args: Any, kwargs: Any) -> object:
+    def _of_higher_order(self, func: HigherOrderOperator, args: Args, kwargs: Kwargs) -> object:
         """An operator that is given functions, or other operators: what it calls comes here next."""
         listening = unheard()
         kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
@@ -234,7 +235,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         seen._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]  # it takes a list
         return seen
 
-    def _of_classes(self, func: Any, classes: list[type], args: Any, kwargs: Any) -> object:
+    def _of_classes(self, func: OpOverload, classes: list[type], args: Args, kwargs: Kwargs) -> object:
         """Some of the tensors are of classes that say themselves what an operator means: by other operators, which come here
         next. (Fake tensors have no values, nor has what is computed of them.)"""
         tensors = operators.operands(args, kwargs)
@@ -254,7 +255,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
 
     # -- what an operator is given
 
-    def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Note what the operator touches. Returns the tensors among its arguments."""
         known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
@@ -281,7 +282,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
                 self.meet(generator)
         return tensors
 
-    def _see_more(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
+    def _see_more(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
         if m.random:
             self.more = self.more or "draws random numbers"
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and operators.reaches_beside(args, kwargs):
@@ -298,17 +299,17 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         remedy = "pass it as an argument, or keep it as an attribute, closure variable or global"
         raise Refusal(f"{at_work(m.name)} {said}", remedy)
 
-    def is_constant(self, m: operators.Meaning, args: object, kwargs: object) -> bool:
+    def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operator that reads values here and now reads such as are the same in each replay."""
         return False
 
-    def only_views(self, m: operators.Meaning, args: object) -> bool:
+    def only_views(self, m: operators.Meaning, args: Args) -> bool:
         """Whether an operator that could give a tensor other memory only makes a new view here, as this device can see."""
         return False
 
     # -- what it gives
 
-    def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> object:
+    def perform(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
         """Run the operator; devices that keep a tape override this."""
         if m.others:
             with Casts.restored(casts) if (casts := self.casts.within(m)) else nullcontext():
@@ -348,7 +349,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         self._counts = frozenset(map(storage_id, dials.counts.here))
         self._counting = bool(dials.counts)
 
-    def _followed(self, func: object, m: operators.Meaning, args: object, kwargs: object) -> object:
+    def _followed(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
         """Run an operator that takes numbers which are followed: what it launches has to have them."""
         assert self.dials is not None
         self.dials.stepping(True)
@@ -357,7 +358,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         finally:
             self.dials.stepping(False)
 
-    def _counted(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
+    def _counted(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether the operator moves step counts on, by numbers, and is not needed: on the host, a replay does so by itself."""
         assert self.dials is not None
         counts, by = args[:2]
@@ -378,7 +379,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     # -- segments
 
     def interrupt(
-        self, part: Break, name: str, inputs: list[torch.Tensor], results: list[Meta], values: list[Any]
+        self, part: Break, name: str, inputs: list[torch.Tensor], results: list[Meta], values: Leaves
     ) -> list[torch.Tensor]:
         """End a segment, because a live operator comes, which is given these tensors. Returns what stands for its results; on
         the CPU with the values that they had the last time."""
@@ -411,7 +412,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
 
     # -- other ranks
 
-    def communicates(self, m: operators.Meaning, args: object, kwargs: object) -> None:
+    def communicates(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
         """An operator is about to communicate with other ranks.
 
         Raises:

@@ -9,10 +9,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.modes import is_batched, transformed
 from .._torch.tensors import has_memory, use_count
 from ..call.signature import attributes, modes
@@ -39,10 +39,10 @@ class Given:
     Some of the tensors are copies, or will be in replays: with the `values` that these had before, by their places, a write
     counts also where it leaves no other trace (`x.data`), and an attribute that one of them is given counts as well."""
 
-    def __init__(self, args: object, kwargs: object, values: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, args: Args, kwargs: Kwargs, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
         self._tree = args, kwargs
-        self._leaves: list[Any] = []
+        self._leaves: Leaves = []
         self._shape = flatten(self._tree, self._leaves)
         self._containers = [c for c in containers(self._tree) if c is not kwargs]
         self.tensors = {i: x for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)}

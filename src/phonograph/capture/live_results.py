@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import bump
+from .._torch.dynamic import Args, Kwargs, Leaves, Reading
 from .._torch.modes import TorchDispatchMode, below_autograd, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order
 from .._torch.process_groups import stands_for_work
@@ -72,11 +73,11 @@ class Form(NamedTuple):
 SHARES = "returns tensors that share memory with each other, or with its arguments"
 
 
-def form_of(operator: OpOverload | Marked, args: object, kwargs: object, result: object) -> Form:
+def form_of(operator: OpOverload | Marked, args: Args, kwargs: Kwargs, result: object) -> Form:
     """The form of a call that has just returned."""
-    given: list[Any] = []
+    given: Leaves = []
     flatten((args, kwargs), given)
-    leaves: list[Any] = []
+    leaves: Leaves = []
     shape = flatten(result, leaves)
     tensors = {identity(x): i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
     kinds = [_kind(x, tensors) for x in leaves]
@@ -97,7 +98,7 @@ def _kind(x: object, given: dict[int, int]) -> Meta | int | str | None:
     return Meta.of(x)
 
 
-def sizes_of(args: Any, kwargs: Any) -> list[torch.Size]:
+def sizes_of(args: Args, kwargs: Kwargs) -> list[torch.Size]:
     """The sizes of the tensors that an operator is given."""
     return [t.size() for t in operands(args, kwargs)]
 
@@ -110,7 +111,7 @@ def _memory(t: torch.Tensor) -> int:
     return t.untyped_storage().data_ptr() if has_memory(t) else 0
 
 
-def _tensors_of(args: object, kwargs: object) -> dict[int, torch.Tensor]:
+def _tensors_of(args: Args, kwargs: Kwargs) -> dict[int, torch.Tensor]:
     """Those among the arguments, by their places."""
     leaves: list[object] = []
     flatten((args, kwargs), leaves)
@@ -126,7 +127,7 @@ class _Seen(NamedTuple):
     """A tensor in reach at one moment. It holds the gradient, whose identity another one could else have later."""
 
     name: str
-    state: tuple[Any, ...]
+    state: Reading
     version: int
     grad: torch.Tensor | None
     grad_version: int
@@ -156,7 +157,7 @@ class Notes:
         self.reach = reach
         self.marked = marked
         self.forms: list[Form] = []
-        self.values: list[list[Any]] = []
+        self.values: list[Leaves] = []
         self.keeps: list[Set[int]] = []  # the places of arguments that somebody has whom a marked function has given them
         self._given: list[weakref.ref[torch.Tensor]] = []  # to marked functions
         self.within = False  # a marked function runs, whose operators are its own
@@ -170,7 +171,7 @@ class Notes:
         """Whether there may be anything to note."""
         return bool(self.operators or self.decisive) or self.marked
 
-    def call_marked(self, function: Marked, args: object, kwargs: object) -> object:
+    def call_marked(self, function: Marked, args: Args, kwargs: Kwargs) -> object:
         """The same for a marked function. It runs if it has not in this call."""
         places_of = _tensors_of(args, kwargs)
         tensors = [*places_of.values()]
@@ -219,7 +220,7 @@ class Notes:
         self._given += map(weakref.ref, tensors)
         return box[0]
 
-    def _run(self, function: Marked, args: Any, kwargs: Any) -> Any:
+    def _run(self, function: Marked, args: Args, kwargs: Kwargs) -> Any:
         self.within = True
         try:
             return function(*args, **kwargs)
@@ -230,7 +231,7 @@ class Notes:
         """What marked functions were given in this call, and somebody still has."""
         return [t for ref in self._given if (t := ref()) is not None]
 
-    def call(self, operator: OpOverload, args: Any, kwargs: Any) -> Any:
+    def call(self, operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if transformed():
             self._note(Form(operator, None, (), "is given tensors of a transform"), None)
             return operator(*args, **kwargs)
@@ -250,7 +251,7 @@ class Notes:
         self._note(form, result)
         return result
 
-    def arrive(self, func: OpOverload, m: Meaning, args: Any, kwargs: Any) -> object:
+    def arrive(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> object:
         """What a collective has brought in this call already: it is not begun again."""
         name, values = self.arrived.popleft()
         if name != m.name:
@@ -312,7 +313,7 @@ class _Noting(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> object:
         if types and say_themselves(types) and not are_fake(types):  # other operators will come
             return NotImplemented
         if is_higher_order(func):

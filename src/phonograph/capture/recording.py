@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..call.signature import Call
 from ..guards.attribute_effects import Left
 from ..guards.reliances import Reliances
@@ -123,7 +124,7 @@ class Replay:
     """...and the borrowed outputs behind some of these, by their numbers."""
     copies: Sequence[torch.Tensor]
     """Copies of small results, made by the program."""
-    made: list[Any]
+    made: Leaves
     """Results so far, by their numbers."""
 
 

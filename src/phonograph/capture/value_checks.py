@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..python.handlers import is_caught_by_torch
 from ..python.identity import identity
 from ..python.origin import is_torchs, users_line
@@ -281,7 +282,7 @@ def _without_tensors(value: object, given: list[torch.Tensor]) -> object:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _with_tensors(value: Any, given: list[Any]) -> Any:
+def _with_tensors(value: Any, given: Leaves) -> Any:
     if isinstance(value, _Number):
         return given[value.n]
     if isinstance(value, _Object):

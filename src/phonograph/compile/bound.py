@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves, Reading
 from .._torch.dynamo import looked_at_first
 from ..engine.parts import counted, together
 from ..engine.recorded import Recorded
@@ -83,7 +84,7 @@ class Closed:
 class Bound:
     """A graph with one set of parameters and buffers: a function of its other arguments."""
 
-    def __init__(self, graph: Graph, split: _Split, state: tuple[Any, ...], key: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, split: _Split, state: Reading, key: tuple[int, ...]) -> None:
         self.graph = weakref.ref(graph)
         self.key = key
         self._call = graph.call_inner
@@ -145,7 +146,7 @@ class Graph(Observed):
         return self._reached
 
     @property
-    def call_inner(self) -> Callable[[list[Any]], Any]:
+    def call_inner(self) -> Callable[[Leaves], Any]:
         """The graph itself, as a function of a list."""
         inner = self.inner
         return lambda args: inner(*args)
@@ -180,7 +181,7 @@ class Graph(Observed):
             self._static = [i for i, x in enumerate(args) if _is_state(x)]
         return _Split.of([i for i in self._static if i < len(args) and isinstance(args[i], torch.Tensor)], len(args))
 
-    def _bind(self, split: _Split, state: tuple[Any, ...]) -> Bound | None:
+    def _bind(self, split: _Split, state: Reading) -> Bound | None:
         """The graph with these; None if it has turned out that some of them are better not bound."""
         key = (*split.order, *map(identity, state))
         bound = self.bound.get(key)
@@ -254,7 +255,7 @@ class BoxedGraph(Graph):
     _boxed_call = True
 
     @property
-    def call_inner(self) -> Callable[[list[Any]], Any]:
+    def call_inner(self) -> Callable[[Leaves], Any]:
         return self.inner
 
     def __call__(self, args: list[Any]) -> Any:

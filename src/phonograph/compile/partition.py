@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.split_module import split_module
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.dynamo import depends_on_data, fake_mode_of, unbacked
 from .._torch.modes import TorchDispatchMode
 from .._torch.operators import OpOverload, OpOverloadPacket
@@ -186,7 +187,7 @@ class _Looking(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = _Seen()
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         kwargs = kwargs or {}
         meaning, now = operators.meaning(func), self.now
         if meaning.name.startswith("prim::"):  # what fake tensors ask of themselves
@@ -256,7 +257,7 @@ class _Facts(Interpreter):
         self._known |= seen.gives
         return result
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: Any, args: Args, kwargs: Kwargs) -> Any:
         found = super().get_attr(target, args, kwargs)
         return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..capture.dispatch import OperatorWatch
 from ..capture.recording import Made, Program, Recording
 from ..guards.hyperparameters import Dials
@@ -27,7 +28,7 @@ class CapturePlan:
 
     call: Callable[[list[torch.Tensor], OperatorWatch], list[Any]]
     """Runs the function on the slots, and returns the leaves of its result."""
-    results: Callable[[list[Any]], list[torch.Tensor]]
+    results: Callable[[Leaves], list[torch.Tensor]]
     """Tensors among these leaves, but for gradients that stay where they are."""
     saved: Callable[[], list[torch.Tensor]]
     """Tensors that autograd has saved for a backward outside. No run copies what shares memory with these."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.autograd import bump
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
@@ -88,12 +89,12 @@ class Cuts:
         self._watch.arrivals = None
         self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
 
-    def cut(self, operator: OpOverload | Marked, args: Any, kwargs: Any) -> object:
+    def cut(self, operator: OpOverload | Marked, args: Args, kwargs: Kwargs) -> object:
         """End a segment, because this is called. Returns what stands for its result."""
         said = operator.name() if isinstance(operator, Marked) else at_work(operator.name())
         runs, watch = f"runs {said} live", self._watch
         form, values = self._form(operator, runs)
-        leaves: list[Any] = []
+        leaves: Leaves = []
         shape = flatten((args, kwargs), leaves)
         numbers = tensors_of(leaves)
         leaves = [None if i in numbers else reals(x, "is given to what runs live") for i, x in enumerate(leaves)]
@@ -165,7 +166,7 @@ class Cuts:
             )
         return found
 
-    def _written_by(self, operator: OpOverload, args: Any, kwargs: Any, runs: str) -> list[torch.Tensor]:
+    def _written_by(self, operator: OpOverload, args: Args, kwargs: Kwargs, runs: str) -> list[torch.Tensor]:
         m = operators.meaning(operator)
         if m.metadata_only or (m.writes_named and m.shape_from_data):
             raise Refusal(f"{runs}, which may resize a tensor that it is given", "let it make a new one")
@@ -223,7 +224,7 @@ class Cuts:
             self._watch.arrivals = None
 
     @staticmethod
-    def marked(function: Marked, args: object, kwargs: object) -> object:
+    def marked(function: Marked, args: Args, kwargs: Kwargs) -> object:
         """A marked function is called in a call that is captured. Returns what stands for its result.
 
         Raises:

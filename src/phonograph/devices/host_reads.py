@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
+from .._torch.dynamic import Args, Kwargs
 from .._torch.tensors import has_memory
 from ..aten import operators
 from ..capture.dispatch import OperatorWatch
@@ -37,10 +38,10 @@ TRUTH = "__bool__"  # which torch asks for in order to raise, too
 NUMBERS = ("__float__", "__int__", "__index__", TRUTH, "__complex__")
 _READ = (*_NUMBERS_OF, *NUMBERS)
 
-Judge = Callable[[OperatorWatch, str, object, object], Refusal | None]
+Judge = Callable[[OperatorWatch, str, Args, Kwargs], Refusal | None]
 
 
-def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refusal | None:
+def reads_value(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> Refusal | None:
     """Why a call of the CPU device cannot read any tensor."""
     if name == ITEM:
         return None  # an operator reads it
@@ -52,7 +53,7 @@ def reads_value(watch: OperatorWatch, name: str, args: Any, kwargs: Any) -> Refu
                    "return the tensor and read it outside the recorded function")  # fmt: skip
 
 
-def of_the_host(watch: OperatorWatch, name: str, args: Any, kwargs: object) -> Refusal | None:
+def of_the_host(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> Refusal | None:
     """Why a call of a GPU's cannot read a tensor. What lies on the host is a constant."""
     if has_memory(args[0]):
         watch.reads_on_host(args[0], at_work(f"Tensor.{name}"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..call.signature import Call, attributes
 from ..errors import Refusal
 from ..python.identity import identity
@@ -23,12 +24,12 @@ __all__ = ["Arguments"]
 class Arguments:
     """Of one captured call. Its tensors stand for the slots, its sets are copies, and its containers the `built` ones."""
 
-    def __init__(self, call: Call, leaves: list[Any], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, call: Call, leaves: Leaves, tensors: list[torch.Tensor]) -> None:
         """`tensors` stand for those of the call, and are among the `leaves`."""
         self._call, self._tensors = call, tensors
         self._sets = {identity(x): set(x) for x in leaves if type(x) is set}
         self._leaves = [self._sets.get(identity(x), x) for x in leaves]
-        self.built: list[Any] = []
+        self.built: Leaves = []
         self.args, self.kwargs = unflatten(call.shape, iter(self._leaves), self.built)
         self._opened = opened_in(call.shape)
         self._held = [entries(c, self._opened) for c in self.built]
@@ -102,7 +103,7 @@ def _sealed(built: Sequence[Any], held: Sequence[dict[Any, Any] | None]) -> list
     others = {identity(c) for c in built}
     found = []
     for c, holds in zip(built, held, strict=True):
-        leaves: list[Any] = []
+        leaves: Leaves = []
         shape = flatten(c, leaves, Opening(others - {identity(c)})) if holds is None and not isinstance(c, tuple) else None
         found.append((shape, [*map(identity, leaves)]))
     return found

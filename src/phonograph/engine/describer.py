@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from .._torch import autograd as torch_autograd
 from .._torch import modes as torch_modes
+from .._torch.dynamic import Args, Kwargs
 from ..call.recurring_objects import Regulars
 from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
@@ -60,7 +61,7 @@ class Describer:
 
     # -- the signature
 
-    def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def describe(self, args: Args, kwargs: Kwargs) -> Call:
         """The call, taken apart.
 
         Raises:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import in_inference
+from .._torch.dynamic import Leaves
 from .._torch.dynamo import ran_compiled
 from .._torch.modes import transforms_undone
 from .._torch.process_groups import wait_for_all
@@ -211,7 +212,7 @@ class DryRun:
             seen = [s if isinstance(s, torch.nn.Parameter) else tracing.argument(s) for s in slots]
         return [in_inference(s) if t.is_inference() else s for s, t in zip(seen, call.tensors, strict=True)]
 
-    def _leaves(self, seen: list[torch.Tensor]) -> list[Any]:
+    def _leaves(self, seen: list[torch.Tensor]) -> Leaves:
         """The leaves of the arguments, with these tensors."""
         call, tracing, leaves = self._request.call, self._request.tracing, list(self._request.call.leaves)
         for place, number in zip(call.numbers, self._dials.given, strict=True):
@@ -366,9 +367,9 @@ def _outside(call: Call, reach: Reach) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def _with_slots(result: list[Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[object]:
+def _with_slots(result: Leaves, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[object]:
     """The leaves of a result, with the slots themselves where it has what stood for them."""
-    leaves: list[Any] = []
+    leaves: Leaves = []
     shape = flatten(result, leaves)
     own = {identity(t): slot for t, slot in pairs if t is not slot}
     if own.keys().isdisjoint(map(identity, leaves)):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.modes import transformed
 from .._torch.tensors import address, tensor_check
 from ..call.signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
@@ -120,7 +121,7 @@ class KnownCall:
         except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
             return False
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Tensors | None:
+    def fits(self, args: Args, kwargs: Kwargs) -> _Tensors | None:
         """The tensors of a call of this kind, in order; None for another call, or one that takes a closer look."""
         if self._given is not None:
             found = self._given(args, kwargs)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import share_version
+from .._torch.dynamic import Leaves
 from .._torch.process_groups import waits_by_itself
 from .._torch.tensors import has_memory, is_shape, kind_of, neg_view, storage_id
 from ..autograd.kept_by_code import NODE
@@ -149,7 +150,7 @@ class _Plan:
 
     def __init__(
         self, captured: Captured, behaviour: Behaviour, call: Call, reach: Reach, grads: Grads, leases: dict[int, Lease],
-        device: Device, leaves: list[Any], traced: bool,
+        device: Device, leaves: Leaves, traced: bool,
     ) -> None:  # fmt: skip
         self._captured, self._behaviour, self._traced = captured, behaviour, traced
         self._reach, self._leases, self._device = reach, leases, device

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import bump
+from .._torch.dynamic import Leaves
 from .._torch.tensors import address, alias, has_memory, storage_id, use_count
 from ..autograd.function import Joint
 from ..call.signature import Call
@@ -330,7 +331,7 @@ class Player:
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> object:
         plain = self._plain
         if plain is not None:
-            made: list[Any] = [targets[i] if i >= 0 else alias(template) for i, template in plain]
+            made: Leaves = [targets[i] if i >= 0 else alias(template) for i, template in plain]
             if self._attached:
                 self._attach(made, tensors, call)
         else:
@@ -347,7 +348,7 @@ class Player:
                 edit.repeat(call.containers[edit.number], new)
         return result
 
-    def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[Any]:
+    def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> Leaves:
         made: list[object] = [None] * len(self.recording.outputs)
         replay = Replay(self.recording, self.device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
         for i, output in self._first:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..python.identity import identity
 from ..values.pytree import Edit, Node, Opening, can_be_opened
 
@@ -27,8 +28,8 @@ class Returned(NamedTuple):
 
     tree: object
     shape: Node | None
-    leaves: list[Any]
-    containers: list[Any]
+    leaves: Leaves
+    containers: Leaves
     opening: Opening
     edits: tuple[Edit, ...] = ()
     gained: tuple[int, ...] = ()

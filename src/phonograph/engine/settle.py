@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory, storage_id
 from ..autograd.backward import Backward
 from ..call.live_function import Marked
@@ -51,7 +50,7 @@ class Settlement:
         """
         self._request, self._prepared, self._evidence, self._verdict = request, prepared, evidence, verdict
         self._leases: dict[int, Lease] = {}
-        self._leaves: list[Any] = [*evidence.captured.result]
+        self._leaves: Leaves = [*evidence.captured.result]
         self._settle_operators()
         self._outputs = self._planned()
         self._backward = self._backward_planned()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory, storage_id
 from ..call.signature import Call
 from ..capture.recording import Recording
@@ -133,9 +134,9 @@ def _live(function: Callable[..., object], call: Call) -> object:
 
 class _Noted(NamedTuple):
     shape: Any
-    leaves: list[Any]
+    leaves: Leaves
     """Values; of tensors, copies."""
-    made: list[Any]
+    made: Leaves
     """Of tensors what is no value: how they lie in memory, what history they have, and whose memory it is."""
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves, Reading
 from .._torch.tensors import has_memory, storage_id
 from ..python.containers import Holder, is_table, kept, key_label, own_dict, table_of
 from ..python.identity import identity
@@ -250,7 +251,7 @@ def _is_tensor(value: object) -> bool:
 def kinds(path: str, of: object, names: Sequence[str]) -> Holder:
     """Of what types some attributes of an object are, whatever their values."""
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         own = own_dict(of) or {}
         return tuple([type(own.get(n)) for n in names])
 
@@ -265,13 +266,13 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(left: Left, rebuild: Callable[[list[Any]], Any], *, more: int = 0) -> Callable[[list[Any]], Any]:
+def putting(left: Left, rebuild: Callable[[Leaves], Any], *, more: int = 0) -> Callable[[Leaves], Any]:
     """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
     many `more` such pairs."""
     where = [(put.of, put.name) for put in left.puts]
     opened = states.opened if left.behind else None
 
-    def rebuilt(leaves: list[Any]) -> object:
+    def rebuilt(leaves: Leaves) -> object:
         result, rest = rebuild(leaves), []
         for _ in range(more):
             result, last = result

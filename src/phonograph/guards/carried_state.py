@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.containers import is_table, table_of
@@ -217,7 +218,7 @@ def _as_argument(known: _Known) -> object:
         return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
     if value is None or known.read or any(map(_has_its_own, tensors_in(value))):
         return value
-    leaves: list[Any] = []
+    leaves: Leaves = []
     return sys.intern(f"{flatten(value, leaves)!r} of {['' if x is None else _look(x) for x in leaves]}")
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from operator import is_
 from typing import Any
 
+from .._torch.dynamic import Reading
 from ..python.containers import Holder
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.identity import identity, reading_list
@@ -90,7 +91,7 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> list[o
         return [part, part.read, saved]
     whole = part.read
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         now = [*whole()]
         if len(now) == len(saved):
             for i in left_out:
@@ -108,7 +109,7 @@ def _lies_at(spot: Any, i: int, values: tuple[object, ...], places: Set[object])
         return False
 
 
-def read_together(reads: Sequence[Callable[[], tuple[Any, ...]] | list[Any] | set[Any]]) -> Callable[[], list[Any]]:
+def read_together(reads: Sequence[Callable[[], Reading] | list[Any] | set[Any]]) -> Callable[[], list[Any]]:
     """A function that reads several places into one list, each after a mark of its own: ``lambda: [m0, *r0(), m1, ...]``. One
     comparison then does for all. What is itself a list, or a set, is read without a call: ``*r0``."""
     names = {f"r{i}": read for i, read in enumerate(reads)} | {f"m{i}": object() for i in range(len(reads))}

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.dynamo import ran_compiled, uncompiled
 from ..errors import Refusal
 from ..python.containers import Holder, Spot
@@ -200,7 +201,7 @@ def is_compiled(x: object) -> bool:
     return code is not None and is_users(code.co_filename)
 
 
-def takes(dials: Dials, name: str, args: Any, kwargs: Any) -> tuple[object, object] | None:
+def takes(dials: Dials, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """What an operator is given in place of these arguments, where there are numbers among them that are followed."""
     numbers = {n for n in _floats((*args, *kwargs.values())) if n in dials.wide}
     if not numbers:
@@ -235,7 +236,7 @@ class _Guard(TorchFunctionMode):
         super().__init__()
         self._dials = dials
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., object], types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:  # in which the user's hooks may run
             with self:

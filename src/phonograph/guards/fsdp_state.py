@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamic import Reading
 from .._torch.process_groups import GATHERED
 from ..python import containers as places
 from ..python.containers import Holder
@@ -33,10 +34,10 @@ def attributes(path: str, thing: object) -> Holder:
     if not renewed:
         return place
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         return (len(own), *own, *[_NONE_YET if is_renewed(x) else x for x in own.values()])
 
-    def restore(values: tuple[Any, ...]) -> None:
+    def restore(values: Reading) -> None:
         n = values[0]
         before = dict(zip(values[1 : n + 1], values[n + 1 :], strict=True))
         own.clear()
@@ -72,10 +73,10 @@ def memory(path: str, tensors: Sequence[torch.Tensor]) -> Holder:
     """How much memory these have, and their gradients: none, before a recording and after it. (Replays need not look each time:
     what `fully_shard` has gathered stands in the attributes that tell so, and gradients are behind their door: `Grads`.)"""
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         return (*[storage(t).nbytes() for t in tensors], *[gradient(t) if t.is_leaf else None for t in tensors])
 
-    def restore(values: tuple[Any, ...]) -> None:
+    def restore(values: Reading) -> None:
         for t, nbytes, grad in zip(tensors, values, values[len(tensors) :], strict=False):
             if not nbytes:
                 storage(t).resize_(0)

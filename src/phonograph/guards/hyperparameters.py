@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from ..errors import Unseen
 from ..python.containers import Spot
@@ -85,7 +86,7 @@ class Dial(float, Followed):
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
     @property
@@ -260,7 +261,7 @@ class Dials:
         self._of = [i for i, numbers in enumerate(read) for _ in numbers]  # the source of each value
         self._settings: Values = tuple([number for numbers in read for number in numbers])
         self.spots = [*spots]
-        self.given: list[Any] = []
+        self.given: Leaves = []
         """The numbers among the arguments of the call, where some of the spots are; a player sets them."""
         self.wide: set[float] = set()
         self.strays: dict[int, str] = {}
@@ -688,7 +689,7 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     marks = [_like(v, values) for v in real]
 
     def put(now: Sequence[object], then: Sequence[object], before: bool) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: object) -> None:
+        def hook(optimizer: torch.optim.Optimizer, args: Args, kwargs: object) -> None:
             if before and begins(optimizer):
                 raise Unseen("steps an optimizer for the first time", "call it once before", final=False)
             dials.stepping(before)

@@ -27,6 +27,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch.dynamic import Reading
 from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -337,10 +338,10 @@ class Objects:
         """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
         attributes, own = recorded.__dict__, recorded.own
 
-        def read() -> tuple[Any, ...]:
+        def read() -> Reading:
             return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
 
-        def restore(values: tuple[Any, ...]) -> None:
+        def restore(values: Reading) -> None:
             for k in [k for k in attributes if k not in own]:
                 del attributes[k]
             attributes.update(zip(values[::2], values[1::2], strict=True))
@@ -465,7 +466,7 @@ class Objects:
         followed = (*LIVE, *CYCLED)
         self._is_group(group)
 
-        def read() -> tuple[Any, ...]:
+        def read() -> Reading:
             return tuple([v for k, v in group.items() if k not in followed])
 
         def restore(values: tuple[object, ...]) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Reading
 from ..errors import Refusal
 from ..python import containers as places
 from ..python.bytecode import names_in
@@ -321,7 +322,7 @@ def as_they_are(values: Iterable[Value]) -> Holder:
         at |= {f"g{i}": space.get, f"n{i}": names[0] if len(names) == 1 else names}
         parts += f"g{i}(n{i}), " if len(names) == 1 else f"*map(g{i}, n{i}), "
         before += map(space.get, names)
-    read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: (({parts}) == before,)", at | {"before": (*before,)})
+    read: Callable[[], Reading] = written_out(f"lambda: (({parts}) == before,)", at | {"before": (*before,)})
 
     def named(path: str, i: int, now: tuple[object, ...]) -> str:
         return next((v.path for v, was, is_ in zip(each, were, single.read(), strict=True) if was is not is_), path)
@@ -332,9 +333,9 @@ def as_they_are(values: Iterable[Value]) -> Holder:
 def _named(values: list[Value]) -> Holder:
     names: dict[str, Any] = {f"v{i}": partial(v.space.get, v.name) for i, v in enumerate(values)} | {"missing": MISSING}
     parts = "".join(f"v{i}(missing), " for i in range(len(values)))
-    read: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({parts})", names)
+    read: Callable[[], Reading] = written_out(f"lambda: ({parts})", names)
 
-    def restore(saved: tuple[Any, ...]) -> None:
+    def restore(saved: Reading) -> None:
         for value, before in zip(values, saved, strict=True):
             if value.space.get(value.name, MISSING) is before:
                 continue
@@ -352,7 +353,7 @@ def _named(values: list[Value]) -> Holder:
 def _container(path: str, thing: Any) -> Holder:
     if type(thing) in _TABLES:
 
-        def restore(before: tuple[Any, ...]) -> None:
+        def restore(before: Reading) -> None:
             for key in [key for key in thing if key not in before]:
                 del thing[key]
 

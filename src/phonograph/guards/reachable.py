@@ -50,6 +50,7 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
+from .._torch.dynamic import Leaves, Reading
 from .._torch.modes import without_subclasses
 from ..call.live_function import is_marked
 from ..errors import Overlooked, Refusal
@@ -304,7 +305,7 @@ class Reach(Objects):
             return None
         if self.mentions.lacks(code.co_name):
             return Overlooked(frozenset({code.co_name}))
-        found: list[Any] = functions_with(code)
+        found: Leaves = functions_with(code)
         if not found and not code.co_freevars:
             found = [FunctionType(code, frame.f_globals)]  # which reads the same
         if not found:
@@ -597,13 +598,13 @@ class Reach(Objects):
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
 
-        def read() -> tuple[Any, ...]:
+        def read() -> Reading:
             own: Any = space
             if "__slotnames__" in own or "__annotations_cache__" in own:
                 own = {n: v for n, v in own.items() if n not in _KEPT_BY_PYTHON}
             return (len(own), *own, *own.values())
 
-        def restore(values: tuple[Any, ...]) -> None:
+        def restore(values: Reading) -> None:
             n = values[0]
             before = dict(zip(values[1 : n + 1], values[n + 1 :], strict=True))
             for name, value in before.items():
@@ -625,7 +626,7 @@ def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:
     with without_subclasses():
         tensors = [(t, not t.is_inference()) for _, t in odd]
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         with without_subclasses():
             return tuple([x for t, counts in tensors for x in (type(t), t._version if counts else 0)])
 

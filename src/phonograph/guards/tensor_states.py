@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.tensors import TensorBase, address, has_memory, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
 __all__ = ["hook_values", "hooks_of", "like", "state_of", "states_of", "with_parts_like"]
 
 
-def like(tensors: Sequence[torch.Tensor]) -> Callable[[list[Any]], bool]:
+def like(tensors: Sequence[torch.Tensor]) -> Callable[[Leaves], bool]:
     """A function that says whether values are tensors just like these, each in the same place: in C++ where torch has guards.
     It holds none of them. (Of those that consist of parts the parts have to be asked as well.)"""
     check = tensor_check(tensors)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import bump, share_version
+from .._torch.dynamic import Args, Kwargs
 from .._torch.dynamo import not_followed_by_dynamo
 from .._torch.modes import without_subclasses
 from .._torch.tensors import alias, has_memory, make_subclass
@@ -96,7 +97,7 @@ class Borrowed(torch.Tensor):
 
     @classmethod
     @not_followed_by_dynamo
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., object], types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         loans: dict[int, Loan] = {}
         change = _own if func in _EXPOSE else plain if func in _NAME_THE_CLASS else _as_it_is
         args, kwargs = _looked_at(args, loans, change), _looked_at(kwargs or {}, loans, change)

@@ -20,6 +20,7 @@ from operator import attrgetter, methodcaller
 from types import CellType
 from typing import Any, NamedTuple
 
+from .._torch.dynamic import Leaves
 from .identity import identity
 from .introspection import MISSING, contents
 
@@ -489,7 +490,7 @@ def of_tensors(
 # -- other containers
 
 
-def ordered(path: str, values: list[Any] | deque[Any]) -> Holder:
+def ordered(path: str, values: Leaves | deque[Any]) -> Holder:
     kind: Any = list if issubclass(type(values), list) else deque
 
     def restore(saved: Values) -> None:

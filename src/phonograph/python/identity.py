@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+from .._torch.dynamic import Reading
 from .origin import written_out
 
 __all__ = ["identity", "reading_list", "reading_parts"]
@@ -63,7 +64,7 @@ def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[objec
         names |= {"known": known} | {f"m{i}": m for i, m in enumerate(memory)} | {f"b{i}": m.raw for i, m in enumerate(memory)}
         same = " and ".join(f"m{i}.raw == b{i}" for i in range(len(memory)))
         parts = f"*(known if {same} else ({parts})), "
-    reading: Callable[[], tuple[Any, ...]] = written_out(f"lambda: ({parts}{attributes})", names)
+    reading: Callable[[], Reading] = written_out(f"lambda: ({parts}{attributes})", names)
     return reading
 
 
@@ -99,7 +100,7 @@ def reading_list(values: list[object]) -> Callable[[], tuple[object, ...]]:
     memory = (ctypes.c_char * (size * ctypes.sizeof(ctypes.c_void_p))).from_address(at)
     raw = memory.raw
 
-    def read() -> tuple[Any, ...]:
+    def read() -> Reading:
         same = lies.size == size and lies.items == at and memory.raw == raw
         return (known,) if same else (*values,)
 

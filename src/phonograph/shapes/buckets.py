@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs
 from .._torch.tensors import has_memory
 from ..call.signature import Call, describe
 from ..devices import lock, owned
@@ -74,7 +75,7 @@ class Padded(Recorded[..., object]):
 
     # -- a call
 
-    def _answer(self, args: Any, kwargs: Any) -> tuple[bool, object]:
+    def _answer(self, args: Args, kwargs: Kwargs) -> tuple[bool, object]:
         with lock:
             pads = self._pads(args, kwargs)
             if not pads:
@@ -197,7 +198,7 @@ class Padded(Recorded[..., object]):
 
     # -- before the calls
 
-    def _pads(self, args: object, kwargs: object) -> Pads:
+    def _pads(self, args: Args, kwargs: Kwargs) -> Pads:
         """What is padded in a call: nothing, if all sizes are declared, or some one is larger or none at all."""
         pads: dict[int | str, list[Pad]] = {}
         for at, t, dims in self._given(args, kwargs):
@@ -209,7 +210,9 @@ class Padded(Recorded[..., object]):
                 pads.setdefault(at, []).append(Pad(dim, size, to))
         return pads if any(pad.size != pad.to for pad in itertools.chain(*pads.values())) else {}
 
-    def _given(self, args: Any, kwargs: Any) -> Iterator[tuple[int | str, torch.Tensor, list[tuple[int, tuple[int, ...]]]]]:
+    def _given(
+        self, args: Args, kwargs: Mapping[str, object]
+    ) -> Iterator[tuple[int | str, torch.Tensor, list[tuple[int, tuple[int, ...]]]]]:
         """Those of the declared arguments that a call has: where, what, and the sizes of those dimensions that there are."""
         for name, position, dims in self._declared:
             at: int | str = name if name in kwargs else position
@@ -236,7 +239,7 @@ class Padded(Recorded[..., object]):
         finally:
             lock.release()
 
-    def _prepare(self, given: Any, chosen: list[dict[Any, int]], args: Any, kwargs: Any) -> None:
+    def _prepare(self, given: Any, chosen: list[dict[Any, int]], args: Args, kwargs: Kwargs) -> None:
         history = None
         try:
             call = self._described(args, kwargs)

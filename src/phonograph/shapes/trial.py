@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.tensors import has_memory, storage_id
 from ..call.signature import Call, describe
 from ..capture.recording import Recording
@@ -87,7 +88,7 @@ class _Leaves:
     """A result, taken apart."""
 
     def __init__(self, result: object) -> None:
-        self.leaves: list[Any] = []
+        self.leaves: Leaves = []
         self.shape = flatten(result, self.leaves)
         first: dict[int, int] = {}
         self.same = [first.setdefault(identity(x), i) if isinstance(x, torch.Tensor) else i for i, x in enumerate(self.leaves)]
@@ -136,7 +137,7 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
     return moulds
 
 
-def _padded(pads: Pads, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _padded(pads: Pads, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     return [plain(kwargs[at] if isinstance(at, str) else args[at]) for at in pads]
 
 
@@ -159,7 +160,7 @@ def gradients() -> Unpadded:
 # -- what is padded
 
 
-def replaced(pads: Pads, args: Any, kwargs: Any, make: Callable[[torch.Tensor, Sequence[Pad]], torch.Tensor]) -> Any:
+def replaced(pads: Pads, args: Args, kwargs: Kwargs, make: Callable[[torch.Tensor, Sequence[Pad]], torch.Tensor]) -> Any:
     """The arguments with others for those that are padded, and one for one that is given twice."""
     new_args, new_kwargs = list(args), dict(kwargs)
     made: dict[Any, torch.Tensor] = {}
@@ -221,7 +222,7 @@ def _own(t: torch.Tensor, pads: Sequence[Pad]) -> torch.Tensor:
 
 def cut(result: object, moulds: Moulds) -> object:
     """A padded result in the size that it would have had."""
-    leaves: list[Any] = []
+    leaves: Leaves = []
     shape = flatten(result, leaves)
     made: dict[int, torch.Tensor] = {}
     given = list(leaves)  # so that identities stay theirs

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory
 from ..errors import Refusal
 from ..python.identity import identity
@@ -109,10 +110,10 @@ def listable(t: torch.Tensor, device: torch.device) -> bool:
     return plain and t.device == device and t.numel() <= _MOST
 
 
-def reading(numbers: Sequence[int], rebuild: Callable[[list[object]], object]) -> Callable[[list[Any]], Any]:
+def reading(numbers: Sequence[int], rebuild: Callable[[list[object]], object]) -> Callable[[Leaves], Any]:
     """What makes the result of a call of its leaves, some of which are read."""
 
-    def rebuilt(leaves: list[Any]) -> object:
+    def rebuilt(leaves: Leaves) -> object:
         leaves = [*leaves]
         for i in numbers:
             leaves[i] = leaves[i].item()

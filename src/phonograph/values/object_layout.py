@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..python.containers import own_dict
 from ..python.introspection import MISSING, has_attributes, slots_of
 
@@ -69,7 +70,7 @@ class Parts(NamedTuple):
     """An object's attributes, and items; `itself`: its attributes are its items (``self.__dict__ = self``)."""
 
     names: tuple[str, ...]
-    values: list[Any]
+    values: Leaves
     items: dict[Any, Any] | None
     itself: bool
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Leaves
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.identity import identity
 from ..python.introspection import slots_of
@@ -71,7 +72,7 @@ class Opening:
         self.shut = shut
         self.lasts = lasts
         self.by_attributes = by_attributes
-        self.containers: list[Any] = []
+        self.containers: Leaves = []
         self.spans: list[tuple[object, int, int]] = []
         self._numbers: dict[int, int] = {}
 
@@ -169,7 +170,7 @@ def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] |
     return next(leaves) if node is None else _unflatten(node, leaves, [] if built is None else built)
 
 
-def _unflatten(node: Node | None, leaves: Iterator[Any], built: list[Any]) -> Any:
+def _unflatten(node: Node | None, leaves: Iterator[Any], built: Leaves) -> Any:
     if node is None:
         return next(leaves)
     if node.kind is _Back:
@@ -269,7 +270,7 @@ class Edit(NamedTuple):
             put_into(container, attributes, None if theirs is None else items, itself)
 
 
-def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
+def rebuilding(node: Node | None, given: int) -> Callable[[Leaves], Any]:
     """`unflatten` of one shape, for a list of its leaves, `given` as many, which may be more than it has. It is called in each
     replay, and so it is written out, ``lambda m: (m[0], [m[1], m[2]])``, or where it can be left to Python altogether."""
     if node is None:
@@ -280,7 +281,7 @@ def rebuilding(node: Node | None, given: int) -> Callable[[list[Any]], Any]:
         return lambda leaves: unflatten(node, iter(leaves))
     names: dict[str, Any] = {}
     expression, _ = _written(node, 0, names, 0)
-    rebuild: Callable[[list[Any]], Any] = written_out(f"lambda m: {expression}", names)
+    rebuild: Callable[[Leaves], Any] = written_out(f"lambda m: {expression}", names)
     return rebuild
 
 
@@ -541,7 +542,7 @@ def _key(name: object) -> object:
     return name.value if isinstance(name, _Key) else name
 
 
-def _build(node: Node, values: list[Any]) -> Any:
+def _build(node: Node, values: Leaves) -> Any:
     kind: Callable[..., object] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
         return kind(values)

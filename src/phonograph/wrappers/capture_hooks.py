@@ -23,6 +23,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .._torch.autograd import made_when, will_run
+from .._torch.dynamic import Args, Kwargs
 from .._torch.skipped_frames import passes_on
 from ..autograd.backward import Backward
 from ..call.signature import Call
@@ -173,7 +174,7 @@ class Hooked(Recorded[..., object]):
     def _end(self, args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> None:
         self._hooks.call(self._hooks.forward, args, kwargs, result)
 
-    def _warm_up(self, call: Call, args: Any, kwargs: Any) -> object:
+    def _warm_up(self, call: Call, args: Args, kwargs: Kwargs) -> object:
         self._warm_ups.begin()
         self._begin(args, kwargs)
         try:
@@ -196,11 +197,11 @@ class Hooked(Recorded[..., object]):
 class _HookedBackward(Hooked):
     """The recorded backward of a recorded call: gradients of results in, of arguments and then of parameters out."""
 
-    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> None:
+    def _begin(self, args: Args, kwargs: Mapping[str, object]) -> None:
         self._this_call.runs = True
         self._hooks.call(self._hooks.backward_pre, self._backward.gradients(args))
 
-    def _end(self, args: tuple[Any, ...], kwargs: Mapping[str, object], result: Any) -> None:
+    def _end(self, args: Args, kwargs: Mapping[str, object], result: Any) -> None:
         (found, _), backward = result, self._backward
         self._hooks.call(self._hooks.backward, tuple(found[: len(backward.graph.arguments)]), backward.gradients(args))
 

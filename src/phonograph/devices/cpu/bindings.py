@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import OpOverload, bindings
 from ...guards.sameness import same
@@ -70,7 +71,7 @@ def _sort_of(value: object) -> object:
 
 
 @cache
-def _candidates(func: Any) -> tuple[list[str], list[Callable[..., Any]]]:
+def _candidates(func: OpOverload) -> tuple[list[str], list[Callable[..., Any]]]:
     """The operator's own names for what its bindings call `out`, and those bindings, as far as it can be asked."""
     written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     outs = [a.name for a in written if a.kwarg_only]
@@ -100,7 +101,7 @@ class _Listener(TorchDispatchMode):
             return False
         return not self._expected
 
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(self, func: object, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         call = self._expected.pop() if self._expected else None
         if call is None or func is not call.func or not same(args, call.args) or not same(kwargs or {}, call.keywords):
             raise _Other

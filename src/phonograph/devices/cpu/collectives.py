@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..._torch.autograd import bump
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.modes import below_autograd, without_modes
 from ..._torch.operators import OpOverload
 from ..._torch.process_groups import rank_in, unboxed_work
@@ -41,7 +42,7 @@ class Exchange:
         self._work: Any = None
         self._arriving: list[torch.Tensor] = []
 
-    def begin(self, args: Any, kwargs: Any, places: Sequence[torch.Tensor]) -> None:
+    def begin(self, args: Args, kwargs: Kwargs, places: Sequence[torch.Tensor]) -> None:
         """Begin it, with these arguments. What arrives is for these `places`."""
         if not self.at_once:
             copies: dict[int, torch.Tensor] = {}
@@ -89,14 +90,14 @@ class UnderWay:
         return t.untyped_storage()._cdata in {own.untyped_storage()._cdata for own in self.results}
 
 
-def made_by(func: Any, args: object, kwargs: object) -> list[torch.Tensor]:
+def made_by(func: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """New tensors like those that an operator of `_c10d_functional` gives: dense ones, whatever it is given."""
     with without_modes(), below_autograd(), torch.inference_mode(False):
         result = func(*_copied(args, None), **_copied(kwargs, None))
         return [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in operators.tensors_in(result, [])]
 
 
-def stand_in(m: operators.Meaning, args: Any, written: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+def stand_in(m: operators.Meaning, args: Args, written: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """Fill what a collective would write with what this rank gives it; with zeros where it gives nothing."""
     own = {*map(identity, written)}
     nothing = m.name.startswith("c10d::recv") or (m.name == "c10d::broadcast_" and rank_in(args[1]) != args[2])

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch.operators import is_composite
+from ..._torch.dynamic import Args, Kwargs
+from ..._torch.operators import OpOverload, is_composite
 from ..._torch.tensors import storage_at
 from ...memory.pool import row_of_bytes
 from ...python.identity import identity
@@ -26,7 +27,7 @@ __all__ = ["Variant", "tried", "variant_of"]
 class Variant(NamedTuple):
     """An overload that writes its results to tensors given by these names, or to one list of them."""
 
-    func: Any
+    func: OpOverload
     names: tuple[str, ...]
     one_list: bool
 
@@ -38,14 +39,14 @@ class Variant(NamedTuple):
 _tried: dict[object, Variant | None] = {}
 
 
-def variant_of(func: object, results: int) -> Variant | None:
+def variant_of(func: OpOverload, results: int) -> Variant | None:
     """The overload of `func` that could be one for so many results."""
     variant = _variant(func)
     return variant if variant is not None and (variant.one_list or len(variant.names) == results) else None
 
 
 def tried(
-    variant: Variant, key: Any, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]
+    variant: Variant, key: Any, args: Args, kwargs: Kwargs, results: list[torch.Tensor], before: dict[torch.Generator, Any]
 ) -> Variant | None:  # fmt: skip
     """This variant of an operator, if it gives these `results` for these arguments. It is tried once for each `key`: the
     operator, and all that its behaviour may depend on besides the values.
@@ -58,7 +59,7 @@ def tried(
     return _tried[key]
 
 
-def _variant(func: object) -> Variant | None:
+def _variant(func: OpOverload) -> Variant | None:
     known = _variants.get(identity(func))
     if known is None:
         known = _variants[identity(func)] = func, _found(func)
@@ -68,7 +69,7 @@ def _variant(func: object) -> Variant | None:
 _variants: dict[int, tuple[object, Variant | None]] = {}  # by identity: an overload's own hash is Python code
 
 
-def _found(func: Any) -> Variant | None:
+def _found(func: OpOverload) -> Variant | None:
     if is_composite(func):
         return None  # seen whole in inference mode only; what its out variant does to a buffer is another matter
     if any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
@@ -85,7 +86,9 @@ def _found(func: Any) -> Variant | None:
     return None
 
 
-def _agrees(variant: Variant, args: Any, kwargs: Any, results: list[torch.Tensor], before: dict[torch.Generator, Any]) -> bool:
+def _agrees(
+    variant: Variant, args: Args, kwargs: Kwargs, results: list[torch.Tensor], before: dict[torch.Generator, Any]
+) -> bool:
     memory = [torch.full((t.untyped_storage().nbytes(),), 0xA5, dtype=torch.uint8, device="cpu") for t in results]
     fixed = [storage_at(m.data_ptr(), m.nbytes, m.device) for m in memory]
     scratch = [torch.empty(0, dtype=t.dtype, device="cpu").set_(s, t.storage_offset(), t.size(), t.stride())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.modes import below_autograd, without_autocast
 from ..._torch.operators import OpOverload
 from ..._torch.tensors import copy_all, maker
@@ -173,7 +174,7 @@ def _replaced(value: object, numbers: Mapping[float, float]) -> Any:
     return value
 
 
-def _run_and_copy(op: Any, args: Any, kwargs: Any, outs: list[torch.Tensor | None]) -> None:
+def _run_and_copy(op: Any, args: Args, kwargs: Kwargs, outs: list[torch.Tensor | None]) -> None:
     for out, result in zip(outs, operators.tensors_in(op(*args, **kwargs), []), strict=True):
         if out is not None:
             if out.shape != result.shape or out.dtype is not result.dtype:  # copy_ would broadcast, and convert

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from ..._torch.dynamic import Args
 
 __all__ = ["may_raise"]
 
@@ -18,7 +18,7 @@ _RAISING = tuple(f"aten::{name}" for name in (
 _BY_NUMBERS = frozenset({"aten::bernoulli_", "aten::normal_"})  # which are no data, but for tensors among them
 
 
-def may_raise(name: str, args: Any) -> bool:
+def may_raise(name: str, args: Args) -> bool:
     """Whether an operator may raise depending on data."""
     if name in _BY_NUMBERS:
         return any(isinstance(x, torch.Tensor) for x in args[1:])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.tensors import neg_view, storage_at
 from .out_variants import Variant
 
@@ -54,7 +55,7 @@ class Step:
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
-        self, func: Any, args: object, kwargs: object, results: list[Operand | None], variant: Variant | None = None,
+        self, func: Any, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
         casts: tuple[object, ...] = (),
     ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant

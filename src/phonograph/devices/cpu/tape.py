@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.modes import without_modes
+from ..._torch.operators import OpOverload
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
 from ..._torch.tensors import has_memory, storage_id
 from ...aten import operators
@@ -86,7 +88,7 @@ class Tape(OperatorWatch):
         super().meet(generator)
         self._generator_states.append((generator, generator.get_state()))
 
-    def _see(self, m: Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _see(self, m: Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
         tensors = super()._see(m, args, kwargs)
         if self._lent_by_others:
@@ -98,7 +100,7 @@ class Tape(OperatorWatch):
                 self._stays_here(m, t.device)
         return tensors
 
-    def _see_arrays(self, m: Meaning, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+    def _see_arrays(self, m: Meaning, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> None:
         """A replay has what an array held when a tensor was made of it, and has no array."""
         for key in {*map(storage_id, tensors)} & self._lent_by_others.keys():
             address, nbytes, before = self._lent_by_others[key]
@@ -120,7 +122,7 @@ class Tape(OperatorWatch):
             refusal.device = device
             raise refusal
 
-    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Any:
         if m.communicates:
             return self._exchange(func, m, args, kwargs)
         if m.constant:
@@ -178,7 +180,7 @@ class Tape(OperatorWatch):
             self._steps.append(Step(func, *noted, operands, variant, casts))
         return out
 
-    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+    def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         known = COLLECTIVES.get(m.name)
         if known is None or not known.on_tapes:
             raise refusal(m.name)
@@ -196,7 +198,7 @@ class Tape(OperatorWatch):
             raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
 
-    def _exchange(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> Any:
+    def _exchange(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Any:
         """A collective, which does not run now. Returns what stands for its result."""
         if called(m.name) == "wait_tensor":
             if m.name.endswith("_autograd"):

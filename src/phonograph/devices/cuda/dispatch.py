@@ -32,6 +32,7 @@ from ..._torch import dynamo as torch_dynamo
 from ..._torch import modes as torch_modes
 from ..._torch import process_groups as torch_process_groups
 from ..._torch.cuda import raw_stream
+from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
 from ...aten.operators import MASKED, Meaning, meaning, operands
@@ -112,7 +113,7 @@ class CudaWatch(DrawsWatch):
         """What has to be done for the dropout of cuDNN's."""
         return None if self._buffer is None else cuda_dropout.Dropout(self._buffer, copied=not self.cuts)
 
-    def _see(self, m: Meaning, args: Any, kwargs: object) -> list[torch.Tensor]:
+    def _see(self, m: Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
             self.begins_dropout = True
             raise Unseen(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}", "seed outside, and not before each call",
@@ -127,7 +128,7 @@ class CudaWatch(DrawsWatch):
             self._see_hosts(m, args, kwargs, len(self._hosts) < len(tensors))
         return tensors
 
-    def _see_buffer(self, m: Meaning, args: Any, buffer: torch.Tensor) -> None:
+    def _see_buffer(self, m: Meaning, args: Args, buffer: torch.Tensor) -> None:
         """Dropout of cuDNN's is drawn from memory that nothing leads to."""
         key = storage_id(buffer)
         self.known[key] = cuda_dropout.BUFFER
@@ -144,7 +145,7 @@ class CudaWatch(DrawsWatch):
             self.more = self.more or "draws random numbers"
             self.writes(buffer)
 
-    def only_views(self, m: Meaning, args: Any) -> bool:
+    def only_views(self, m: Meaning, args: Args) -> bool:
         """Recurrent networks of cuDNN's take their weights as one tensor: a new one that is set to the weights' memory."""
         if m.name != "aten::set_" or len(args) < 2 or not isinstance(args[1], torch.UntypedStorage):
             return False
@@ -152,7 +153,7 @@ class CudaWatch(DrawsWatch):
         own = self.known.get(storage_id(t)) == "" and not t.untyped_storage().nbytes()
         return own and args[1]._cdata in self.known
 
-    def _see_hosts(self, m: Meaning, args: Any, kwargs: Any, others: bool) -> None:
+    def _see_hosts(self, m: Meaning, args: Args, kwargs: Kwargs, others: bool) -> None:
         """Refuse a copy to the host, and note which tensors of the host that are there outside are read. Whether there are
         `others` among the arguments."""
         if m.copies and others:
@@ -191,7 +192,7 @@ class CudaWatch(DrawsWatch):
                                        "move it to the device, or write it outside"))  # fmt: skip
         super().writes(t, version)
 
-    def is_constant(self, m: Meaning, args: Any, kwargs: Any) -> bool:
+    def is_constant(self, m: Meaning, args: Args, kwargs: Kwargs) -> bool:
         """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask."""
         if not (m.reads_host or m.shape_from_data or m.name in MASKED):
             return False
@@ -203,7 +204,7 @@ class CudaWatch(DrawsWatch):
         known = [self.known.get(storage_id(t)) is not None for t in tensors if t.is_cpu and has_memory(t)]
         return len(known) == len(tensors) > 0 and all(known)
 
-    def communicates(self, m: Meaning, args: Any, kwargs: Any) -> None:
+    def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         known = COLLECTIVES.get(m.name)
         if known is None or known.host:
             raise refusal(m.name, known.host if known is not None else "")
@@ -240,7 +241,7 @@ class CudaWatch(DrawsWatch):
         self._groups[identity(group)] = device
         return True
 
-    def _see_group(self, name: str, given: list[Any]) -> None:
+    def _see_group(self, name: str, given: Leaves) -> None:
         """Refuse a process group whose work is none for a graph."""
         group = torch_process_groups.group_among(given)
         backend = torch_process_groups.backend_of(group, self.device)
@@ -345,7 +346,7 @@ class CudaWatch(DrawsWatch):
         self.answers.add(check, answer)
         return super().checks(check, answer)
 
-    def perform(self, func: Any, m: Meaning, args: Any, kwargs: Any) -> object:
+    def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
         if m.random:
             self.draws(m, args, kwargs)
         if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
@@ -418,7 +419,7 @@ def _nothing() -> None:
     """What comes before anything is captured."""
 
 
-def _has_many_deviations(args: Any) -> bool:
+def _has_many_deviations(args: Args) -> bool:
     """Whether these arguments of `aten::normal` have a tensor of standard deviations, at the least of which it looks on the
     host."""
     return len(args) == 2 and isinstance(args[1], torch.Tensor) and args[1].numel() > 0 and not args[1].is_complex()

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from ..._torch.cuda import let_copies_be_seen
+from ..._torch.dynamic import Args, Kwargs
+from ..._torch.operators import OpOverload
 from ...aten.operators import Meaning, tensors_in
 from ...errors import Again, Refusal
 from ...memory.pool import extent
@@ -89,7 +91,7 @@ def moves(m: Meaning) -> bool:
     return m.name in _MOVING
 
 
-def given(room: Room, func: Any, m: Meaning, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def given(room: Room, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
     """What is captured instead of an operator of which some arguments lie on the host: an operator, and its arguments. (A
     number that is not copied is a parameter of what it launches.)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
+from ..._torch.operators import HigherOrderOperator
 from ...aten.operators import Meaning, tensors_in
 from ...capture.breaks import Break
 from ...capture.dispatch import OperatorWatch
@@ -51,7 +52,7 @@ class DrawsWatch(OperatorWatch):
         self.known_states: Known | None = None
         """Of the generators, as the capture has begun with them."""
 
-    def draws(self, m: Meaning, args: object, kwargs: object) -> None:
+    def draws(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         """An operator is about to draw.
 
         Raises:
@@ -104,7 +105,7 @@ class DrawsWatch(OperatorWatch):
             raise Refusal("uses a random generator that was not known before the capture", "keep it as an attribute, closure "
                           "variable or global, or pass it as an argument", final=False)  # fmt: skip
 
-    def _of_higher_order(self, func: object, args: object, kwargs: Any) -> object:
+    def _of_higher_order(self, func: HigherOrderOperator, args: Args, kwargs: Kwargs) -> object:
         outer, self._lending = self._lending, any(isinstance(x, torch.Generator) for x in kwargs.values())
         try:
             return super()._of_higher_order(func, args, kwargs)
@@ -167,7 +168,7 @@ def _both_sides() -> Refusal:
     return Refusal(said, "record the parts by themselves")
 
 
-def _on_host(args: object, kwargs: Any) -> bool:
+def _on_host(args: Args, kwargs: Kwargs) -> bool:
     tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
     if tensors:
         return all(t.device.type == "cpu" for t in tensors)

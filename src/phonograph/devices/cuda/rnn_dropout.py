@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Args, Kwargs
 from ..._torch.modes import TorchDispatchMode
+from ..._torch.operators import OpOverload
 from ...capture.recording import BEGINS_ANEW
 from ...python.origin import is_ours
 from ...state.rng import reset
@@ -123,7 +125,7 @@ class _Asking(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
         if func is _RANDOM:
             raise _Begins
         if func is _NETWORK:

@@ -1,0 +1,18 @@
+"""Names for what only its owner knows the type of."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+__all__ = ["Args", "Kwargs", "Leaves", "Private", "Reading"]
+
+Args: TypeAlias = tuple[Any, ...]
+"""What a function or an operator is called with, by position: its schema says what that is."""
+Kwargs: TypeAlias = dict[str, Any]
+"""The same by name."""
+Leaves: TypeAlias = list[Any]
+"""What lies at the leaves of a structure (see `values.pytree`): tensors, numbers, and objects of any class."""
+Reading: TypeAlias = tuple[Any, ...]
+"""What was read at a place at one time, in the form that the place's own `restore` takes."""
+Private: TypeAlias = Any
+"""A private object of torch's, whose attributes are probed before they are used, or one of ctypes'."""
