@@ -110,8 +110,8 @@ def overloads(operator: object) -> list[OpOverload]:
     return overloads(found)
 
 
-_environment: Any = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04
-_NAME: Any = os.environ.encodekey("PHONOGRAPH") if _environment is not None else None
+_environment = getattr(os.environ, "_data", None)  # os.environ decodes at each look: 0.7 us against 0.04
+_NAME = os.environ.encodekey("PHONOGRAPH") if _environment is not None else None
 
 
 def switched_off() -> bool:

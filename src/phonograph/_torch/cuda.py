@@ -215,7 +215,7 @@ def allocations_since(device: int) -> Iterator[list[tuple[int, int]]]:
             raise Forgotten
         found += _allocations(now[before:])
         return
-    history: Any = torch.cuda.memory._record_memory_history
+    history = torch.cuda.memory._record_memory_history
     history(enabled="all", context=None, stacks="python", max_entries=1_000_000, clear_history=True)
     try:
         yield found

@@ -90,14 +90,14 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_functorch: Any = torch._C._functorch
+_functorch = torch._C._functorch
 
 _END_OF: dict[str, Callable[[], object]] = {  # (what torch 2.11 has to end them all takes one too many)
     "Grad": _functorch._grad_decrement_nesting, "Jvp": _functorch._jvp_decrement_nesting,
     "Vmap": _functorch._vmap_decrement_nesting, "Functionalize": _functorch._func_decrement_nesting,
 }  # fmt: skip
 
-_hooks_of_saved: Any = torch._C._autograd
+_hooks_of_saved = torch._C._autograd
 
 
 @contextmanager

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-member_accessor: Any = torch.nn.utils._named_member_accessor
+member_accessor = torch.nn.utils._named_member_accessor
 """The module whose `swap_tensor` puts tensors into modules, for `functional_call`."""
 
 unscale_grads: Callable[..., object] = torch.amp.GradScaler._unscale_grads_

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from ..state.rng import FORKS, States
 
 __all__ = ["RandomStates"]
 
-_cdata: Any = operator.attrgetter("_cdata")
+_cdata = operator.attrgetter("_cdata")
 
 
 class RandomStates:

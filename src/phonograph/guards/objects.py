@@ -559,7 +559,7 @@ def _is_frozen(array: Any) -> bool:
     """Whether nobody can write an array: neither it nor what it is a view of, unless nobody else has that."""
     kind = sys.modules["numpy"].ndarray
     while type(array) is kind and not array.flags.writeable:
-        base: Any = array.base
+        base = array.base
         if base is None:
             return bool(array.flags.owndata)
         alone = sys.getrefcount(base) <= _ITS_BASE

@@ -59,7 +59,7 @@ def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
     return getattr(t, "grad_dtype", None) if t.is_leaf else None
 
 
-_Base: Any = TensorBase
+_Base = TensorBase
 _SAID: tuple[Callable[[Any], Any], ...] = (
     _place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
     _grad_dtype, attrgetter("requires_grad"), hook_values,

@@ -28,7 +28,7 @@ class _Missing:
         return "<missing>"
 
 
-MISSING: Any = _Missing()
+MISSING = _Missing()
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C extension that does likewise
 

@@ -54,7 +54,7 @@ def sets_for_torch(frame: FrameType) -> bool:
 
 def asked(frame: FrameType) -> torch.device:
     """Whose state a call of torch's functions reads or sets."""
-    device: Any = frame.f_locals.get("device", "cpu")
+    device = frame.f_locals.get("device", "cpu")
     return named(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
 
 

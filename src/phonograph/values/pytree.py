@@ -488,7 +488,7 @@ class _Key:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._of: Any = None
+        self._of = None
 
     def _identity(self) -> object:
         if self._of is None:

@@ -31,7 +31,7 @@ _CELLS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: 
 
 _DEVICES = ("cpu", "cuda")
 
-_value: Any = attrgetter("value")
+_value = attrgetter("value")
 
 
 def single(x: float) -> float:

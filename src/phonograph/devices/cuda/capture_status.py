@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any
 
 from ..._torch import cuda as torch_cuda
 from ..._torch.autograd import on_thread_of_autograds
@@ -27,7 +26,7 @@ def told_as_live() -> Iterator[None]:
     """During the block, on this thread and in the backwards that it runs. What is exchanged is what torch's function calls: it
     may be known by other names, and compiled code relies on it."""
     mine, (place, name, asks) = threading.get_ident(), torch_cuda.ASKS_FOR_CAPTURE
-    truth: Any = vars(place).get(name)
+    truth = vars(place).get(name)
     if truth is None:
         yield
         return
