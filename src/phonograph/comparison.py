@@ -158,7 +158,7 @@ def _assert_same_module(actual: torch.nn.Module, expected: torch.nn.Module, wher
         _assert_same_mapping(_plain_values(part), _plain_values(other_part), where.at(f".{name or 'self'}.__dict__"))
 
 
-def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
+def _plain_values(module: torch.nn.Module) -> dict[str, object]:
     """The module's own attributes: not torch's bookkeeping, and not what only a process can compare."""
     return {
         name: value

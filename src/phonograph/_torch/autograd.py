@@ -18,6 +18,7 @@ import torch.utils._device
 import torch.utils._python_dispatch
 from torch.utils.hooks import BackwardHook
 
+from .dynamic import Private
 from .dynamo import not_compiled_by_itself
 from .functions import _c
 from .modes import without_modes
@@ -54,7 +55,7 @@ __all__ = [
 bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
 
-_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+_set_versions: Private = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
 def set_version(t: torch.Tensor, version: int) -> None:
@@ -83,7 +84,7 @@ def forget_accumulation(t: torch.Tensor) -> None:
     put(t, data)
 
 
-_creation: Any = getattr(torch._C._autograd, "_get_creation_meta", None)
+_creation: Private = getattr(torch._C._autograd, "_get_creation_meta", None)
 
 
 def made_as(view: torch.Tensor) -> str:
@@ -109,7 +110,7 @@ def in_inference(t: torch.Tensor) -> torch.Tensor:
         return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())
 
 
-_original_views: Any = getattr(torch.autograd.grad_mode, "_force_original_view_tracking", None)
+_original_views: Private = getattr(torch.autograd.grad_mode, "_force_original_view_tracking", None)
 
 
 def original_views() -> AbstractContextManager[None]:
@@ -130,7 +131,7 @@ def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return view
 
 
-_keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+_keeps_graph: Private = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 backward_id: Callable[[], int] = _c("_current_graph_task_id")
 """Within a backward: its number; one that runs within another has its own. Otherwise -1."""
@@ -186,12 +187,12 @@ class _Code:
         self.called = called
 
 
-def code_of(part: Any) -> Any:
+def code_of(part: Private) -> Any:
     """The function that recomputes a part."""
     return part.recompute_fn if hasattr(part, "recompute_fn") else part.run_function
 
 
-def lend_code(part: Any) -> object:
+def lend_code(part: Private) -> object:
     """Let a part (or the node of a reentrant one) know its function only for as long as what is returned lives. The graph of
     autograd has the part, and the function often the module; a cycle through the graph no garbage collector could see."""
     name = "recompute_fn" if hasattr(part, "recompute_fn") else "run_function"
@@ -226,7 +227,7 @@ def lend_module(hook: BackwardHook) -> object:
     return code
 
 
-def forget_recomputed(part: Any) -> None:
+def forget_recomputed(part: Private) -> None:
     """Let go of what was recomputed for a backward that is over. `checkpoint` does so where it is read, or with the graph."""
     part.recomputed.clear()
     part.is_recomputed.clear()
@@ -260,7 +261,7 @@ def made_when(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-_will_run: Any = _c("_will_engine_execute_node")
+_will_run: Private = _c("_will_engine_execute_node")
 
 
 def will_run(node: object) -> bool:
@@ -273,7 +274,7 @@ def will_run(node: object) -> bool:
         return True
 
 
-_hooks_on_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+_hooks_on_saved: Private = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 
 saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""

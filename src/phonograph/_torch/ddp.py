@@ -18,7 +18,7 @@ import torch.utils._python_dispatch
 from torch.autograd.graph import get_gradient_edge
 
 from .autograd import forget_accumulation
-from .dynamic import Args, Kwargs
+from .dynamic import Args, Context, Kwargs, Private
 from .operators import OpOverload
 from .process_groups import _c10d
 
@@ -53,7 +53,7 @@ def has_reducer(wrapper: object) -> bool:
     return known and _c10d("_create_work_from_future") is not None
 
 
-def others_around(wrapper: Any) -> bool:
+def others_around(wrapper: Private) -> bool:
     """Whether another `DistributedDataParallel` averages gradients of the same parameters, or somebody holds nodes that add
     them up, perhaps because of hooks that are nowhere listed."""
     with torch.inference_mode(False), torch.enable_grad():
@@ -71,7 +71,7 @@ def _holders(p: torch.Tensor) -> int:
     return sys.getrefcount(get_gradient_edge(p).node)
 
 
-def reduces_by(wrapper: Any) -> str:
+def reduces_by(wrapper: Private) -> str:
     """The name of what torch's own (in C++) communication hook is called that it has, or ""."""
     said = wrapper.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
     return said if said and not wrapper._comm_hooks else ""
@@ -100,12 +100,12 @@ class _Calls(torch.autograd.Function):
     """Calls a function within a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
         ctx.function = function
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> object:
+    def backward(ctx: Context, *grads: torch.Tensor) -> object:
         ctx.function()
         return *grads, None
 
@@ -163,7 +163,7 @@ class _Likenesses(torch.utils._python_dispatch.TorchDispatchMode):
 def _assigned(parameters: object, buckets: list[list[int]]) -> Iterator[None]:
     """Within, these parameters are assigned to these buckets to begin with. (torch begins with one bucket for all of them.)"""
     place, name = torch.distributed, "_compute_bucket_assignment_by_size"
-    own: Any = getattr(place, name, None)
+    own: Private = getattr(place, name, None)
 
     def assign(tensors: object, limits: Any, *others: object) -> object:
         if tensors is not parameters:
@@ -189,7 +189,7 @@ def _of_scratch(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [memory[p.dtype, p.device].as_strided(p.size(), s) for p, s in zip(parameters, dense, strict=True)]
 
 
-def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
+def _tell_the_next(wrapper: Private, parameters: Sequence[torch.Tensor]) -> None:
     """What adds up gradients of these tells whatever reducer the wrapper has by then, which may work on another stream."""
     known = weakref.ref(wrapper)
     theirs = torch.cuda.current_stream(parameters[0].device) if parameters[0].is_cuda else None
@@ -214,7 +214,7 @@ def _tell_the_next(wrapper: Any, parameters: Sequence[torch.Tensor]) -> None:
         node.register_hook(tells(i))
 
 
-def reducer_anew(wrapper: Any) -> list[torch.Tensor] | None:
+def reducer_anew(wrapper: Private) -> list[torch.Tensor] | None:
     """Give a `DistributedDataParallel` a new reducer on the current stream, as it is after its first steps: with the buckets of
     the old one and its hooks, and taking no times. Returns the memory of its buckets; None if they would be others, which the
     next two steps make, together with the other ranks.

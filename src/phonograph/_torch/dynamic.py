@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["Args", "Kwargs", "Leaves", "Private", "Reading"]
+__all__ = ["Args", "Context", "Kwargs", "Leaves", "Private", "Reading", "Table"]
 
 Args: TypeAlias = tuple[Any, ...]
 """What a function or an operator is called with, by position: its schema says what that is."""
@@ -16,3 +16,7 @@ Reading: TypeAlias = tuple[Any, ...]
 """What was read at a place at one time, in the form that the place's own `restore` takes."""
 Private: TypeAlias = Any
 """A private object of torch's, whose attributes are probed before they are used, or one of ctypes'."""
+Context: TypeAlias = Any
+"""The `ctx` of an `autograd.Function`, on which its forward leaves what its backward needs."""
+Table: TypeAlias = dict[Any, Any]
+"""A dictionary of the user's: keys and values of any class."""

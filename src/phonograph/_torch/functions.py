@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.backends.mha
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
+
+from .dynamic import Private
 
 __all__ = ["Handle", "P", "R", "missing"]
 
@@ -34,5 +36,5 @@ def missing(cuda: bool) -> list[str]:
     return [n for n in _NEEDED + _NEEDED_ON_CUDA * cuda if not hasattr(torch._C, n)]
 
 
-def _c(name: str) -> Any:
+def _c(name: str) -> Private:
     return getattr(torch._C, name, None)

@@ -16,6 +16,8 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
+
 __all__ = [
     "GATHERED",
     "abort",
@@ -46,7 +48,7 @@ __all__ = [
 ]
 
 
-def _c10d(name: str) -> Any:
+def _c10d(name: str) -> Private:
     """Where torch is built for several ranks, and they are in use."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
 
@@ -96,7 +98,7 @@ _SHARDING, _PIPELINING = "torch.distributed.fsdp._fully_shard.", "torch.distribu
 
 def sharding_of(module: torch.nn.Module) -> object:
     """What `fully_shard` keeps for this module, if it has been called on it."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind: Private = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
 
 
@@ -141,7 +143,7 @@ def group_among(given: Iterable[object]) -> Any:
     return None
 
 
-def backend_of(group: Any, device: torch.device) -> Any:
+def backend_of(group: Private, device: torch.device) -> Any:
     """What communicates for tensors of this device in a process group. None if there is none."""
     with suppress(Exception):
         return group._get_backend(torch.device(device.type))
@@ -168,7 +170,7 @@ def ranks_of(name: str) -> list[int]:
     return []
 
 
-def default_store() -> object:
+def default_store() -> Private:
     """The store of the default process group. Raises where there is none."""
     return torch.distributed.distributed_c10d._get_default_store()
 
@@ -178,7 +180,7 @@ def own_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def rank_in(group: Any) -> int:
+def rank_in(group: Private) -> int:
     """That of this process in a process group, which is boxed."""
     return int(_c10d("ProcessGroup").unbox(group).rank())
 
@@ -227,10 +229,10 @@ def coalescing() -> list[object]:
     return [*getattr(world, "pg_coalesce_state", ())]
 
 
-def stop_coalescing(group: Any, device: torch.device | None) -> None:
+def stop_coalescing(group: Private, device: torch.device | None) -> None:
     """Nobody collects collectives of this group any more, and those that were are forgotten. With a device: they have begun,
     there."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    world: Private = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     world.pg_coalesce_state.pop(group, None)
     if device is not None:
         with suppress(RuntimeError):

@@ -19,6 +19,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
 from .functions import _c
 from .tensors import _guards
 
@@ -34,7 +35,7 @@ _GUARDED = {
 }  # fmt: skip
 """By which name torch.compile's guard has what these get."""
 
-_GlobalStateGuard: Any = getattr(_guards, "GlobalStateGuard", None)
+_GlobalStateGuard: Private = getattr(_guards, "GlobalStateGuard", None)
 
 
 def state_guard() -> tuple[Callable[[], bool], Set[str]]:

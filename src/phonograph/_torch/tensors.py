@@ -14,6 +14,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
 from .functions import _c
 
 __all__ = [
@@ -142,7 +143,7 @@ def is_valueless(t: torch.Tensor) -> bool:
     return type(t) in _ORDINARY and (t.is_meta or _is_zero(t))
 
 
-_functorch_wrapped: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: False)
+_functorch_wrapped: Private = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: False)
 
 
 def _is_wrapped(t: torch.Tensor) -> bool:
@@ -152,8 +153,8 @@ def _is_wrapped(t: torch.Tensor) -> bool:
 
 def behind(t: torch.Tensor) -> list[torch.Tensor]:
     """The tensor for which one stands that a transform has left behind, if that is what operators take for it now."""
-    unwrapped: Any = getattr(torch._C._functorch, "get_unwrapped", None)
-    differentiated: Any = getattr(torch._C._functorch, "is_gradtrackingtensor", None)
+    unwrapped: Private = getattr(torch._C._functorch, "get_unwrapped", None)
+    differentiated: Private = getattr(torch._C._functorch, "is_gradtrackingtensor", None)
     if unwrapped is None or differentiated is None or not _is_wrapped(t) or not differentiated(t):
         return []
     return [unwrapped(t)]
@@ -183,7 +184,7 @@ def are_fake(types: Iterable[type]) -> bool:
     return fake is not None and all(issubclass(kind, fake) for kind in types)
 
 
-_mode_of: Any = getattr(torch._C, "_get_dispatch_mode", None)
+_mode_of: Private = getattr(torch._C, "_get_dispatch_mode", None)
 
 _FAKE: object = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
 
@@ -213,9 +214,9 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
     return partial(empty_strided, tuple(like.shape), like.stride(), like.dtype)
 
 
-_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+_TensorGuards: Private = getattr(_guards, "TensorGuards", None)
 
-dict_version: Any = getattr(_guards, "dict_version", None)
+dict_version: Private = getattr(_guards, "dict_version", None)
 """A number of a dictionary's, which is another one when it was changed."""
 
 

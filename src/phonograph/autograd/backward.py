@@ -149,7 +149,7 @@ class Backward:
         write running statistics.)"""
         return self.function is None and not (self.graph.nested or self.only_captured or self.recompute.parts)
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         """Objects that it can reach, always the same."""
         places = self.saved.places
         return self.function, *self.kept.held, *places.own, *places.leaves.values(), *self.graph.parameters

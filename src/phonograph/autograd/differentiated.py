@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .._torch.autograd import keeps_graph, may_run_backward, will_run
+from .._torch.dynamic import Context
 from .._torch.modes import is_batched
 from ..errors import Refusal
 from ..python.identity import identity
@@ -212,7 +212,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flight: Flight, found: list[torch.Tensor], private: list[torch.Tensor], *inputs: torch.Tensor
+        ctx: Context, flight: Flight, found: list[torch.Tensor], private: list[torch.Tensor], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.flight, ctx.private = flight, private
         ctx.ends = [*map(get_gradient_edge, found)]
@@ -221,7 +221,7 @@ class _Given(torch.autograd.Function):
         return tuple([t.detach() for t in found])  # which shares its version
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
         flight: Flight = ctx.flight
         private = ctx.private
         if ctx.ends is None:

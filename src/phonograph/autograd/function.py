@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .._torch.autograd import keeps_graph, may_run_backward, ready_for_gradients
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Context, Leaves
 from .._torch.dynamo import ended_by
 from .._torch.tensors import alias
 from ..memory.pool import copy_of
@@ -160,14 +160,14 @@ class Joint:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, flight: Flight, results: list[torch.Tensor], *sources: object) -> object:
+    def forward(ctx: Context, joint: Joint, flight: Flight, results: list[torch.Tensor], *sources: object) -> object:
         ctx.joint, ctx.flight = joint, flight
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @ended_by
-    def backward(ctx: Any, *grads: Any) -> object:
+    def backward(ctx: Context, *grads: Any) -> object:
         flight: Flight = ctx.flight
         if flight.twice is not None or torch.is_grad_enabled():
             return (None, None, None, *again(flight, ctx, grads, [], []))
@@ -178,14 +178,16 @@ class _Apart(torch.autograd.Function):
     """One result, and those that it depends on."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, i: int, result: list[torch.Tensor], t: torch.Tensor, *others: torch.Tensor) -> object:
+    def forward(
+        ctx: Context, flight: Flight, i: int, result: list[torch.Tensor], t: torch.Tensor, *others: torch.Tensor
+    ) -> object:
         ctx.flight, ctx.i, ctx.others = flight, i, len(others)
         ctx.set_materialize_grads(False)
         return result[0]
 
     @staticmethod
     @ended_by
-    def backward(ctx: Any, grad: Any) -> object:
+    def backward(ctx: Context, grad: Any) -> object:
         flight: Flight = ctx.flight
         if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)

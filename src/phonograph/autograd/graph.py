@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from .._torch.dynamic import Context
 from .._torch.dynamo import donates, number_of_call
 from ..errors import Refusal
 from ..state.compiled_generators import OwnGenerators, own_of
@@ -37,13 +38,13 @@ class Source(torch.autograd.Function):
     """An argument as the captured function sees it: it has a history that ends here."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
+    def forward(ctx: Context, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)
         return t.detach()  # which shares its version
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> object:
+    def backward(ctx: Context, grad: torch.Tensor | None) -> object:
         ctx.arrived.append(grad)
         return None, None, None
 

@@ -95,8 +95,8 @@ class Tracing:
         self._parts_of_arguments: dict[int, PartOf] = {}  # by number: what was saved of arguments
         # Memory of the capture, which nothing may hold when it is over; slots nothing but the recording.
         self._slots = [(weakref.ref(t.untyped_storage()), storage_id(t), use_count(storage_id(t))) for _, t in slots]
-        self._made: list[weakref.ref[Any]] = []
-        self._seen: list[tuple[int, weakref.ref[Any]]] = []  # the tensors that stood for slots
+        self._made: list[weakref.ref[object]] = []
+        self._seen: list[tuple[int, weakref.ref[object]]] = []  # the tensors that stood for slots
         self._stand_in: dict[int, weakref.ref[torch.Tensor]] = {}  # by storage: what the function has got as an argument
         self._views_held: set[int] = set()  # storages of arguments of which code keeps something else than what it has got
         self._sources: list[Start] = []

@@ -31,7 +31,7 @@ _SEALED = 3  # objects of a class that cannot be taken apart which may stand
 class _Met(NamedTuple):
     """An object in a call, and the tensors in it."""
 
-    of: weakref.ref[Any]
+    of: weakref.ref[object]
     tensors: tuple[int, ...]
 
 

@@ -330,7 +330,7 @@ def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
     if rare or len(settings) != len(_GETTERS):
         return bool
     same, guarded = state_guard()
-    names: dict[str, Any] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
+    names: dict[str, object] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
     asked = ["same()"] * bool(guarded) + ["kept.raw == was"] * bool(_in_memory) + ["forward_ad._current_level == level"]
     casting = [(get, get()) for get in USED_WHEN_ON]  # of which the guard knows only where it is on
     for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast), *casting]):
@@ -371,7 +371,7 @@ def _setters() -> dict[Callable[[], object], Callable[[object], object]]:
 def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[object, ...]]:
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""
-    names = {f"g{i}": get for i, get in enumerate(getters)}
+    names: dict[str, object] = {f"g{i}": get for i, get in enumerate(getters)}
     calls: Callable[[], Reading] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
     return calls
 

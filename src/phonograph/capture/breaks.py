@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs, Leaves
+from .._torch.dynamic import Args, Context, Kwargs, Leaves
 from .._torch.modes import below_autograd
 from .._torch.tensors import alias
 from ..aten.autocast import Casts
@@ -225,7 +225,7 @@ class _Historied(torch.autograd.Function):
     """Gives a copy the look of a tensor with a history, as what it is a copy of has."""
 
     @staticmethod
-    def forward(ctx: Any, nothing: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, nothing: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(t)
         return t
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed
 
 from .._torch.ddp import averages, averaging, has_reducer, others_around, reducer_anew, reduces_by
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private
 from ..errors import Again, Refusal, Unseen
 from ..python.identity import identity
 from ..python.introspection import contents, is_users_class
@@ -126,7 +126,7 @@ class Reducers:
 _BEGINS = Effect(*_CONTAINS, ANYONE, Averages)
 
 
-def _prepares(wrapper: Any) -> bool:
+def _prepares(wrapper: Private) -> bool:
     """Whether its forward does more now than to broadcast its buffers."""
     return torch.is_grad_enabled() or bool(wrapper.mixed_precision) or wrapper._join_config.enable
 
@@ -157,7 +157,7 @@ def _check(wrapper: object, whole: bool) -> None:
     _check_reducer(wrapper, _CONTAINS)
 
 
-def _check_reducer(wrapper: Any, said: _Said) -> None:
+def _check_reducer(wrapper: Private, said: _Said) -> None:
     """Whether it can be made anew, which the wrapper then need not know."""
     what, remedy = said
     if not has_reducer(wrapper):
@@ -218,7 +218,7 @@ def _has_methods(kind: type) -> bool:
     return any(isinstance(member, FunctionType) for base in kind.__mro__ for member in vars(base).values())
 
 
-def _made_for(wrapper: Any, stream: Any, said: _Said = _CONTAINS) -> list[torch.Tensor]:
+def _made_for(wrapper: Private, stream: Any, said: _Said = _CONTAINS) -> list[torch.Tensor]:
     """The memory of the buckets of this one's reducer, made anew if it has to be."""
     known = _known.get(wrapper)
     if known is None or known.reducer() is not wrapper.reducer or known.stream != stream:

@@ -126,7 +126,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         own = cls.__dict__.get("__torch_dispatch__")
         return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if types and waits_by_itself(types):
             return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
         kwargs = kwargs or {}
@@ -154,7 +154,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         if self.digest is not None:
             self.digest.close()
 
-    def _of_call(self, func: OpOverload, args: Args, kwargs: Kwargs, listening: object) -> object:
+    def _of_call(self, func: OpOverload, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None) -> object:
         """An operator of the call's: refused, counted for a step, cut out as a live part, or run."""
         m = operators.meaning(func)
         if self.digest is not None:
@@ -194,7 +194,9 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             refusal.operator = func
             raise
 
-    def _run(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, listening: Any) -> Any:
+    def _run(
+        self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None
+    ) -> Any:
         """Run an operator; what Python code of its own does, is the operator's."""
         if listening is not None and not m.compiled:
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's

@@ -203,7 +203,7 @@ def mentions(filename: str, names: tuple[str, ...]) -> bool:
     return not (_STDLIB_NAMES if whose is STDLIB else _LIBRARY_NAMES).isdisjoint(names)
 
 
-def of_call(function: Any, owner: object, frame: FrameType, outer: set[int]) -> Effect | None:
+def of_call(function: Callable[..., object], owner: object, frame: FrameType, outer: set[int]) -> Effect | None:
     """What it means that `frame` calls this built-in function, or this method of `owner`. `outer` are the ids of objects
     that were there before the call."""
     effect = _FUNCTIONS.get(function)

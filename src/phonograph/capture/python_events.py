@@ -40,6 +40,7 @@ from typing import Any, Protocol
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
+from .._torch.dynamic import Private
 from ..errors import Overlooked, Refusal
 from ..python.containers import is_table
 from ..python.gc_control import telling_collections
@@ -122,7 +123,7 @@ class Listener:
         self._thread = threading.get_ident()
         self._collecting = collecting
 
-    def called(self, function: Any, owner: object, frame: FrameType) -> None:
+    def called(self, function: Callable[..., object], owner: object, frame: FrameType) -> None:
         if function.__name__ == BEGINS_GROUP and self.concerned():
             with self._refusing(frame):
                 if self._follower.begins_group(frame):
@@ -198,7 +199,7 @@ class Listener:
 
 # -- sys.monitoring
 
-_monitors: Any = getattr(sys, "monitoring", None)
+_monitors: Private = getattr(sys, "monitoring", None)
 HEARS_ALL_THREADS = _monitors is not None
 """Whether what autograd calls on threads of its own is heard as well."""
 
@@ -278,10 +279,10 @@ def alone() -> bool:
 
 # -- sys.setprofile
 
-_ours: object = None  # the profile function, while there is one
+_ours: Callable[..., object] | None = None  # the profile function, while there is one
 
 
-def unheard() -> Any:
+def unheard() -> Callable[..., object] | None:
     """Switch our profile function off, if it is on in this thread; ``sys.setprofile`` of the result switches it on."""
     if _ours is None or sys.getprofile() is not _ours:
         return None

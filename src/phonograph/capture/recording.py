@@ -103,7 +103,7 @@ class Output:
     attached: bool = False
     """Whether it has a history, which leads to the recording's `backward`."""
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ class Closed:
     def __init__(self, made: Callable[..., object]) -> None:
         self._made = made
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         return tuple(t for _, t in Reach([("compiled code", self._made)]).tensors.values())
 
 
@@ -96,7 +96,7 @@ class Bound:
         self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
         self.recorded.remarks = graph.remarks
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         """What it can reach. It never changes."""
         return *self._reached, *self.state
 
@@ -141,7 +141,7 @@ class Graph(Observed):
     def __repr__(self) -> str:
         return f"<recorded {self.options.name}: {len(self.bound)} sets of parameters>"
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         """What it can reach, for a recorded function that calls it."""
         return self._reached
 
@@ -226,7 +226,7 @@ class Graph(Observed):
         self._past += counted(bound.recorded)
         bound.recorded.reset()
 
-    def __deepcopy__(self, memo: Any) -> object:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         """The copy of a graph knows nothing of the recordings of this one, which are of other parameters."""
         inner, reached = copy.deepcopy((self.inner, self._reached), memo)
         return type(self)(inner, self.options, reached, self._given, self.remarks)

@@ -32,7 +32,7 @@ class Measured:
         self._call: Any = None
         self._samples = Samples()
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         """What it can reach, for a recorded function that calls it."""
         return self._graph.reached()
 

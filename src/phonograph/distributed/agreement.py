@@ -15,12 +15,11 @@ import json
 import os
 from collections.abc import Mapping
 from time import monotonic, sleep
-from typing import Any
 
 import torch.distributed
 
 from . import nccl
-from .store import ask
+from .store import Store, ask
 
 __all__ = ["forget", "own", "unlike"]
 
@@ -53,7 +52,7 @@ def forget() -> None:
     _found.clear()
 
 
-def _compared(store: Any, rank: int, mine: Mapping[str, str]) -> str:
+def _compared(store: Store, rank: int, mine: Mapping[str, str]) -> str:
     world, until, pause = torch.distributed.get_world_size(), monotonic(), _PAUSE
     if not _spoken:
         _spoken.append(json.dumps(mine, sort_keys=True))
@@ -74,7 +73,7 @@ def _alike() -> str:
     return _ALIKE.format(hashlib.sha256(_spoken[0].encode()).hexdigest()[:16])
 
 
-def _difference(store: Any, mine: Mapping[str, str], world: int) -> str:
+def _difference(store: Store, mine: Mapping[str, str], world: int) -> str:
     for other in range(world):
         key = _SAID.format(other)
         theirs = json.loads(store.get(key)) if store.check([key]) else mine

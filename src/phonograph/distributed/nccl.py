@@ -18,11 +18,11 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed
 
-from .store import ask
+from .store import Store, ask
 
 __all__ = ["ACROSS_HOSTS", "REGISTERS", "Obstacle", "obstacles", "register_nothing", "several_hosts"]
 
@@ -97,7 +97,7 @@ def several_hosts() -> bool:
 def _hosts_of(world: int) -> int:
     """How many hosts there are, as far as the ranks say within a second; 0 if not all do."""
 
-    def exchange(store: Any, rank: int) -> int:
+    def exchange(store: Store, rank: int) -> int:
         store.set(_KEY.format(rank), _host())
         keys = [_KEY.format(other) for other in range(world)]
         store.wait(keys, timedelta(seconds=1))

@@ -8,18 +8,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Protocol, TypeVar
 
 from .._torch import process_groups as torch_process_groups
 
-__all__ = ["ask"]
+__all__ = ["Store", "ask"]
 
 _PATIENCE = 2.0  # seconds
 
 T = TypeVar("T")
 
 
-def ask(call: Callable[[Any, int], T]) -> T | None:
+class Store(Protocol):
+    """A `torch.distributed.Store`, as it is asked here. (There is none in a torch without `distributed`.)"""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+def ask(call: Callable[[Store, int], T]) -> T | None:
     """What a call gives to which the store and the own rank are given; None where that cannot be had in time. (It is made on a
     thread of its own, whose calls are no part of a call that is recorded.)"""
     found: list[T] = []

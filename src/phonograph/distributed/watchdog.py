@@ -33,7 +33,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol, TextIO
 
 from .._torch import process_groups as torch_process_groups
-from .store import ask
+from .store import Store, ask
 
 __all__ = ["OWN_THREADS", "Launches", "Mark", "Watched", "call_it", "launches", "unwatch", "watch"]
 
@@ -251,7 +251,7 @@ def _handling() -> int:
     return int(value) if value in ("0", "1", "2", "3") else 3
 
 
-def _waits(store: Any, ranks: Iterable[int]) -> dict[int, str]:
+def _waits(store: Store, ranks: Iterable[int]) -> dict[int, str]:
     """In what these ranks wait, as they say; "" for those that say nothing."""
     keys = {rank: _KEY.format(rank) for rank in ranks}
     return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}

@@ -59,7 +59,7 @@ class Binding:
     def _instance(self) -> object:
         return getattr(self._function, "__self__", None)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         if self._made_for is not None:
             name = self._name_in_class()
             return (getattr, (self._instance(), name)) if name else (_no_recordings, ())
@@ -67,7 +67,7 @@ class Binding:
             return str(self.__dict__["__qualname__"])  # as a function: by its name
         return (_rebuild, (self._kind, self._function, self.options))
 
-    def __deepcopy__(self, memo: Any) -> object:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if self._made_for is not None:
             name = self._name_in_class()
             return getattr(copy.deepcopy(self._instance(), memo), name) if name else None

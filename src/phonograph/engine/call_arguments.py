@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Table
 from ..call.signature import Call, attributes
 from ..errors import Refusal
 from ..python.identity import identity
@@ -98,7 +98,7 @@ def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
 
 
-def _sealed(built: Sequence[Any], held: Sequence[dict[Any, Any] | None]) -> list[Any]:
+def _sealed(built: Sequence[Any], held: Sequence[Table | None]) -> list[Any]:
     """What containers have in them that can change, and not by what they hold."""
     others = {identity(c) for c in built}
     found = []

@@ -70,7 +70,7 @@ class Describer:
         call = describe(args, self.with_state(kwargs), self.named, self.regulars, self.following.arguments)
         return call._replace(like=(args, dict(kwargs)))
 
-    def with_state(self, kwargs: dict[str, object]) -> dict[str, Any]:
+    def with_state(self, kwargs: dict[str, object]) -> dict[str, object]:
         """The arguments by name, and the carried state."""
         return {**kwargs, **self.carried.now()} if self.carried else kwargs
 

@@ -159,7 +159,7 @@ class DryRun:
 
     # -- inside of the capture
 
-    def _run(self, slots: list[torch.Tensor], watch: OperatorWatch) -> list[Any]:
+    def _run(self, slots: list[torch.Tensor], watch: OperatorWatch) -> Leaves:
         """Run the call with these slots. Returns the leaves of its result.
 
         From where a number in the result is replaced by its tensor (`without`), nothing here may hold the number: what is still

@@ -354,7 +354,7 @@ class _Taking:
     """Writes the function that takes the tensors out of arguments among which there is no object."""
 
     def __init__(self) -> None:
-        self._names: dict[str, Any] = {"is_": is_, "equal": _equal, "equal_names": _equal_names}
+        self._names: dict[str, object] = {"is_": is_, "equal": _equal, "equal_names": _equal_names}
         self._asked: list[str] = []
         self._found: list[str] = []
 

@@ -37,7 +37,7 @@ class Value(Output):
 
     value: Any
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return copy.copy(self.value) if type(self.value) is set else self.value
 
 
@@ -47,7 +47,7 @@ class Computed(Output):
 
     formula: Formula
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return self.formula(replay.recording.reliances.dials.values)
 
 
@@ -57,7 +57,7 @@ class Argument(Output):
 
     index: int
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return replay.lent.get(self.index, replay.tensors[self.index])
 
 
@@ -67,7 +67,7 @@ class Container(Output):
 
     index: int
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         assert replay.call is not None
         return replay.call.containers[self.index]
 
@@ -78,7 +78,7 @@ class Outside(Output):
 
     memory: torch.Tensor = field()
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return self.memory
 
 
@@ -91,7 +91,7 @@ class Fresh(Output):
     lazy: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Conjugation or negation, applied last."""
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         t = self.tensor(replay)
         if self.consumed:
             t = _alike(t, _with_history)
@@ -164,7 +164,7 @@ class Same(Output):
 
     of: int = field()
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return replay.made[self.of]
 
 
@@ -175,7 +175,7 @@ class Viewed(Output):
     of: int = field()
     view: View
 
-    def make(self, replay: Replay) -> Any:
+    def make(self, replay: Replay) -> object:
         return _alike(replay.made[self.of], self.view.of)
 
 

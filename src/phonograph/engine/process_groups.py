@@ -12,10 +12,9 @@ import atexit
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from .._torch.process_groups import before_groups_end
-from ..capture.recording import Recording
+from ..capture.recording import Program, Recording
 from ..devices import lock
 from ..distributed import agreement
 from ..distributed.watchdog import call_it
@@ -24,12 +23,12 @@ __all__ = ["follow", "follow_program", "let_go"]
 
 _PATIENCE = 10.0  # seconds for another thread's capture or replay
 
-_programs: weakref.WeakSet[Any] = weakref.WeakSet()
+_programs: weakref.WeakSet[Program] = weakref.WeakSet()
 _recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []  # what hears of the end of groups
 
 
-def follow_program(program: object) -> None:
+def follow_program(program: Program) -> None:
     """One that communicates has been captured. Whether it becomes a recording's is not known yet, but the graph is there."""
     _programs.add(program)
     if not _undo:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Reading
+from .._torch.dynamic import Leaves, Reading, Table
 from .._torch.tensors import has_memory, storage_id
 from ..python.containers import Holder, is_table, kept, key_label, own_dict, table_of
 from ..python.identity import identity
@@ -86,7 +86,7 @@ class Left(NamedTuple):
         return self._replace(puts=tuple([put._replace(new=None) for put in self.puts]))
 
 
-_Table = tuple[Holder, object, dict[Any, Any]]
+_Table = tuple[Holder, object, Table]
 _List = tuple[Holder, Any, tuple[object, ...]]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
-from .._torch.dynamic import Reading
+from .._torch.dynamic import Reading, Table
 from ..python.containers import Holder
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.identity import identity, reading_list
@@ -16,16 +16,31 @@ from .hyperparameters import Dials
 from .sameness import equal, may_stand_for
 from .snapshot import name_of
 
-__all__ = ["Entries", "by_dictionary", "entry_of", "in_parts", "in_pieces", "read_together", "reader_of", "relied", "which"]
+__all__ = [
+    "Entries",
+    "Entry",
+    "by_dictionary",
+    "entry_of",
+    "in_parts",
+    "in_pieces",
+    "read_together",
+    "reader_of",
+    "relied",
+    "which",
+]
 
 _LONG = 32  # items of a list that is not read item by item
 _DICTIONARIES = 16  # places in dictionaries that tell of changes, in one part
 
 
-class Entries:
-    """Places, each with how to read it and what was found there: ``[holder, read, saved]``."""
+Entry: TypeAlias = list[Any]
+"""A place, how to read it, and what was found there: ``[holder, read, saved]``."""
 
-    def __init__(self, held: list[list[Any]], shared: Set[int]) -> None:
+
+class Entries:
+    """Places that are relied on."""
+
+    def __init__(self, held: list[Entry], shared: Set[int]) -> None:
         """`shared` are the identities of what was found in several places."""
         self._held = held
         # The containers whose contents are compared, by identity; None where another must not be put in the place of one.
@@ -33,7 +48,7 @@ class Entries:
         self._moved_places = False
         self._contents = {identity(x): None if identity(x) in shared else entry for x, entry in found}
 
-    def unchanged(self, entry: list[Any]) -> bool:
+    def unchanged(self, entry: Entry) -> bool:
         """Whether what was found there is there still, or what may stand for it: with that it is compared from now on."""
         _, read, saved = entry
         now = read()
@@ -68,7 +83,7 @@ class Entries:
         return True
 
 
-def which(entry: list[Any]) -> str:
+def which(entry: Entry) -> str:
     """The name of what differs in a place."""
     holder, read, saved = entry
     return name_of(holder, saved, read())
@@ -80,7 +95,7 @@ def relied(holder: Holder) -> Holder:
     return holder if part is None else holder._replace(read=part.read, named=part.named, spot=part.spot)
 
 
-def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> list[object]:
+def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
     """What is relied on of a place, but for those of its values that are followed."""
     part = relied(holder)
     saved = values if holder.part is None else holder.part.of(values)
@@ -121,7 +136,7 @@ def read_together(reads: Sequence[Callable[[], Reading] | list[Any] | set[Any]])
 _PLAINLY = (list, set)  # a subclass may have an `__iter__` of its own
 
 
-def reader_of(entry: list[Any]) -> Any:
+def reader_of(entry: Entry) -> Any:
     """What reads a place before each replay: a function, or a list or a set that is read itself."""
     values = None if entry[0].contents is None else entry[0].contents.now()
     if type(values) is list and len(values) >= _LONG:
@@ -129,21 +144,21 @@ def reader_of(entry: list[Any]) -> Any:
     return values if type(values) in _PLAINLY and entry[1] is entry[0].read else entry[1]
 
 
-def in_pieces(things: list[Any], size: int) -> list[list[Any]]:
+def in_pieces(things: list[Any], size: int) -> list[Entry]:
     return [things[i : i + size] for i in range(0, len(things), size)]
 
 
-def in_parts(entries: list[list[Any]]) -> list[tuple[list[list[list[Any]]], Versions]]:
+def in_parts(entries: list[Entry]) -> list[tuple[list[list[Entry]], Versions]]:
     """Such places in parts, of which one at a time is asked: all together, where that takes one glance."""
     parts = [entries] if at_one_glance else in_pieces(entries, _DICTIONARIES)
     return [(told, by) for told, by in map(by_dictionary, parts) if told]
 
 
-def by_dictionary(entries: list[list[Any]]) -> tuple[list[list[list[Any]]], Versions]:
+def by_dictionary(entries: list[Entry]) -> tuple[list[list[Entry]], Versions]:
     """The places that lie in dictionaries which tell when they have been changed: those of each dictionary, in the order of the
     versions."""
-    fixed: dict[int, tuple[dict[Any, Any], list[list[Any]]]] = {}
-    own: dict[int, tuple[Callable[[], dict[Any, Any]], list[list[Any]]]] = {}
+    fixed: dict[int, tuple[Table, list[Entry]]] = {}
+    own: dict[int, tuple[Callable[[], Table], list[Entry]]] = {}
     for entry in entries:
         inside, thing = entry[0].inside, entry[0].owner
         found = None if inside is None else inside()

@@ -236,7 +236,9 @@ class _Guard(TorchFunctionMode):
         super().__init__()
         self._dials = dials
 
-    def __torch_function__(self, func: Callable[..., object], types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:  # in which the user's hooks may run
             with self:

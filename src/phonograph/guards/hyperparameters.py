@@ -77,7 +77,7 @@ class Dial(float, Followed):
     def said(self) -> Any:
         return Dial, self.probe
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return (float, (self.as_plain("is copied") if self.wide else self.formula(self.dials.values),))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Dial(float, Followed):
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
-    def __array_function__(self, function: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    def __array_function__(self, function: Any, types: object, args: Args, kwargs: Kwargs) -> Any:
         return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
     @property

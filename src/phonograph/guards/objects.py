@@ -27,7 +27,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch.dynamic import Reading
+from .._torch.dynamic import Reading, Table
 from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -128,12 +128,12 @@ class Objects:
 
     # -- containers
 
-    def _dict(self, path: str, d: dict[Any, Any], *, watched: bool = False) -> None:
+    def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
         self._hold(places.dictionary_without(path, d, put) if put else places.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
 
-    def _items(self, path: str, d: dict[Any, Any]) -> None:
+    def _items(self, path: str, d: Table) -> None:
         seen, work = self._seen, self._work
         for k, v in list(dict.items(d)):
             named = type(k) is str

@@ -331,7 +331,7 @@ def as_they_are(values: Iterable[Value]) -> Holder:
 
 
 def _named(values: list[Value]) -> Holder:
-    names: dict[str, Any] = {f"v{i}": partial(v.space.get, v.name) for i, v in enumerate(values)} | {"missing": MISSING}
+    names: dict[str, object] = {f"v{i}": partial(v.space.get, v.name) for i, v in enumerate(values)} | {"missing": MISSING}
     parts = "".join(f"v{i}(missing), " for i in range(len(values)))
     read: Callable[[], Reading] = written_out(f"lambda: ({parts})", names)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Table
 from .._torch.tensors import TensorBase, address, has_memory, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
@@ -46,7 +46,7 @@ def _is_dense(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (value.layout is torch.strided or consists_of_parts(value))
 
 
-def hooks_of(t: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+def hooks_of(t: torch.Tensor) -> tuple[Table | None, Table | None]:
     return t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)
 
 

@@ -87,7 +87,7 @@ class Borrowed(torch.Tensor):
     def __copy__(self) -> Borrowed:
         return Borrowed.lend(alias(plain(self)), self.loan)
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         t = plain(self)
         if self.is_leaf:
             t = t.detach().requires_grad_(t.requires_grad)
@@ -97,7 +97,9 @@ class Borrowed(torch.Tensor):
 
     @classmethod
     @not_followed_by_dynamo
-    def __torch_function__(cls, func: Callable[..., object], types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         loans: dict[int, Loan] = {}
         change = _own if func in _EXPOSE else plain if func in _NAME_THE_CLASS else _as_it_is
         args, kwargs = _looked_at(args, loans, change), _looked_at(kwargs or {}, loans, change)

@@ -20,7 +20,7 @@ from operator import attrgetter, methodcaller
 from types import CellType
 from typing import Any, NamedTuple
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Reading, Table
 from .identity import identity
 from .introspection import MISSING, contents
 
@@ -59,8 +59,6 @@ __all__ = [
 AT_ONCE = 64 << 10
 """Bytes of an array, or of memory, that are all compared before each replay; of larger ones a part each time."""
 
-Values = tuple[Any, ...]
-
 
 class Spot(NamedTuple):
     """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it."""
@@ -70,16 +68,16 @@ class Spot(NamedTuple):
     put: Callable[[Any], None]
 
 
-Find = Callable[[int, Values], Spot]
+Find = Callable[[int, Reading], Spot]
 
 
 class Part(NamedTuple):
     """A part of a place: how to read it now, how to take it out of what was read of the whole, how to name its values, and
     where each of them lies."""
 
-    read: Callable[[], Values]
-    of: Callable[[Values], Values]
-    named: Callable[[str, int, Values], str]
+    read: Callable[[], Reading]
+    of: Callable[[Reading], Reading]
+    named: Callable[[str, int, Reading], str]
     spot: Find | None = None
 
 
@@ -102,25 +100,25 @@ class Holder(NamedTuple):
     """
 
     path: str
-    read: Callable[[], Values]
-    restore: Callable[[Values], None]
+    read: Callable[[], Reading]
+    restore: Callable[[Reading], None]
     watched: bool = False
-    named: Callable[[str, int, Values], str] | None = None
+    named: Callable[[str, int, Reading], str] | None = None
     dial: tuple[int, str] | None = None
     part: Part | None = None
     owner: Any = None
     contents: Contents | None = None
-    tables: Callable[[], Iterable[dict[Any, Any]]] = tuple
+    tables: Callable[[], Iterable[Table]] = tuple
     behind: Any = None
     spot: Find | None = None
     inside: Callable[[], Sequence[Any]] | None = None
 
-    def label(self, i: int, values: Values) -> str:
+    def label(self, i: int, values: Reading) -> str:
         """A name for the i-th of the values read."""
         return f"{self.path}[{i}]" if self.named is None else self.named(self.path, i, values)
 
 
-def kept(path: str, read: Callable[[], Values], inside: Sequence[object] | None = None) -> Holder:
+def kept(path: str, read: Callable[[], Reading], inside: Sequence[object] | None = None) -> Holder:
     """What a capture does not undo: code, classes, hooks of all modules."""
     return Holder(path, read, lambda _: None, inside=None if inside is None else lambda: inside)
 
@@ -133,13 +131,13 @@ def key_label(key: object) -> str:
 # -- dictionaries. Read as (how many items, the keys, the values).
 
 
-def _pairs(values: Values, at: int) -> Iterator[tuple[Any, Any]]:
+def _pairs(values: Reading, at: int) -> Iterator[tuple[Any, Any]]:
     """The items of the dictionary that was read into `values`, from `at` on."""
     n = values[at] if values else 0
     return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
 
 
-def item(d: dict[Any, Any], key: Any) -> Spot:
+def item(d: Table, key: Any) -> Spot:
     """An item of a dictionary."""
     return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
 
@@ -154,7 +152,7 @@ def _keyed(spot: Callable[[Any], Spot]) -> Find:
     return lambda i, values: spot(values[i - values[0]])
 
 
-def keyed(path: str, i: int, values: Values) -> str:
+def keyed(path: str, i: int, values: Reading) -> str:
     at = 0
     while at < len(values):
         n = values[at]
@@ -165,18 +163,18 @@ def keyed(path: str, i: int, values: Values) -> str:
     return f"{path}[{i}]"
 
 
-def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder:
+def dictionary(path: str, d: Table, *, watched: bool = False) -> Holder:
     kind: Any = OrderedDict if issubclass(type(d), OrderedDict) else dict
     if type(d) is kind:
 
-        def read() -> Values:
+        def read() -> Reading:
             return (len(d), *d, *d.values())
     else:  # a subclass: as it is in memory, whatever its methods say
 
-        def read() -> Values:
+        def read() -> Reading:
             return (dict.__len__(d), *kind.keys(d), *kind.values(d))
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         kind.clear(d)
         for key, value in _pairs(values, 0):
             kind.__setitem__(d, key, value)
@@ -192,7 +190,7 @@ def dictionary(path: str, d: dict[Any, Any], *, watched: bool = False) -> Holder
 def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -> Holder:
     """The same, but for what is under these names: of them only counts where they stand."""
 
-    def read() -> Values:
+    def read() -> Reading:
         return (len(d), *d, *[value for key, value in d.items() if key not in names])
 
     return kept(path, read)
@@ -201,19 +199,19 @@ def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -
 _values: Callable[[Any], Any] = methodcaller("values")
 
 
-def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -> Holder:
+def dictionaries(path: str, dicts: Sequence[Table], *, watched: bool) -> Holder:
     """Several, most of them empty or small, as one place: reading it is cheaper than reading each. Read as (how many items in
     each, all keys, all values): first those that hold something now, then, unless all are empty still, the others."""
     groups = [[d for d in dicts if d], [d for d in dicts if not d]]
     filled, empty = groups
 
-    def read() -> Values:
+    def read() -> Reading:
         found = (*map(len, filled), *chain.from_iterable(filled), *chain.from_iterable(map(_values, filled)))
         if any(empty):
             found += (*map(len, empty), *chain.from_iterable(empty), *chain.from_iterable(map(_values, empty)))
         return found
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         for group in groups:
             n = len(group)
             lengths = values[:n] or (0,) * n
@@ -224,7 +222,7 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
                 d.update(islice(items, length))
             values = values[n + 2 * total :]
 
-    def named(path: str, i: int, values: Values) -> str:
+    def named(path: str, i: int, values: Reading) -> str:
         for group in groups:
             n, total = len(group), sum(values[: len(group)])
             if n <= i < n + 2 * total:
@@ -235,14 +233,14 @@ def dictionaries(path: str, dicts: Sequence[dict[Any, Any]], *, watched: bool) -
     return Holder(path, read, restore, watched, named, tables=lambda: dicts, inside=lambda: dicts)
 
 
-def with_inner(path: str, d: dict[Any, Any], name: str) -> Holder:
+def with_inner(path: str, d: Table, name: str) -> Holder:
     """A dictionary in which the one under `name` counts by what it holds: an equal one in its place is no change."""
 
-    def read() -> Values:
+    def read() -> Reading:
         now = {**d, name: _taken_apart(d[name])}
         return (len(now), *now, *now.values())
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         inner = d[name]
         d.clear()
         d.update(_pairs(values, 0))
@@ -259,36 +257,36 @@ def without(path: str, d: dict[str, Any], name: str) -> Holder:
     others, before = [key for key in d if key != name], [*d]
     get = d.get
 
-    def read() -> Values:
+    def read() -> Reading:
         return (len(d), *d, *map(get, others, repeat(MISSING)))
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         now = dict(zip(others, values[1 + values[0] :], strict=True)) | {name: d.get(name)}
         d.clear()
         d.update({key: now[key] for key in before})
 
-    def named(path: str, i: int, values: Values) -> str:
+    def named(path: str, i: int, values: Reading) -> str:
         i -= 1 + values[0]
         return f"{path}.{others[i]}" if i >= 0 else path
 
     return Holder(path, read, restore, named=named, inside=lambda: (d,))
 
 
-def nested(path: str, d: dict[Any, Any], name: str, behind: object) -> Holder:
+def nested(path: str, d: Table, name: str, behind: object) -> Holder:
     """A dictionary of dictionaries (or of other values), which lies under `name` in another. A recording relies on what they
     hold, and has none of them. Read as (it, how many items, the inner ones, the keys, what each inner one holds)."""
 
-    def read() -> Values:
+    def read() -> Reading:
         inner = (*dict.values(d[name]),)
         return (d[name], len(inner), *inner, *held())
 
-    def held() -> Values:
+    def held() -> Reading:
         return (*dict.keys(d[name]), *chain.from_iterable(map(_flat, dict.values(d[name]))))
 
-    def held_of(values: Values) -> Values:
+    def held_of(values: Reading) -> Reading:
         return values[2 + values[1] :]
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         outer, n = values[:2]
         inner, keys, flat = values[2 : 2 + n], values[2 + n : 2 + 2 * n], values[2 + 2 * n :]
         for one in inner:
@@ -300,13 +298,13 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: object) -> Holder:
         dict.update(outer, zip(keys, inner, strict=True))
         d[name] = outer
 
-    def named(path: str, i: int, values: Values) -> str:
+    def named(path: str, i: int, values: Reading) -> str:
         return path
 
     def tables() -> list[dict[object, object]]:
         return [one for one in dict.values(d[name]) if isinstance(one, dict)]
 
-    def spot(i: int, flat: Values) -> Spot:
+    def spot(i: int, flat: Reading) -> Spot:
         """Of what the inner ones hold."""
         for one in dict.values(d[name]):
             n = len(one) if isinstance(one, dict) else 0
@@ -315,10 +313,10 @@ def nested(path: str, d: dict[Any, Any], name: str, behind: object) -> Holder:
             i, flat = (i - 1 - 2 * n, flat[1 + 2 * n :]) if isinstance(one, dict) else (i - 1, flat[1:])
         raise IndexError(i)
 
-    def spot_of_all(i: int, values: Values) -> Spot:
+    def spot_of_all(i: int, values: Reading) -> Spot:
         return spot(i - 2 - 2 * values[1], values[2 + 2 * values[1] :])
 
-    def spot_of_some(i: int, values: Values) -> Spot:
+    def spot_of_some(i: int, values: Reading) -> Spot:
         n = len(d[name])
         return spot(i - n, values[n:])
 
@@ -336,17 +334,17 @@ def _told_of(spot: Spot, behind: Any) -> Spot:
     return spot._replace(put=put)
 
 
-def _flat(value: object) -> Values:
+def _flat(value: object) -> Reading:
     """How many items a dictionary has, its keys, its values; or what there is instead of one."""
     return (len(value), *dict.keys(value), *dict.values(value)) if isinstance(value, dict) else (value,)
 
 
-def _taken_apart(d: dict[object, object]) -> Values:
+def _taken_apart(d: dict[object, object]) -> Reading:
     """A dictionary of dictionaries (and of no tuples) as tuples."""
     return tuple([(k, _taken_apart(v) if isinstance(v, dict) else v) for k, v in d.items()])
 
 
-def _put_together(items: Values) -> dict[Any, Any]:
+def _put_together(items: Reading) -> Table:
     return {k: _put_together(v) if type(v) is tuple else v for k, v in items}
 
 
@@ -370,7 +368,7 @@ def is_table(thing: object) -> bool:
     return type(thing) in _TABLES
 
 
-def table_of(thing: Any) -> dict[Any, Any] | None:
+def table_of(thing: Any) -> Table | None:
     """The dictionary in which an object has its attributes, or which it is."""
     return thing if is_table(thing) else own_dict(thing)
 
@@ -383,11 +381,11 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         find = partial(vars, thing)
     before = find()
 
-    def read() -> Values:
+    def read() -> Reading:
         d = find()
         return (len(d), *d, *d.values())
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         if find() is not before and not issubclass(type(thing), threading.local):
             object.__setattr__(thing, "__dict__", before)
         before.clear()
@@ -399,18 +397,18 @@ def attributes(path: str, thing: Any, names: Sequence[str] | None = None, *, wat
         return Holder(path, read, restore, watched, keyed, owner=thing, spot=spot, inside=inside)
     some = tuple(names)
 
-    def read_some() -> Values:
+    def read_some() -> Reading:
         d = find()
         return (*map(d.get, some), *d)
 
-    def some_of(values: Values) -> Values:
+    def some_of(values: Reading) -> Reading:
         d = dict(_pairs(values, 0))
         return (*map(d.get, some), *d)
 
-    def named(path: str, i: int, values: Values) -> str:
+    def named(path: str, i: int, values: Reading) -> str:
         return f"{path}.{some[i]}" if i < len(some) else path
 
-    def spot_of_some(i: int, _: Values) -> Spot:
+    def spot_of_some(i: int, _: Reading) -> Spot:
         return _attribute(thing, find, some[i])
 
     part = Part(read_some, some_of, named, spot_of_some)
@@ -421,12 +419,12 @@ def some(path: str, thing: Any, names: Set[str]) -> Holder:
     """Those attributes of an object that have one of these names, whether or not they are there."""
     find: Callable[[], Any] = partial(object.__getattribute__, thing, "__dict__")
 
-    def read() -> Values:
+    def read() -> Reading:
         d = find()
         held = [n for n in d if n in names]
         return (len(held), *held, *map(d.__getitem__, held))
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         d, before = find(), dict(_pairs(values, 0))
         for n in [n for n in d if n in names and n not in before]:
             del d[n]
@@ -444,17 +442,17 @@ def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Any]]) -> H
         except AttributeError:
             return MISSING
 
-    def read() -> Values:
+    def read() -> Reading:
         return tuple([get(d) for _, d in descriptors])
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         for (_, descriptor), value in zip(descriptors, values, strict=True):
             if value is not MISSING:
                 descriptor.__set__(thing, value)
             elif get(descriptor) is not MISSING:
                 descriptor.__delete__(thing)
 
-    def spot(i: int, _: Values) -> Spot:
+    def spot(i: int, _: Reading) -> Spot:
         name, descriptor = descriptors[i]
         return Spot((identity(thing), name), lambda: get(descriptor), lambda value: descriptor.__set__(thing, value))
 
@@ -470,18 +468,18 @@ def of_tensors(
     getters: list[Callable[[object], object]] = [d.__get__ for _, d in descriptors] + [attrgetter(name) for name in names]
     called = [*(name for name, _ in descriptors), *names]
 
-    def read() -> Values:
+    def read() -> Reading:
         try:
             return tuple([x for get in getters for x in map(get, things)])
         except AttributeError:  # one of them is empty
             return ()
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         for i, (_, descriptor) in enumerate(descriptors):
             for t, value in zip(things, values[i * len(things) :], strict=False):
                 descriptor.__set__(t, value)
 
-    def named(path: str, i: int, values: Values) -> str:
+    def named(path: str, i: int, values: Reading) -> str:
         return f"{paths[i % len(things)]}.{called[i // len(things)]}"
 
     return Holder(path, read, restore, named=named)
@@ -493,7 +491,7 @@ def of_tensors(
 def ordered(path: str, values: Leaves | deque[Any]) -> Holder:
     kind: Any = list if issubclass(type(values), list) else deque
 
-    def restore(saved: Values) -> None:
+    def restore(saved: Reading) -> None:
         kind.clear(values)
         kind.extend(values, saved)
 
@@ -501,7 +499,7 @@ def ordered(path: str, values: Leaves | deque[Any]) -> Holder:
         nonlocal values
         values = to
 
-    def spot(i: int, _: Values) -> Spot:
+    def spot(i: int, _: Reading) -> Spot:
         def get() -> Any:
             return kind.__getitem__(values, i) if i < kind.__len__(values) else MISSING
 
@@ -511,7 +509,7 @@ def ordered(path: str, values: Leaves | deque[Any]) -> Holder:
 
 
 def unordered(path: str, values: set[object]) -> Holder:
-    def restore(saved: Values) -> None:
+    def restore(saved: Reading) -> None:
         set.clear(values)
         set.update(values, saved)
 
@@ -526,7 +524,7 @@ def buffer(path: str, thing: Any) -> Holder:
     """The bytes of an object that lays its memory open in one piece: bytearray, array, ctypes, mmap. (No view of it is kept: it
     would keep a bytearray from growing.)"""
 
-    def restore(saved: Values) -> None:
+    def restore(saved: Reading) -> None:
         if isinstance(thing, bytearray):
             thing[:] = saved[0]
         elif isinstance(thing, array):
@@ -535,7 +533,7 @@ def buffer(path: str, thing: Any) -> Holder:
         else:
             memoryview(thing).cast("B")[:] = saved[0]
 
-    def read() -> Values:
+    def read() -> Reading:
         try:
             return (memoryview(thing).tobytes(),)
         except ValueError:  # a view that was released
@@ -551,7 +549,7 @@ def cache(path: str, wrapper: object) -> Holder:
     def tables() -> list[dict[object, object]]:
         return [d for d in gc.get_referents(wrapper) if type(d) is dict and d is not own]
 
-    def read() -> Values:
+    def read() -> Reading:
         found = [x for x in gc.get_referents(wrapper) if type(x) is not dict]
         for table in tables():
             found += table.keys()
@@ -571,7 +569,7 @@ def array_of_numpys(path: str, array: Any) -> Holder:
     bytes of such a one each time, and so at all of it in some replays. It is read itself, and no view of it: that would keep
     its shape."""
 
-    def read() -> Values:
+    def read() -> Reading:
         return (array.shape, array.dtype.str, array.strides, array.tobytes() if array.nbytes <= AT_ONCE else _digest(array))
 
     before, was = array.copy(), read()
@@ -579,7 +577,7 @@ def array_of_numpys(path: str, array: Any) -> Holder:
     starts = cycle(range(0, array.size, step))
     intact = True
 
-    def read_some() -> Values:
+    def read_some() -> Reading:
         nonlocal intact
         what = array.shape, array.dtype.str, array.strides
         if what != was[:3]:
@@ -590,7 +588,7 @@ def array_of_numpys(path: str, array: Any) -> Holder:
         intact = intact and flat[some].tobytes() == before.reshape(-1)[some].tobytes()
         return (*what, intact)
 
-    def restore(_: Values) -> None:
+    def restore(_: Reading) -> None:
         if read() == was:
             return
         if (array.dtype, array.shape) != (before.dtype, before.shape):
@@ -611,13 +609,13 @@ def memory(path: str, storage: Any, tensors: Sequence[Any]) -> Holder:
     parts = cycle(range(0, n, AT_ONCE))
     intact = True
 
-    def read() -> Values:
+    def read() -> Reading:
         if storage.nbytes() != n:
             return (b"",)
         now = ctypes.string_at(storage.data_ptr(), n) if n else b""
         return (before if now == before else now,)
 
-    def read_some() -> Values:
+    def read_some() -> Reading:
         nonlocal intact
         start = next(parts)
         if storage.nbytes() == n:
@@ -625,7 +623,7 @@ def memory(path: str, storage: Any, tensors: Sequence[Any]) -> Holder:
             intact = intact and before.startswith(some, start)
         return (intact, *[t._version for t in counting])
 
-    def restore(_: Values) -> None:
+    def restore(_: Reading) -> None:
         if storage.nbytes() == n:
             ctypes.memmove(storage.data_ptr(), before, n)
 
@@ -633,7 +631,7 @@ def memory(path: str, storage: Any, tensors: Sequence[Any]) -> Holder:
     return Holder(path, read, restore, named=_unnumbered, part=large if n > AT_ONCE else None)
 
 
-def _unnumbered(path: str, i: int, values: Values) -> str:
+def _unnumbered(path: str, i: int, values: Reading) -> str:
     return path
 
 
@@ -649,18 +647,18 @@ _contents = attrgetter("cell_contents")
 
 
 def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         for cell, value in zip(of, values, strict=True):
             if value is not MISSING:
                 cell.cell_contents = value
             elif contents(cell) is not MISSING:
                 del cell.cell_contents
 
-    def spot(i: int, _: Values) -> Spot:
+    def spot(i: int, _: Reading) -> Spot:
         cell = of[i]
         return Spot((identity(cell), None), lambda: contents(cell), lambda value: setattr(cell, "cell_contents", value))
 
-    def read() -> Values:
+    def read() -> Reading:
         try:
             return (*map(_contents, of),)
         except ValueError:  # one is empty
@@ -673,10 +671,10 @@ def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
     """Some names of a namespace, whether or not they are there."""
     held = tuple(names)
 
-    def read() -> Values:
+    def read() -> Reading:
         return tuple([of.get(n, MISSING) for n in held])
 
-    def restore(values: Values) -> None:
+    def restore(values: Reading) -> None:
         for n, v in zip(held, values, strict=True):
             if v is not MISSING:
                 of[n] = v

@@ -53,7 +53,7 @@ _LYING = _probed()
 def reading_parts(functions: Sequence[FunctionType]) -> Callable[[], tuple[object, ...]]:
     """A function that reads of each of these what makes it another one if it is assigned, and how many attributes it has. It is
     called in each replay, and so it is written out."""
-    names: dict[str, Any] = {f"f{i}": f for i, f in enumerate(functions)}
+    names: dict[str, object] = {f"f{i}": f for i, f in enumerate(functions)}
     parts = "".join(f"{f}.{part}, " for f in names for part in _PARTS)
     attributes = "".join(f"len({f}.__dict__), " for f in names)
     if _LYING is not None:

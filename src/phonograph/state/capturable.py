@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MethodType
+from typing import TypeGuard
 
 import torch
 
@@ -27,20 +28,20 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.opt
     return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def stepped(function: Any) -> None:
+def stepped(function: Callable[..., object]) -> None:
     """If the function that now runs is an optimizer's own step, say so as schedulers expect: they have `optimizer.step` note
     that it was called, and one that was recorded before they were made goes around that."""
     if is_step(function):
         function.__self__.__dict__["_opt_called"] = True
 
 
-def is_step(function: object) -> bool:
+def is_step(function: object) -> TypeGuard[MethodType]:
     """Whether the function is an optimizer's own step."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step"
 
 
-def states_to_come(function: Any, reached: Sequence[torch.optim.Optimizer]) -> int:
+def states_to_come(function: Callable[..., object], reached: Sequence[torch.optim.Optimizer]) -> int:
     """About how many bytes of states it makes, if the function is the first step of an optimizer, the only one that it reaches:
     Adam's two tensors like each parameter that has a gradient. (A scheduler puts a function before the step.)"""
     if len(reached) != 1 or reached[0].state or getattr(function, "__name__", "") != "step":
@@ -51,7 +52,7 @@ def states_to_come(function: Any, reached: Sequence[torch.optim.Optimizer]) -> i
     return sum(2 * p.nbytes for p in parameters if p.grad is not None and has_memory(p))
 
 
-def never(function: Any) -> Refusal | None:
+def never(function: Callable[..., object]) -> Refusal | None:
     """Why a function that is an optimizer's own step can never be recorded."""
     if is_step(function) and isinstance(function.__self__, torch.optim.LBFGS):
         return Refusal("decides on the host how often it calls its closure", "record the model that the closure calls")

@@ -18,7 +18,7 @@ import ctypes
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from types import CodeType, FrameType
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "
            "sets_for_torch", "share_state"]  # fmt: skip
 
 
-def _code(function: Any) -> CodeType:
+def _code(function: Callable[..., object]) -> CodeType:
     code: CodeType = inspect.unwrap(function).__code__
     return code
 

@@ -45,7 +45,7 @@ class Tally(Followed):
         self.dials, self._key, self.formula, self.value = dials, key, formula, value
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> type:
         return int
 
     @property
@@ -66,7 +66,7 @@ class Tally(Followed):
     def __copy__(self) -> Tally:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Tally:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tally:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -65,7 +65,7 @@ class Numeral:
         self._kind = complex if dtype.is_complex else float if dtype.is_floating_point else bool if dtype is torch.bool else int
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that it counts as such a number where that is asked for
+    def __class__(self) -> type:  # so that it counts as such a number where that is asked for
         return self._kind
 
     def _asked(self, *_: object, **__: object) -> NoReturn:

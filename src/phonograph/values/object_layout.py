@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Table
 from ..python.containers import own_dict
 from ..python.introspection import MISSING, has_attributes, slots_of
 
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
     names: tuple[str, ...]
     values: Leaves
-    items: dict[Any, Any] | None
+    items: Table | None
     itself: bool
 
 
@@ -116,7 +116,7 @@ def put_into(thing: Any, attributes: dict[str, Any], items: dict[object, object]
         replace(own, attributes)
 
 
-def replace(d: Any, items: dict[Any, Any]) -> None:
+def replace(d: Any, items: Table) -> None:
     """Let a dictionary have these items, in this order."""
     if list(dict.keys(d)) != list(items)[: dict.__len__(d)]:
         dict.clear(d)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Table
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.identity import identity
 from ..python.introspection import slots_of
@@ -239,7 +239,7 @@ class Edit(NamedTuple):
 
     @classmethod
     def between(
-        cls, number: int, before: dict[Any, Any], now: dict[Any, Any], by_attributes: Container[type] = ()
+        cls, number: int, before: Table, now: Table, by_attributes: Container[type] = ()
     ) -> Edit | None:  # fmt: skip
         new = tuple([at for at, value in now.items() if at not in before or before[at] is not value])
         return cls(number, tuple(now), new, by_attributes) if new or list(before) != list(now) else None
@@ -279,7 +279,7 @@ def rebuilding(node: Node | None, given: int) -> Callable[[Leaves], Any]:
         return node.kind
     if _is_circular(node):
         return lambda leaves: unflatten(node, iter(leaves))
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     expression, _ = _written(node, 0, names, 0)
     rebuild: Callable[[Leaves], Any] = written_out(f"lambda m: {expression}", names)
     return rebuild
@@ -551,7 +551,7 @@ def _build(node: Node, values: Leaves) -> Any:
     if _is_namedtuple(node.kind):
         return tuple.__new__(node.kind, values)
     if kind is defaultdict:
-        filled: defaultdict[Any, Any] = defaultdict(node.names[-1].value)
+        filled: defaultdict[object, object] = defaultdict(node.names[-1].value)
         filled.update(zip(map(_key, node.names[:-1]), values, strict=True))
         return filled
     if kind in _DICTS:

@@ -205,10 +205,10 @@ class _Reset:
         if isinstance(recorded, Recorded):
             recorded.reset()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return partial, (bool,)
 
-    def reached(self) -> tuple[Any, ...]:
+    def reached(self) -> tuple[object, ...]:
         """What it can reach, for a recorded function that finds it."""
         return ()
 

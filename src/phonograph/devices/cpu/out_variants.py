@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     names: tuple[str, ...]
     one_list: bool
 
-    def outs(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
+    def outs(self, results: Sequence[torch.Tensor]) -> dict[str, object]:
         """The results as its keyword arguments."""
         return {self.names[0]: list(results)} if self.one_list else dict(zip(self.names, results, strict=True))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs
+from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import neg_view, storage_at
 from .out_variants import Variant
 
@@ -62,7 +62,7 @@ class Step:
         self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
 
 
-def described(noted: object) -> list[Any]:
+def described(noted: object) -> Leaves:
     """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
     them."""
     found, plain = list[object](), list[object]()
