@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 SCRIPTS = (
     "tiny_kernels",
     "host_time",
+    "audits",
     "ppo_update",
     "digits_cpu",
     "bitwise",

@@ -33,17 +33,17 @@ Shapes = Mapping[str, Mapping[int, Iterable[int]]]
 
 @overload
 def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
-           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
+           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
-           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
+           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
-           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 0, max_recordings: int = 16,
+           outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (),
            shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
@@ -79,7 +79,7 @@ def record(fn: object = None, /, **options: Any) -> object:
             backward that runs outside of the call is not.
         audit: the Python code of a call runs dry once more after 8, 64 and 512 replays of a recording, and then after each
             `audit`; what it would launch is compared with what was recorded. Nothing runs on the device, and nothing is left
-            behind; it takes as long as a capture, some thirty live calls. Where it is something else the recording goes, the
+            behind; it takes as long as a capture, six to eight live steps on an H100. Where it is something else the recording goes, the
             call runs live, and `Stale` is warned. What cannot be looked at so, `explain` names. 0: never.
         max_recordings: recordings kept; the least recently played goes first, if it was not played since another signature came
             first, or for eight of that one's calls: where more take turns, those that have one keep it.

@@ -22,7 +22,7 @@ class Options:
     fallback: Literal["live", "split", "error"] = "live"
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
-    audit: int = 0
+    audit: int = 4096
     max_recordings: int = 16
     max_bytes: int | None = None
     name: str | None = None

@@ -21,7 +21,10 @@ from ..values.pytree import flatten
 from ..values.tensor_subclasses import parts
 from .python_events import unheard
 
-__all__ = ["CallMemory"]
+__all__ = ["MOVED", "CallMemory"]
+
+MOVED = -1
+"""In the place of a version: it has moved on, from one that nobody has noted."""
 
 
 class CallMemory:
@@ -114,7 +117,7 @@ class CallMemory:
     # -- what is written
 
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
-        """This tensor is going to be written; it had that version before, if not the one that it has now."""
+        """This tensor is going to be written; it had that version before, if not the one that it has now. `MOVED`: another."""
         key = t.untyped_storage()._cdata
         if self._shown:
             for shown in self._shown.get(key, ()):
@@ -150,7 +153,7 @@ class CallMemory:
     def put_versions_back(self) -> None:
         """What was written has the version again that it had before."""
         for key, t in self.written.items():
-            if not t.is_inference():
+            if not t.is_inference() and self._versions[key] != MOVED:
                 set_version(t, self._versions[key])
 
     def made_moved_on(self) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ class Digest:
         made before, or what it is called."""
         self._name_of, self._dials = name_of, dials
         self._offsets = {slot.untyped_storage()._cdata: int(slot.storage_offset()) for slot in slots}
-        self._fixed = tuple([type(v)(3 + i) for i, v in enumerate(dials.values)])
+        self._fixed = dials.alike()
 
     def note(self, m: Meaning, func: object, args: Args, kwargs: Kwargs) -> None:
         """This operator is going to run."""
@@ -102,7 +102,8 @@ class Digest:
         if isinstance(v, Followed):
             return self._followed(v.formula)
         if isinstance(v, torch.Tensor):
-            return self._tensor(v), v.requires_grad
+            who = self._tensor(v)
+            return who, type(who[0]) is int and v.requires_grad  # what the call has not made is the caller's
         return self._said(v)
 
     def _followed(self, formula: Formula) -> str:
@@ -112,14 +113,14 @@ class Digest:
         except (ArithmeticError, TypeError, ValueError) as e:
             return f"follows {type(e).__name__}"
 
-    def _tensor(self, t: torch.Tensor) -> object:
+    def _tensor(self, t: torch.Tensor) -> tuple[object, ...]:
         kind = _KINDS.get(t.dtype) or _KINDS.setdefault(t.dtype, str(t.dtype))
         try:
-            storage = t.untyped_storage() if is_ordinary(t) or has_memory(t) else None
+            storage = t.untyped_storage() if not t.is_nested and (is_ordinary(t) or has_memory(t)) else None
         except RuntimeError:  # it has none
             storage = None
         if storage is None:
-            return type(t).__qualname__, kind, *t.shape
+            return type(t).__qualname__, kind, t.dim()
         key, offset = storage._cdata, t.storage_offset()
         who: object = self._name_of(key)
         if type(who) is str:

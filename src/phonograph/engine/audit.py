@@ -13,6 +13,7 @@ An audit takes as long as a capture. It is not made where it would have to do wh
 * a backward that runs outside of the call: what it does autograd has noted in the forward, and its code would have to run in
   the middle of another's;
 * a graph that a compiler has made, which reads nothing of Python;
+* compiled code runs in the call: its operators are not seen, and torch calls others around it than when it was recorded;
 * dropout between layers of cuDNN's, which a capture makes begin anew;
 * arguments that are borrowed, and whatever else concerns this very call: then a later one is looked at.
 """
@@ -67,6 +68,8 @@ def never(function: object, recording: Recording | None = None) -> str:
         return ""
     if recording.communicates:
         return "it communicates with other ranks"
+    if recording.retrace is None:
+        return "compiled code runs in it"
     return "it drops out between layers of cuDNN's" if recording.drops_out else ""
 
 

@@ -54,7 +54,7 @@ from .capture_terms import Request
 from .current_capture import capturing
 from .evidence import Behaviour, CodeThatRan, Evidence
 from .prepared import Prepared
-from .returned import Returned
+from .returned import Given, Returned
 
 __all__ = ["DryRun"]
 
@@ -186,7 +186,7 @@ class DryRun:
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
-            watch.digest.end(returned.shape, result)
+            watch.digest.end(returned.shape, [identity(x.thing) if type(x) is Given else x for x in result])
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)

@@ -9,6 +9,7 @@ from types import CodeType
 
 import torch
 
+from .._torch.dynamo import ran_compiled
 from ..capture.python_events import Listener
 from ..devices.base import Captured
 from ..guards.attribute_effects import Left
@@ -37,6 +38,8 @@ class CodeThatRan:
     """Hooks may have been set on tensors or nodes of autograd's."""
     names_gradients: bool
     """The attribute `grad` is asked for, whoever's code it is."""
+    compiled: bool
+    """Some of it is code that `torch.compile` has made."""
 
     @classmethod
     def heard(cls, listener: Listener, known: Ran | None, names: Set[str]) -> CodeThatRan:
@@ -50,6 +53,7 @@ class CodeThatRan:
             runs_backward=any(code.co_name == BACKWARD for code in codes),
             sets_hooks=sets_hook.__code__ in codes or any("hook" in name for name in names),
             names_gradients=any("grad" in code.co_names for code in codes),
+            compiled=ran_compiled(codes),
         )
 
 

@@ -102,7 +102,7 @@ class Settlement:
             written=behaviour.returned.written,
             numbers=behaviour.numbers,
             settings=settings,
-            retrace=Retrace.of(watch.digest, request.terms, dials),
+            retrace=None if behaviour.code.compiled else Retrace.of(watch.digest, request.terms, dials),
         )
 
     def _settle_operators(self) -> None:

@@ -25,6 +25,7 @@ follow any if code in it takes an optimizer's parameter groups, for more than th
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import operator
@@ -309,6 +310,11 @@ class Dials:
     def __bool__(self) -> bool:
         return bool(self.sources or self.spots or self.counts)
 
+    def alike(self) -> Values:
+        """Numbers in the place of the values, which are the same for each capture of a call. Step counts are one number: which
+        of them are equal, and so how many values there are, varies."""
+        return tuple([type(v)(3 + min(i, self._counts_from)) for i, v in enumerate(self.values)])
+
     # -- during the capture
 
     def source(self, i: int) -> Dial:
@@ -434,7 +440,8 @@ class Dials:
             return False
         with torch.inference_mode(False), torch.no_grad():
             probes = torch.tensor([*self.formulas], dtype=torch.float64, device="cpu").to(t.dtype)
-            return bool(torch.isin(t.detach(), probes).any())
+            found = torch.isin(t.detach(), probes).any()
+        return bool(ctypes.c_bool.from_address(found.data_ptr()))  # methods that read values are refused here
 
     def count(self, x: object) -> float | None:
         """What stands for this step count; None if it is none, or if another thread asks."""

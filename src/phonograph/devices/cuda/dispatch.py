@@ -37,6 +37,7 @@ from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
 from ...aten.operators import MASKED, Meaning, meaning, operands
 from ...capture.breaks import Break
+from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.recording import memory_of
 from ...capture.value_checks import Check, validates
@@ -319,7 +320,7 @@ class CudaWatch(DrawsWatch):
                 self.reads_on_host(t, "compiled code")
         written = torch_dynamo.written_by_graph(frame)
         for t in written or ():
-            self.writes(t, version=-1)  # it has been counted on already
+            self.writes(t, MOVED)
         if self.arrivals is not None:
             self.arrivals.lose(written or ())
         return written is None

@@ -101,23 +101,30 @@ class PrivatePool:
         """These addresses, live leases at least, are out of the allocator's reach inside the block, and cuBLAS has its
         workspace where it always is. What holds them can give back those `apart`."""
         torch_cuda.clear_cublas_workspaces()
+        held = self._held(protected, apart)
+        try:
+            yield held
+        except BaseException:
+            torch_cuda.clear_cublas_workspaces()  # a capture that comes to nothing would leave one in the pool
+            raise
+        finally:
+            if held is not None:
+                held.release()
+
+    def _held(self, protected: Spans, apart: Sequence[tuple[int, int]]) -> cuda_memory.Hold | None:
+        """What holds these addresses and has the workspace at its place; None if nothing has to be held, or can be."""
         anchor = self.anchor
         if not len(protected) and anchor.workspace is None:
-            yield None
-            return
-        held = None
+            return None
         if not self.left_behind(protected):
             with torch_cuda.route_to_pool(self.index, anchor.handle, all_streams=True):
                 held = cuda_memory.hold(anchor.handle, protected, anchor.workspace, apart)
-        if held is None:  # cannot share: begin a pool of its own; the old one goes with its last recording
-            torch_cuda.clear_cublas_workspaces()
-            self.anchor, self._unsettled = _Anchor(self.index, self._stream), Spans()
-            yield None
-            return
-        try:
-            yield held
-        finally:
-            held.release()
+            if held is not None:
+                return held
+        # It cannot be shared: a pool of its own begins; the old one goes with its last recording.
+        torch_cuda.clear_cublas_workspaces()
+        self.anchor, self._unsettled = _Anchor(self.index, self._stream), Spans()
+        return None
 
     def left_behind(self, protected: Spans) -> bool:
         """Whether a capture that has come to nothing has left something where others have memory now: it counts as taken, and
