@@ -1,17 +1,22 @@
 """Record your PyTorch program once; play it back at GPU speed.
 
-See https://pypi.org/project/phonograph for the documentation; start with `record`.
+Start with `record`; `help(phonograph.record)` says what it does. torch is imported with the first of these names, and not
+before: pytest loads `phonograph.pytest_plugin` in every project of an environment that has phonograph in it, and
+``phonograph --version`` need not wait for it either.
 """
 
 from __future__ import annotations
 
-from ._torch.skipped_frames import hide
-from .api import explain, live, prepare, record, reset, stats
-from .engine.recorded import Recorded
-from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
-from .statistics import Stats
+from typing import TYPE_CHECKING
+
 from .version import __version__
-from .wrappers.callables import make_graphed_callables
+
+if TYPE_CHECKING:
+    from .api import explain, live, prepare, record, reset, stats
+    from .engine.recorded import Recorded
+    from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
+    from .statistics import Stats
+    from .wrappers.callables import make_graphed_callables
 
 __all__ = [
     "Mismatch",
@@ -32,7 +37,14 @@ __all__ = [
     "stats",
 ]
 
-hide()
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'phonograph' has no attribute {name!r}")
+    from . import public
+
+    globals().update({each: getattr(public, each) for each in public.__all__})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter
 from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -17,7 +18,7 @@ from .engine.live_parts import live
 from .engine.parts import counted
 from .engine.recorded import Recorded
 from .engine.repeated_records import made_anew
-from .options import Options
+from .options import Options, parameters
 from .python.origin import has_called
 from .shapes.buckets import Padded
 from .statistics import Observed, Stats
@@ -112,14 +113,14 @@ def record(fn: object = None, /, **options: Any) -> object:
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
     """
-    for name in ("takes_turns", "live_backward", "is_part"):  # a schedule's own, and the backend's
-        if name in options:
-            raise TypeError(f"record() got an unexpected keyword argument {name!r}")
     has_called(sys._getframe(1))
-    chosen = Options(**{name: value for name, value in options.items() if name != "shapes" or value is not None})
+    chosen = Options.given("record", options)
     if fn is None:
         return lambda function: _once(function, wrap(function, chosen))
     return _once(fn, wrap(fn, chosen))
+
+
+setattr(record, "__signature__", parameters(Parameter("fn", Parameter.POSITIONAL_ONLY, default=None)))  # noqa: B010
 
 
 def _once(fn: object, made: Any) -> object:
@@ -184,16 +185,17 @@ def reset(f: object) -> None:
 
 def _recorded(f: object) -> Observed:
     f = _what_is_recorded(f)
+    found = _observed(f)
+    if found is not None:
+        return found
     given = type(f).__name__
     if torch_dynamo.uncompiled(f) is not None:
         given = ("what torch.compile made of one that is not recorded: pg.record that, or, if its backend is phonograph, ask "
                  "for each of phonograph.compile.graphs()")  # fmt: skip
     elif isinstance(f, torch.nn.Module):
-        given = f"a {given} that is not recorded, or not any more since pg.reset"
-    found = _observed(f)
-    if found is None:
-        raise TypeError(f"expected a function or module that pg.record was called on, not {given}")
-    return found
+        raise TypeError(f"this {given} is not recorded: call pg.record on it (copies of a recorded module are not recorded, "
+                        "nor is one that was loaded, or that pg.reset was called on)")  # fmt: skip
+    raise TypeError(f"expected a function or module that pg.record was called on, not {given}")
 
 
 def _what_is_recorded(f: object) -> object:

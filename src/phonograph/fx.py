@@ -76,7 +76,7 @@ def record_graph(
         raise TypeError(f"record_graph takes a graph or a function, not {type(gm).__name__}")
     if is_forward not in _KINDS:
         raise TypeError(f"is_forward must be True, False or None, not {is_forward!r}")
-    chosen = Options(**options)
+    chosen = Options.given("record_graph", options)
     if chosen.name is None:
         chosen = replace(chosen, name=named(gm, _KINDS[is_forward]))
     if is_forward is False and chosen.warmup:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from inspect import Parameter, Signature
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from ._torch.operators import OpOverload, OpOverloadPacket
 
-__all__ = ["Options", "at_least", "overloads", "switched_off"]
+__all__ = ["Options", "at_least", "did_you_mean", "overloads", "parameters", "switched_off"]
+
+_OURS = {"ours": True}  # what is set by us, and no option of the user's
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,26 @@ class Options:
     """After the check: names of overloads, which can be pickled."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
-    takes_turns: bool = False  # set by a schedule: several forwards will wait for their backwards at the same time
-    is_part: bool = False  # set by the backend: of a graph, and measured by it where no gradients are wanted
-    live_backward: bool = False  # set by the backend: backwards outside of the call are not recorded
+    takes_turns: bool = field(default=False, metadata=_OURS)
+    """Set by a schedule: several forwards will wait for their backwards at the same time."""
+    is_part: bool = field(default=False, metadata=_OURS)
+    """Set by the backend: of a graph, and measured by it where no gradients are wanted."""
+    live_backward: bool = field(default=False, metadata=_OURS)
+    """Set by the backend: backwards outside of the call are not recorded."""
+
+    @classmethod
+    def given(cls, taker: str, options: Mapping[str, Any], **ours: Any) -> Options:
+        """What the user has given to a function, the `taker`.
+
+        Raises:
+            TypeError: there is no such option.
+        """
+        known = _users()
+        for name in options.keys() - set(known):
+            hint = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
+            raise TypeError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
+        chosen = {name: value for name, value in options.items() if name != "shapes" or value is not None}
+        return cls(**{**ours, **chosen})
 
     def __post_init__(self) -> None:
         at_least("warmup", self.warmup, 0)
@@ -57,6 +78,24 @@ class Options:
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
         object.__setattr__(self, "split_at", frozenset(names))
+
+
+def _users() -> list[str]:
+    return [each.name for each in fields(Options) if not each.metadata.get("ours")]
+
+
+def parameters(*first: Parameter) -> Signature:
+    """The signature of a function that takes these, and the options by keyword: for `help`, and for editors."""
+    kinds, defaults = get_type_hints(Options), {each.name: each.default for each in fields(Options)}
+    defaults["shapes"] = None
+    by_name = [Parameter(n, Parameter.KEYWORD_ONLY, default=defaults[n], annotation=kinds[n]) for n in _users()]
+    return Signature([*first, *by_name])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is unknown: ". Did you mean 'warmup'?", or "" where none is like it."""
+    like = get_close_matches(name, list(known), n=1)
+    return f". Did you mean {like[0]!r}?" if like else ""
 
 
 def at_least(name: str, value: object, least: int) -> None:

@@ -55,7 +55,7 @@ class PhonographTransform(Transform):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        Options(**options)
+        Options.given("PhonographTransform", options)
         self._options = options
         self._regions: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
         self._made = 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from phonograph import __version__
 from phonograph.cli import console, doctor, gpt, main, tested
 from phonograph.cli.race import Outcome, race
 from tests import forked
@@ -80,6 +81,42 @@ def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_a_device_that_is_not_there_is_told_and_exits_2(capsys: pytest.CaptureFixture[str], device: str) -> None:
     assert main(["demo", "--device", device]) == 2
     assert device in capsys.readouterr().err
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"phonograph {__version__}\n"
+
+
+def test_without_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = run(capsys)
+    assert status == 0
+    assert "usage: phonograph" in out
+    assert "doctor" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "said"),
+    [
+        ("dcotor", "usage: phonograph [", "Did you mean 'doctor'?"),
+        ("--versoin", "usage: phonograph [", "Did you mean '--version'?"),
+        ("doctor --jsn", "usage: phonograph doctor", "Did you mean '--json'?"),
+        ("demo --qqq", "usage: phonograph demo", "unrecognized arguments: --qqq\n"),
+        ("demo --steps abc", "usage: phonograph demo", "must be a whole number, at least 1, not 'abc'"),
+        ("demo --steps 0", "usage: phonograph demo", "must be a whole number, at least 1, not '0'"),
+    ],
+)
+def test_a_wrong_line_is_told(capsys: pytest.CaptureFixture[str], arguments: str, usage: str, said: str) -> None:
+    """By the command's own usage, with what is like the unknown word, and no name of ours."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(usage)
+    assert said in error
+    assert "_positive" not in error
 
 
 def test_doctor_records_on_every_device_here(capsys: pytest.CaptureFixture[str]) -> None:

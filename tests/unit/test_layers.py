@@ -16,7 +16,8 @@ LAYERS = (
     "engine", "shapes", "wrappers", "compile",
 )  # fmt: skip
 
-FLAT = {*FACE, "__init__", "__main__", "api", "comparison", "fx", "pytest_plugin", "testing", "thunder"}
+FLAT = {*FACE, "__init__", "__main__", "api", "comparison", "fx", "public", "pytest_plugin", "testing",
+        "thunder"}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -4,8 +4,12 @@ import dataclasses
 import enum
 import functools
 import math
+import os
 import random
+import subprocess
+import sys
 from collections import OrderedDict, deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -402,3 +406,18 @@ def test_gradients_of_tensors_are_compared(wrong):
     one[0].grad, other[0].grad = wrong, torch.ones(3)
     with pytest.raises(AssertionError, match=r"\.grad"):
         assert_same(one, other)
+
+
+def test_the_plugin_imports_no_torch():
+    """pytest loads it in every project of an environment that has phonograph in it."""
+    look = "import sys, phonograph.pytest_plugin, phonograph; print('torch' in sys.modules, phonograph.__version__)"
+    where = {**os.environ, "PYTHONPATH": str(Path(pg.__file__).parents[1])}
+    said = subprocess.run([sys.executable, "-c", look], env=where, capture_output=True, text=True, check=True).stdout
+    assert said == f"False {pg.__version__}\n"
+
+
+def test_the_package_has_its_names_only():
+    assert dir(pg) == pg.__all__
+    assert {name for name in pg.__all__ if not hasattr(pg, name)} == set()
+    with pytest.raises(AttributeError, match="module 'phonograph' has no attribute 'nothing'"):
+        pg.nothing

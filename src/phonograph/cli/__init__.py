@@ -8,28 +8,52 @@ A command is a module in this package with three names: ``HELP`` (one line), ``a
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from phonograph.cli import demo, doctor, reasons
 from phonograph.cli.console import CannotRun
+from phonograph.options import did_you_mean
+from phonograph.version import __version__
 
 _COMMANDS = {"demo": demo, "doctor": doctor, "reasons": reasons}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phonograph", description="Record your PyTorch program once; play it back at GPU speed."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+class _Parser(argparse.ArgumentParser):
+    """Names what is like a word that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)'|unrecognized arguments: (\S+)", message)
+        if unknown and "Did you mean" not in message and "did you mean" not in message:
+            choices = [word for action in self._actions for word in action.choices or ()]
+            message += did_you_mean(unknown[1] or unknown[2], [*choices, *self._option_string_actions])
+        super().error(message)
+
+
+def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole line, and those of the commands."""
+    parser = _Parser(prog="phonograph", description="Record your PyTorch program once; play it back at GPU speed.")
+    parser.add_argument("--version", action="version", version=f"phonograph {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    of_commands = dict[str, argparse.ArgumentParser]()
     for name, command in _COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.__doc__))
-    return parser
+        of_commands[name] = commands.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_arguments(of_commands[name])
+    return parser, of_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; ``argv`` defaults to the process's arguments."""
-    arguments = _parser().parse_args(argv)
+    """Run one command and return its exit status; ``argv`` defaults to the process's arguments. Without a command, print what
+    there is."""
+    parser, commands = _parsers()
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command is None and not unknown:
+        parser.print_help()
+        return 0
+    if unknown:
+        commands.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = _COMMANDS[arguments.command].run(arguments)
     except CannotRun as reason:

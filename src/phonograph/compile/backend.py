@@ -18,7 +18,7 @@ import torch
 from .._torch.dynamo import compiled_by, compiling_apart, depends_on_data, wants_graphs
 from ..engine.recorded import Recorded
 from ..errors import Refusal, RunsLive
-from ..options import Options
+from ..options import Options, did_you_mean
 from ..statistics import logger
 from .bound import Closed, Graph, named
 from .measured import Measured
@@ -63,11 +63,10 @@ def backend(
         TypeError, ValueError: an option is unknown, or out of range; or a mode is given, which is Inductor's.
     """
     chosen = dict(options or {})
-    unknown = chosen.keys() - set(_KNOWN)
+    unknown = sorted(chosen.keys() - set(_KNOWN))
     if unknown:
-        raise ValueError(
-            f"unknown option {', '.join(map(repr, sorted(unknown)))}: phonograph's backend knows {', '.join(_KNOWN)}"
-        )
+        said = f"unknown option {', '.join(map(repr, unknown))}: phonograph's backend knows {', '.join(_KNOWN)}"
+        raise ValueError(said + did_you_mean(str(unknown[0]), _KNOWN))
     if mode is not None:
         raise ValueError(f"mode={mode!r} is Inductor's: give options={{'inner_options': {{...}}}} instead")
     inner = chosen.pop("inner", "inductor")

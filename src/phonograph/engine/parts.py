@@ -12,6 +12,7 @@ from ..autograd.backward import Backward
 from ..capture.recording import Entangled
 from ..devices import lock
 from ..errors import Refusal
+from ..guards import module_epochs as witness
 from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
@@ -141,6 +142,7 @@ class Parts(Binding, Observed):
                 mine.reset()
             self._maker.entangled = Entangled()
             self._tidy()
+            witness.give_back()
         finally:
             lock.release()
 

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -57,6 +57,8 @@ __all__ = ["Recorded"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
 
@@ -100,6 +102,14 @@ class Recorded(Parts, Generic[P, R]):
         self._owner = weakref.ref(module)
         self._overhearing = Overhearing.of(self, module)
         return self
+
+    if TYPE_CHECKING:  # (a method's own arguments are those after `self`)
+
+        @overload
+        def __get__(self, instance: None, owner: type | None = None) -> Recorded[P, R]: ...
+        @overload
+        def __get__(self: Recorded[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Recorded[Q, R]: ...
+        def __get__(self, instance: object, owner: type | None = None) -> object: ...
 
     # -- the corridor
 

@@ -64,7 +64,7 @@ class Grounds(Entries):
         super().__init__([_entry(relied(h)) for h in (*reach.holders, *more) if h.dial is None], reach.shared)
         tensors = [t for _, t in reach.all_tensors]
         self._tensors = [(name, weakref.ref(t), _kind_of(t)) for name, t in reach.all_tensors]
-        witness.watch([*reach.modules, *tensors])
+        witness.watch([*reach.modules, *tensors], self)
         self._asked = 0
         self._sort()
 

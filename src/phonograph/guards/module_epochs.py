@@ -6,13 +6,15 @@ replay. Nearly every way to change one goes through a Python method, so those me
 (Ways around the methods, such as writing into `module._parameters` by hand, are found by a rotating part of the full
 comparison: see `guards/reliances.py`.)
 
-The methods are wrapped once, at the first recording, and do nothing but the note; modules and parameters that no
-recording relies on pay one set look-up.
+The methods are wrapped at the first recording, and do nothing but the note; modules and parameters that no recording relies
+on pay one set look-up. When `pg.reset` has dropped the last recording, they are torch's own again (`give_back`).
+docs/stability.md lists them.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,12 +27,11 @@ from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
 
-__all__ = ["epoch", "watch"]
+__all__ = ["epoch", "give_back", "leave", "watch"]
 
 _watched: set[int] = set()
 epoch = 0
 """A number that changes whenever something watched may have changed."""
-_installed = False
 
 _MODULE_METHODS = ("__setattr__", "__delattr__", "_apply", "register_parameter", "register_buffer", "add_module",
                    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
@@ -40,11 +41,59 @@ _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, to
 _CONTAINER_METHODS = {"insert", "append", "extend", "pop", "clear", "update", "__setitem__", "__delitem__", "__iadd__"}
 
 
-def watch(things: Iterable[object]) -> None:
-    """Let changes to these modules and parameters move the epoch on. (An id that is reused later only costs a
-    comparison too many.)"""
-    _install()
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+_wrapped: list[_Wrapped] = []
+
+
+class _Wrapped:
+    """An attribute of torch's that is made of what was there."""
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
+        self._there: Any = None
+        self._before: Any = None
+        self._own = False
+
+    def put(self) -> None:
+        if self._there is None:
+            self._own = self._name in vars(self._owner)
+            self._before = vars(self._owner)[self._name] if self._own else getattr(self._owner, self._name)
+            self._there = self._make(self._before)
+            setattr(self._owner, self._name, self._there)
+
+    def back(self) -> None:
+        """It is again what it was; where somebody has put another there, which calls it, it stays."""
+        if self._there is None or vars(self._owner).get(self._name) is not self._there:
+            return
+        if self._own:
+            setattr(self._owner, self._name, self._before)
+        else:
+            delattr(self._owner, self._name)
+        self._there = None
+
+
+def watch(things: Iterable[object], user: object) -> None:
+    """Let changes to these modules and parameters move the epoch on, for as long as there is this `user`. (An id that is reused
+    later only costs a comparison too many.)"""
+    _users.add(user)
+    if not _wrapped:
+        _wrapped.extend(_all_wrapped())
+    for one in _wrapped:
+        one.put()
     _watched.update(map(identity, things))
+
+
+def leave(user: object) -> None:
+    """This user needs to hear of nothing any more."""
+    _users.discard(user)
+
+
+def give_back() -> None:
+    """Make torch's methods again what they were, if nobody needs to hear of changes."""
+    if not _users:
+        _watched.clear()
+        for one in _wrapped:
+            one.back()
 
 
 def _note(thing: object) -> None:
@@ -84,44 +133,51 @@ def _reshaping(method: Callable[..., object]) -> Callable[..., Any]:
     return reshaped
 
 
-def _install() -> None:
-    global _installed
-    if _installed:
-        return
-    _installed = True
+def _all_wrapped() -> Iterable[_Wrapped]:
+    """What is wrapped, and how."""
+    module, parameter, tensor = torch.nn.Module, torch.nn.Parameter, torch.Tensor
     for name in _MODULE_METHODS:
-        setattr(torch.nn.Module, name, _noting(getattr(torch.nn.Module, name)))
+        yield _Wrapped(module, name, _noting)
     for name in {"data", "requires_grad", "grad_dtype"} & vars(TensorBase).keys():
-        inherited = getattr(TensorBase, name)
-        put = _reshaping(inherited.__set__) if name == "data" else inherited.__set__
-        setattr(torch.nn.Parameter, name, property(inherited.__get__, _noting(put), inherited.__delete__, inherited.__doc__))
-    torch.nn.Parameter.resize_ = _noting(_reshaping(torch.Tensor.resize_))  # type: ignore[method-assign]
+        yield _Wrapped(parameter, name, _noting_property if name != "data" else _reshaping_property)
+    yield _Wrapped(parameter, "resize_", lambda own: _noting(_reshaping(own)))
     # functional_call swaps tensors in `_parameters` by hand, through this function.
-    accessor = member_accessor
-    accessor.swap_tensor = _noting(accessor.swap_tensor)
-    removed = RemovableHandle.remove
+    yield _Wrapped(member_accessor, "swap_tensor", _noting)
+    yield _Wrapped(RemovableHandle, "remove", _noting_any)  # a handle does not know its module
+    for name in ("requires_grad_", "set_", "detach_", "share_memory_"):
+        yield _Wrapped(parameter, name, _noting)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        yield _Wrapped(tensor, name, _noting)
+    for container in _CONTAINERS:
+        for name in _CONTAINER_METHODS & vars(container).keys():
+            yield _Wrapped(container, name, _noting)
+    yield _Wrapped(torch.utils, "swap_tensors", _noting_both)
 
+
+def _noting_property(own: Any) -> property:
+    return property(own.__get__, _noting(own.__set__), own.__delete__, own.__doc__)
+
+
+def _reshaping_property(own: Any) -> property:
+    return property(own.__get__, _noting(_reshaping(own.__set__)), own.__delete__, own.__doc__)
+
+
+def _noting_any(removed: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(removed)
     def remove(self: Any) -> None:
         global epoch
         if not torch.compiler.is_compiling():
-            epoch += 1  # a handle does not know its module
+            epoch += 1
         removed(self)
 
-    RemovableHandle.remove = remove  # type: ignore[method-assign]
-    for name in ("requires_grad_", "set_", "detach_", "share_memory_"):
-        setattr(torch.nn.Parameter, name, _noting(getattr(torch.Tensor, name)))
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        setattr(torch.Tensor, name, _noting(getattr(torch.Tensor, name)))
-    for container in _CONTAINERS:
-        for name in _CONTAINER_METHODS & vars(container).keys():
-            setattr(container, name, _noting(vars(container)[name]))
-    swap = torch.utils.swap_tensors
+    return remove
 
+
+def _noting_both(swap: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         _note(t1)
         _note(t2)
-        swap(t1, t2)  # type: ignore[no-untyped-call]
+        swap(t1, t2)
 
-    torch.utils.swap_tensors = swap_tensors
+    return swap_tensors

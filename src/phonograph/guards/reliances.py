@@ -80,7 +80,7 @@ class Reliances(Entries):
         _all.add(self)
         self._names = {identity(t): name for name, t, _ in relied}
         self._hooked = [(t, state[-1]) for t, state in self._tensors if state[-1]]
-        witness.watch([*reach.modules, *tensors])
+        witness.watch([*reach.modules, *tensors], self)
         self._epoch = witness.epoch
 
     def _sort(self) -> None:
@@ -117,6 +117,7 @@ class Reliances(Entries):
         """Nobody plays this recording any more."""
         self._shut = None
         states.leave(self)
+        witness.leave(self)
         self._grads.close()
 
     def broken(self) -> str | None:

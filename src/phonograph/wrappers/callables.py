@@ -181,7 +181,10 @@ def make_graphed_callables(
     _check_samples(called, sample_args, sample_kwargs)
     hooks = _capture_hooks(callables, capture_time_hooks)
     needed = {} if schedule is None else _recordings(callables, schedule)
-    chosen = {identity(c): Options(warmup=num_warmup_iters, **{**needed.get(identity(c), {}), **options}) for c in callables}
+    ours = {"warmup": num_warmup_iters}
+    chosen = {
+        identity(c): Options.given("make_graphed_callables", options, **ours, **needed.get(identity(c), {})) for c in callables
+    }
     kinds: dict[int, Any] = {}
     if capture_time_hooks is not None or pre_warmup_hook is not None or post_warmup_hook is not None:
         warm_ups = WarmUps(len(hooks), num_warmup_iters, pre_warmup_hook, post_warmup_hook)

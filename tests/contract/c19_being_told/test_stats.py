@@ -1,5 +1,7 @@
 """C19: `stats`, `explain`, the logger, and one warning a reason."""
 
+import copy
+import inspect
 import logging
 import warnings
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 import phonograph as pg
+from phonograph.fx import record_graph
 from tests.helpers import may_run_live, ramp, reasons
 
 
@@ -120,3 +123,49 @@ def test_c19_options_of_a_wrong_type_are_named(options):
     (name,) = options
     with pytest.raises(TypeError, match=name):
         pg.record(lambda x: x, fallback="split" if name == "split_at" else "live", **options)
+
+
+@pytest.mark.parametrize(
+    ("take", "name"),
+    [
+        (lambda **o: pg.record(lambda x: x, **o), "record"),
+        (lambda **o: pg.record(**o), "record"),
+        (lambda **o: record_graph(lambda x: x, (torch.ones(1),), **o), "record_graph"),
+        (lambda **o: pg.make_graphed_callables(torch.nn.Tanh(), (torch.ones(1),), **o), "make_graphed_callables"),
+    ],
+    ids=["record", "decorator", "graph", "callables"],
+)
+def test_c19_unknown_options_are_told_by_name(take, name):
+    """As Python tells it of the function that was called, with the option that was meant; none of ours is one."""
+    with pytest.raises(TypeError) as told:
+        take(warm_up=2)
+    assert str(told.value) == f"{name}() got an unexpected keyword argument 'warm_up'. Did you mean 'warmup'?"
+    with pytest.raises(TypeError) as told:
+        take(zzz=2)
+    assert str(told.value).startswith(f"{name}() got an unexpected keyword argument 'zzz'; there are: warmup, fallback, ")
+    for ours in ("takes_turns", "is_part", "live_backward"):
+        assert ours not in str(told.value)
+        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{ours}'"):
+            take(**{ours: True})
+
+
+def test_c19_the_backend_names_what_was_meant():
+    with pytest.raises(Exception, match="Did you mean 'warmup'"):
+        torch.compile(lambda x: x + 1, backend="phonograph", options={"warm_up": 1})(torch.ones(2))
+
+
+def test_c19_help_shows_the_options():
+    """Those that the overloads have, which are for type checkers; with their defaults."""
+    shown = inspect.signature(pg.record)
+    assert list(shown.parameters) == [
+        "fn", "warmup", "fallback", "outputs", "verify", "audit", "max_recordings", "max_bytes", "name", "keep", "split_at",
+        "shapes",
+    ]  # fmt: skip
+    assert "warmup: int = 1" in str(shown)
+    assert "outputs: Literal['keep', 'borrow'] = 'keep'" in str(shown)
+
+
+def test_c19_a_module_that_is_not_recorded_is_told_plainly():
+    model = pg.record(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"^this Linear is not recorded: call pg\.record on it \(copies"):
+        pg.stats(copy.deepcopy(model))

@@ -28,10 +28,15 @@ def seen():
     return {**found, "swap": torch.utils.swap_tensors, "grad": torch.Tensor.grad, "of parameters": nn.Parameter.grad}
 
 
+class Hears:
+    """Somebody who needs to hear of changes."""
+
+
 @pytest.fixture(autouse=True)
 def untouched():
     """Before and after, there is no door; recordings of other tests may have been kept until now."""
-    witness.watch([])  # which stays, and hears of swapped tensors as well
+    hears = Hears()
+    witness.watch([], hears)  # who hears of swapped tensors as well, for as long as the test goes on
     gc.collect()
     if doors.gradients._users or doors.states._users:
         pytest.skip("a recording of another test is kept")

@@ -1,0 +1,30 @@
+"""The public names that need torch, for `phonograph` to have them at the first look at one."""
+
+from __future__ import annotations
+
+from ._torch.skipped_frames import hide
+from .api import explain, live, prepare, record, reset, stats
+from .engine.recorded import Recorded
+from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
+from .statistics import Stats
+from .wrappers.callables import make_graphed_callables
+
+__all__ = [
+    "Mismatch",
+    "PhonographError",
+    "Recorded",
+    "RunsLive",
+    "Stale",
+    "StaleOutput",
+    "Stats",
+    "Unrecordable",
+    "explain",
+    "live",
+    "make_graphed_callables",
+    "prepare",
+    "record",
+    "reset",
+    "stats",
+]
+
+hide()
