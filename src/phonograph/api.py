@@ -14,6 +14,7 @@ from ._torch import dynamo as torch_dynamo
 from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
+from .engine.explanation import Explanation
 from .engine.live_parts import live
 from .engine.parts import counted
 from .engine.recorded import Recorded
@@ -164,11 +165,15 @@ def stats(f: object) -> Stats:
 
 
 @ended_by
-def explain(f: object) -> str:
-    """What a recorded function or module did so far and why, as text: its recordings, and each reason for running live with
-    the operator, your source line and the remedy."""
+def explain(f: object) -> Explanation:
+    """What a recorded function or module did so far and why, as text: its recordings, what each has cost and gives and why it
+    was made, what they rely on, and each reason for running live with the operator, your source line and the remedy.
+
+    How long a call takes was measured on the first ones of a recording; later ones are not timed. On a GPU it is for how long a
+    call keeps the program: the longer of the host's time and the device's. A notebook shows it as a page.
+    """
     look()
-    return _recorded(f).explain()
+    return Explanation(_recorded(f).explain())
 
 
 @ended_by

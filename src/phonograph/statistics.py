@@ -19,7 +19,8 @@ class Stats:
     `recorded` counts recordings made (not those kept), `replayed` calls answered by a recording, the one that was just
     captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
     `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
-    devices share.
+    devices share; `recording_seconds` were spent on captures, those that failed included (two `Stats` are equal whatever these
+    are).
     """
 
     calls: int = 0
@@ -29,6 +30,7 @@ class Stats:
     refusals: Mapping[str, int] = field(default_factory=dict)
     bytes_copied: int = 0
     pool_bytes: int = 0
+    recording_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Counters:
     replayed: int = 0
     bytes_copied: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
+    recording_seconds: float = 0.0
 
     def refuse(self, reason: str) -> bool:
         """Count a call that ran live for this reason; True if it is the first."""
@@ -53,11 +56,12 @@ class Counters:
             self.calls + other.calls, self.live + other.live, self.recorded + other.recorded,
             self.replayed + other.replayed, self.bytes_copied + other.bytes_copied,
             {r: self.refusals.get(r, 0) + other.refusals.get(r, 0) for r in reasons},
+            self.recording_seconds + other.recording_seconds,
         )  # fmt: skip
 
     def stats(self, pool_bytes: int) -> Stats:
         return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
-                     self.bytes_copied, pool_bytes)  # fmt: skip
+                     self.bytes_copied, pool_bytes, self.recording_seconds)  # fmt: skip
 
 
 class Observed:

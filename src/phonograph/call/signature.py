@@ -368,6 +368,11 @@ def _setters() -> dict[Callable[[], object], Callable[[object], object]]:
     return found
 
 
+def setting_names() -> list[str]:
+    """What the settings are called, in their order."""
+    return [getattr(get, "__name__", "a setting of torch's") for get in _GETTERS]
+
+
 def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[object, ...]]:
     """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
     cost as much again as the calls."""

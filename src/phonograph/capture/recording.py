@@ -264,7 +264,7 @@ class Recording:
             f"  slots: {slots}\n  outputs: {outs}\n"
             + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
             + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
-            + f"  footprint: {self.footprint.nbytes} bytes; relies on {len(self.reliances)} places outside"
+            + f"  footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; relies on {len(self.reliances)} places outside"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,8 @@ from ..errors import Refusal
 from ..values.host_scalars import Site
 from .standing_refusals import Grounds, Lasting, Standing
 
-__all__ = ["Arrivals", "Attempts", "CaptureTerms", "Changes", "Divergence", "History", "LiveCalls", "Refused", "Room", "Wait"]
+__all__ = ["Arrivals", "Attempts", "CaptureTerms", "Changes", "Divergence", "History", "LiveCalls", "Refused", "Room", "Timed",
+           "Wait"]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -43,6 +45,18 @@ class LiveCalls:
     """One has averaged gradients with other ranks."""
     nbytes: int = 0
     """Bytes that the last one has left on the device: its results, and what its backward will read."""
+    took: object = None
+    """How long the last one took (`profitability.Took`)."""
+
+
+class Timed(NamedTuple):
+    """Seconds of a replay and of a live call (None: none was timed), by the medians of so many calls; `until_next`: from one to
+    the next."""
+
+    replay: float
+    live: float | None
+    calls: int
+    until_next: bool
 
 
 @dataclass(slots=True)
@@ -169,8 +183,8 @@ class Divergence:
 class History:
     """Of one signature."""
 
-    __slots__ = ("arrivals", "attempts", "capture", "changes", "divergence", "live", "pays", "refused", "room", "untold",
-                 "wait")  # fmt: skip
+    __slots__ = ("arrivals", "attempts", "capture", "changes", "divergence", "live", "pays", "refused", "room", "timed",
+                 "untold", "wait")  # fmt: skip
 
     def __init__(self, split: frozenset[OpOverload], marked: bool) -> None:
         """`split`: operators that run live between segments; so do functions that are `marked`."""
@@ -178,6 +192,7 @@ class History:
         self.attempts, self.refused, self.wait = Attempts(), Refused(), Wait()
         self.live, self.capture, self.divergence = LiveCalls(Notes(split, None, marked)), CaptureTerms(split), Divergence()
         self.pays = False  # its recordings have been found to pay, or not to be worth a trial
+        self.timed: Timed | None = None  # what the trial of its recordings has found
         self.untold = 0  # calls that did not show whether they may be padded
 
     @property

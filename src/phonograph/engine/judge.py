@@ -11,6 +11,7 @@ from ..guards.reachable import Reach
 from ..guards.snapshot import Setting, Snapshot
 from ..python.bytecode import set_at
 from ..python.origin import is_users
+from ..python.places import place
 from .capture_terms import Advances, ReadAgain, Request
 from .evidence import CodeThatRan, Evidence
 from .followed import check_numbers
@@ -118,5 +119,5 @@ def _where_set(path: str, reach: Reach, ran: CodeThatRan) -> str:
     """Where the user's code that ran sets what has this path, or a tensor's memory, if there is one such line only."""
     names = [path.rpartition(".")[2], *(["data"] if path in {name for name, _ in reach.tensors.values()} else [])]
     codes = [code for code, _ in ran.functions if is_users(code.co_filename)]
-    found = {f"{code.co_filename}:{line}" for name in names for code in codes for line in set_at(code, name)}
+    found = {place(code.co_filename, line) for name in names for code in codes for line in set_at(code, name)}
     return found.pop() if len(found) == 1 else ""

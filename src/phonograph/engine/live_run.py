@@ -35,6 +35,7 @@ from .clearance import fed
 from .contained import Contained
 from .describer import Describer
 from .history import History
+from .profitability import Took
 
 __all__ = ["LiveRun"]
 
@@ -68,8 +69,11 @@ class LiveRun:
         before, modules = device.allocated, () if reach is None else reach.modules
         steps = begun_by(modules)
         with Within(waits=True), place, noting(notes):
+            took = Took.here(device.torch_device)
             result = self._function(*args, **kwargs)
-        live.ended = True
+            if took is not None:
+                took.end()
+        live.ended, live.took = True, took
         live.averages = live.averages or begun_by(modules) > steps
         live.nbytes = max(0, device.allocated - before)
         self.device = device

@@ -29,6 +29,7 @@ from ..guards.followed_numbers import Fixed
 from ..guards.reachable import Reach
 from ..options import Options
 from ..python.gc_control import uncollected
+from ..python.names_in_code import Mentions
 from ..state.reentrancy import Within
 from ..statistics import Counters, logger, totals
 from ..values.wording import MARKED
@@ -85,6 +86,8 @@ class Maker:
         self.entangled = Entangled()
         """Memory that recordings write, and that no argument may share."""
         self.devices: set[Device] = set()
+        self.mentions: Mentions | None = None
+        """What the user's code was seen to read in the last capture."""
         self.backwards: weakref.WeakSet[Any] = weakref.WeakSet()
         """Recorded functions, of the backwards of its results."""
 
@@ -164,6 +167,7 @@ class Maker:
                 with Within(), _relying_on(reach):
                     recording = record(self._name, self._function, call, reach, device, terms)
                 settled(tracing)
+                self.mentions = reach.mentions
                 if self._options.verify and (twice := repeats(recording)) is not None:
                     raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
                 return recording

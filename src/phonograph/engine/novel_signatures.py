@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..call.differences import differing
 from ..call.signature import Call
 from ..errors import Refusal
 from ..guards.followed_numbers import Following
@@ -67,12 +68,9 @@ class Novelty:
 
 def _difference(key: Key, call: Call, naming: Naming) -> str:
     """The first difference between this call and one with that key."""
-    (shape, leaves, *_), (shape_now, leaves_now, *_) = key, call.key
-    if shape == shape_now and len(leaves) == len(leaves_now):
-        for i, (was, now) in enumerate(zip(leaves, leaves_now, strict=True)):
-            if was != now:
-                tensor = isinstance(call.leaves[i], torch.Tensor)
-                return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
+    for i in differing(key, call) or ():
+        tensor = isinstance(call.leaves[i], torch.Tensor)
+        return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
 
 

@@ -16,15 +16,17 @@ from ..guards import module_epochs as witness
 from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
-from . import audit
+from . import audit, figures
 from .binding import Binding
 from .current_capture import recording_here
 from .describer import Describer
+from .figures import Costs
 from .gate import Gate
 from .known_calls import Undescribed
 from .locking import acquired
 from .making import Maker, Stops
 from .patience import Patience
+from .player import Player
 from .policy import Policy
 from .reports import Report, stats_of
 from .shelf import Shelf
@@ -114,10 +116,24 @@ class Parts(Binding, Observed):
         return together([self, *self._instances], Counters())
 
     def explain(self) -> str:
-        recordings = [f"{player.recording}{audit.said(player)}" for player in [*self._shelf, *self._trials.aside]]
+        stats, costs = self.stats(), self._costs()
+        learned = [figures.summed(stats, costs), *self._patience.explain()] if stats.recorded else self._patience.explain()
+        recordings = [f"{p.recording}{figures.of_recording(p, known)}{audit.said(p)}" for p, known in costs]
+        recordings += figures.relied_on([player for player, _ in costs], self._maker.mentions)
         backwards = [backward.explain() for backward in self._backwards]
         others = [one._report for one in self._instances]
-        return "\n".join(self._report.explain(self.stats(), self._patience.explain(), recordings, backwards, others))
+        return "\n".join(self._report.explain(stats, learned, recordings, backwards, others))
+
+    def _costs(self) -> list[tuple[Player, Costs]]:
+        """The recordings, and what is known of their costs. (While something is captured, nobody may ask how far a device has
+        come.)"""
+        players = [*self._shelf, *self._trials.aside]
+        asks = not inside() and lock.acquire(blocking=False)
+        try:
+            return [(p, figures.costs(p, self._trials.history(p.recording.key), asks=asks)) for p in players]
+        finally:
+            if asks:
+                lock.release()
 
     def reset(self) -> None:
         """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is

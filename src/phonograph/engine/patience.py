@@ -99,6 +99,10 @@ class Patience:
             self._histories.popitem(last=False)
         return history
 
+    def known(self, key: Key) -> History | None:
+        """Likewise, if anything is."""
+        return self._histories.get(key)
+
     @property
     def signatures(self) -> int:
         """How many are known."""
@@ -228,6 +232,10 @@ class Patience:
         return refusal
 
     # -- for the observers
+
+    def place_of(self, change: str) -> str:
+        """Where that is read which has changed; "" if it is not known."""
+        return str(self._changes.get(change, ""))
 
     def explain(self) -> Iterator[str]:
         """Lines for `explain`."""

@@ -93,6 +93,8 @@ class Player:
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and not recording.gained and indices == [*range(len(recording.program.outs))]
         self.played = 0
+        self.seconds = 0.0  # that it took to make the recording
+        self.why = ""  # it was made
         self.due = sys.maxsize  # replays after which an audit is
         self.unaudited = ""  # why there are none
         self.doubts = 0  # audits in turn that an exception has ended

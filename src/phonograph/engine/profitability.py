@@ -39,19 +39,19 @@ from .._torch.process_groups import several
 from ..capture.recording import Recording
 from ..errors import Refusal
 from ..options import Options
-from .history import History
+from .history import History, Timed
 from .player import Player
 from .standing_refusals import Grounds
 
-__all__ = ["SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock", "gradients_move",
-           "on_trial"]  # fmt: skip
+__all__ = ["OPERATOR", "SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock",
+           "gradients_move", "on_trial"]  # fmt: skip
 
 SAMPLES = 6  # calls of each kind in a round: a multiple of the calls that there are in each step of a loop, mostly
 ROUNDS = 3
 _UNLIKE = {True: 2, False: 1}  # first calls of each kind: live ones are looked at more closely, and what they rely on is noted
 NOISE = 1.02
 _CLEARLY = 1.25
-_OPERATOR = 1e-6  # seconds: no operator is called in less
+OPERATOR = 1e-6  # seconds: no operator is called in less
 _COPY = 1e-11  # seconds a byte, where memory is slow
 _SLIGHT = 0.01  # of what a replay takes: where so much at most can be lost, nothing has to be tried
 _PATIENCE = 256  # calls of which none could be counted, after which a recording stays
@@ -164,6 +164,13 @@ class Samples:
         """Whether calls of this kind are slower than the others, both at their best and by their median."""
         mine, others = self._seconds(live), self._seconds(not live)
         return min(mine) > by * min(others) and median(mine) > by * median(others)
+
+    def timed(self, *, until_next: bool) -> Timed | None:
+        """Medians, of both kinds where there are both."""
+        if not self._times[False]:
+            return None
+        replay, live = (median(self._seconds(kind)) if self._times[kind] else None for kind in (False, True))
+        return Timed(replay or 0.0, live, self.count(False), until_next)
 
     def __str__(self) -> str:
         played, live = (f"{median(self._seconds(kind)) * 1e6:.3g}" for kind in (False, True))
@@ -286,8 +293,12 @@ class Trial:
         if self._averaged:
             return True
         host, device = self._samples.played()
-        slight, least = _SLIGHT * device, self._operators * _OPERATOR
+        slight, least = _SLIGHT * device, self._operators * OPERATOR
         return host + self._copies > slight and (host > least or (device > least and self._copies > slight))
+
+    def timed(self) -> Timed | None:
+        """What was found so far; None before a replay was timed."""
+        return self._samples.timed(until_next=self._has_backward)
 
     def verdict(self) -> Unrewarding:
         """Why such calls run live from now on."""

@@ -37,7 +37,7 @@ from ..state import capturable as optimizers
 from ..state.reentrancy import Within, inside
 from ..values.keys import NoSignature
 from ..values.pytree import Opens
-from . import audit
+from . import audit, figures
 from .clearing import cleared, obstructing
 from .contained import Contained
 from .describer import refused_here
@@ -323,11 +323,17 @@ class Recorded(Parts, Generic[P, R]):
         call, history = case.call, case.history
         apart = self._maker.make_way(call, history, case.blocked)
         history.attempts.tried = True
+        with Contained("looked for why a recording is made"):
+            why = figures.why(case, self._shelf, self._describer.named, self._patience.place_of)
         try:
-            return self._record(call, case.blocked, apart=apart)
+            with figures.telling(self.name, self._counters) as seconds:
+                player = self._record(call, case.blocked, apart=apart)
         except Refusal as refusal:
             self._patience.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
+        player.seconds, player.why = seconds(), why
+        figures.recorded(self.name, player)
+        return player
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
         history = self._patience.history(call.key)

@@ -13,6 +13,7 @@ from ..devices.base import Device
 from ..errors import Refusal, RunsLive, Unpadded, Unrecordable
 from ..options import switched_off
 from ..python.origin import is_users, users_level, users_line
+from ..python.places import place
 from ..state.reentrancy import inside
 from ..statistics import Counters, Stats, logger
 from .profitability import Unrewarding
@@ -77,7 +78,7 @@ class Report:
             backend = torch_dynamo.compiling_backend()
             if str(getattr(backend, "__module__", "")).startswith("phonograph.") or torch.compiler.is_exporting():
                 return
-            traced = [f"{file}:{line}" for file, line in torch_dynamo.traced_stack() if is_users(file)]
+            traced = [place(file, line) for file, line in torch_dynamo.traced_stack() if is_users(file)]
             refusal = self.reasons[_COMPILED] = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
             logger.info("%s runs live: %s", self._name, refusal)
             self._warn(refusal)

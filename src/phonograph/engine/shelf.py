@@ -69,6 +69,10 @@ class Shelf:
         """The recordings of a signature."""
         return self._by_key.get(key, [])
 
+    def keys(self) -> list[Key]:
+        """The signatures that have recordings."""
+        return list(self._by_key)
+
     def has_room(self, since: int | None) -> bool:
         """Whether another signature has a place: a free one, or that of a recording which was not played since then (a number
         as in `Player.used`). Where more of them take turns than have a place, the oldest is the one that is needed next."""

@@ -16,7 +16,7 @@ from .history import History
 from .patience import Patience
 from .player import Player
 from .profitability import Took, Trial, Turn
-from .shelf import Shelf
+from .shelf import Key, Shelf
 from .standing_refusals import grounds_of
 
 __all__ = ["Trials"]
@@ -51,6 +51,13 @@ class Trials:
         trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=averaged)
         self._by_key[trial.key] = trial
         self.timing = True
+
+    def history(self, key: Key) -> History | None:
+        """What is known of a signature, with what its trial has found so far."""
+        history = self._patience.known(key)
+        if history is not None and (trial := self._by_key.get(key)) is not None:
+            history.timed = trial.timed()
+        return history
 
     def clear(self) -> None:
         self._by_key.clear()
@@ -102,6 +109,7 @@ class Trials:
         else:
             self._shelf.put_back(trial.key, aside)
         if turn is not Turn.PLAY:
+            trial.history.timed = trial.timed()
             trial.history.pays = turn is Turn.KEEP
             del self._by_key[trial.key]
 

@@ -170,6 +170,12 @@ class Reliances(Entries):
         self._turn = cycle([(room, *found) for room in rooms for found in room.read()] if shut else ())
         return None
 
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """What was found in places that have names of their own (not: how many items there are)."""
+        for holder, _, saved in self._held:
+            named = ((holder.label(i, saved), value) for i, value in enumerate(saved))
+            yield from ((name, value) for name, value in named if name != holder.path)
+
     def numbers_changed(self) -> list[tuple[tuple[int, Any], str]]:
         """Where numbers are now other numbers: the places, and their names."""
         found = []

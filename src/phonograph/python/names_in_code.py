@@ -28,6 +28,7 @@ from .bytecode import (
 from .handlers import generators_catch
 from .introspection import asks_identity
 from .origin import is_torchs, is_users
+from .places import place
 
 __all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
 
@@ -168,7 +169,7 @@ class Mentions:
 
     def read_at(self, name: str) -> str:
         """Where code first reads a variable, an attribute or an item of this name: ``file:line``, or "" if none does."""
-        return next((f"{code.co_filename}:{line}" for code in self._added for line in read_at(code, name)), "")
+        return next((place(code.co_filename, line) for code in self._added for line in read_at(code, name)), "")
 
     # -- afterwards
 

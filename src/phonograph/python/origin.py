@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
+from .places import place
 from .projects import is_of_another, is_the_users
 
 __all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "called_by", "has_called", "is_compiled", "is_ours", "is_torchs",
@@ -147,8 +148,8 @@ def users_line(frame: FrameType | None = None) -> str:
     own, theirs = _users(frame or sys._getframe(1))
     own = own or _users(_runs_backward())[0]
     if own is None:
-        return f"{theirs.f_code.co_filename}:{theirs.f_lineno}" if theirs is not None else ""
-    line = f"{own.f_code.co_filename}:{own.f_lineno}"
+        return place(theirs.f_code.co_filename, theirs.f_lineno) if theirs is not None else ""
+    line = place(own.f_code.co_filename, own.f_lineno)
     return line if theirs is None else f"{line}, in {_in_package(theirs)}"
 
 

@@ -19,6 +19,7 @@ import torch
 from ..errors import Refusal
 from ..python.code_cache import of_code
 from ..python.origin import is_ours, is_users, users_frame
+from ..python.places import place
 from .pytree import Field
 
 __all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "locating",
@@ -67,9 +68,9 @@ def operator(name: str) -> str:
     if name in _WRITTEN or space != "aten":
         return _WRITTEN.get(name, name)
     own = name.removeprefix("aten::")
-    for said, place in _PLACES:
+    for said, home in _PLACES:
         for short in (own, own.removeprefix(said.rpartition(".")[2] + "_"), own.lstrip("_")):
-            if not short.startswith("_") and callable(getattr(place, short, None)):
+            if not short.startswith("_") and callable(getattr(home, short, None)):
                 return f"{said}.{short}"
     return name
 
@@ -122,7 +123,7 @@ def innermost(trace: TracebackType | None) -> tuple[str, str, bool]:
         frame, was = trace.tb_frame, last
         last = is_users(frame.f_code.co_filename)
         if last:
-            line = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+            line = place(frame.f_code.co_filename, trace.tb_lineno)
             source, direct = excerpt(frame.f_code, trace.tb_lasti, frame.f_globals), True
         elif was:
             direct = is_ours(frame.f_code.co_filename)
@@ -133,7 +134,7 @@ def innermost(trace: TracebackType | None) -> tuple[str, str, bool]:
 def defined_at(function: object) -> str:
     """The line where a function of the user's begins, or the `forward` of a module: ``file:line``."""
     code = _code_of(function)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return place(code.co_filename, code.co_firstlineno) if code is not None else ""
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def returned_at(function: object) -> str:
     if code is None:
         return ""
     lines = set(_returning(code))
-    return f"{code.co_filename}:{lines.pop()}" if len(lines) == 1 else defined_at(function)
+    return place(code.co_filename, lines.pop()) if len(lines) == 1 else defined_at(function)
 
 
 def _code_of(function: object) -> CodeType | None:
