@@ -6,7 +6,8 @@
 # Both make their own virtual environment in .venv from constraints.txt; the second run finds it ready.
 # With an NVIDIA GPU in the machine they use it.
 #
-#   make lint     ruff and mypy            make wheel    dist/*.whl            make clean    forget all of it
+#   make lint     ruff, mypy, towncrier    make changelog    what is new since the last release
+#   make wheel    dist/*.whl            make clean    forget all of it
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
@@ -44,7 +45,7 @@ PINS = $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Else each process that a test starts compiles all of src, and each worker all tests, in each run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint wheel clean check-python
+.PHONY: demo test lint changelog wheel clean check-python
 .NOTPARALLEL:
 
 demo: $(call READY,demo)
@@ -57,6 +58,10 @@ lint: $(call READY,test dev)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m towncrier build --draft --version next >/dev/null
+
+changelog: $(call READY,dev)
+	@$(RUN) -m towncrier build --draft --version $(if $(VERSION),$(VERSION),next) 2>/dev/null
 
 wheel: $(call READY,dev)
 	rm -rf dist

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from phonograph.guards import module_epochs
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -79,3 +81,17 @@ def test_details_name_tests_that_there_are() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 40
     assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_what_is_wrapped_is_written_down() -> None:
+    """docs/stability.md lists it; whoever looks for who has changed a method of torch's finds it there."""
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    assert [
+        one.name for one in module_epochs.all_wrapped() if f"`{one.name}`" not in page and f".{one.name}`" not in page
+    ] == []
+
+
+def test_fragments_of_the_changelog_have_a_type() -> None:
+    types = r"feature|bugfix|doc|removal|misc"
+    names = [path.name for path in (ROOT / "changelog.d").iterdir()]
+    assert [name for name in names if not re.fullmatch(rf"[\w+.-]+\.({types})(\.\d+)?\.md|_template\.md\.jinja", name)] == []

@@ -27,7 +27,7 @@ from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
 
-__all__ = ["epoch", "give_back", "leave", "watch"]
+__all__ = ["all_wrapped", "epoch", "give_back", "leave", "watch"]
 
 _watched: set[int] = set()
 epoch = 0
@@ -42,33 +42,33 @@ _CONTAINER_METHODS = {"insert", "append", "extend", "pop", "clear", "update", "_
 
 
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
-_wrapped: list[_Wrapped] = []
+_wrapped: list[Wrapped] = []
 
 
-class _Wrapped:
+class Wrapped:
     """An attribute of torch's that is made of what was there."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._make = owner, name, make
+        self._owner, self.name, self._make = owner, name, make
         self._there: Any = None
         self._before: Any = None
         self._own = False
 
     def put(self) -> None:
         if self._there is None:
-            self._own = self._name in vars(self._owner)
-            self._before = vars(self._owner)[self._name] if self._own else getattr(self._owner, self._name)
+            self._own = self.name in vars(self._owner)
+            self._before = vars(self._owner)[self.name] if self._own else getattr(self._owner, self.name)
             self._there = self._make(self._before)
-            setattr(self._owner, self._name, self._there)
+            setattr(self._owner, self.name, self._there)
 
     def back(self) -> None:
         """It is again what it was; where somebody has put another there, which calls it, it stays."""
-        if self._there is None or vars(self._owner).get(self._name) is not self._there:
+        if self._there is None or vars(self._owner).get(self.name) is not self._there:
             return
         if self._own:
-            setattr(self._owner, self._name, self._before)
+            setattr(self._owner, self.name, self._before)
         else:
-            delattr(self._owner, self._name)
+            delattr(self._owner, self.name)
         self._there = None
 
 
@@ -77,7 +77,7 @@ def watch(things: Iterable[object], user: object) -> None:
     later only costs a comparison too many.)"""
     _users.add(user)
     if not _wrapped:
-        _wrapped.extend(_all_wrapped())
+        _wrapped.extend(all_wrapped())
     for one in _wrapped:
         one.put()
     _watched.update(map(identity, things))
@@ -133,25 +133,25 @@ def _reshaping(method: Callable[..., object]) -> Callable[..., Any]:
     return reshaped
 
 
-def _all_wrapped() -> Iterable[_Wrapped]:
+def all_wrapped() -> Iterable[Wrapped]:
     """What is wrapped, and how."""
     module, parameter, tensor = torch.nn.Module, torch.nn.Parameter, torch.Tensor
     for name in _MODULE_METHODS:
-        yield _Wrapped(module, name, _noting)
+        yield Wrapped(module, name, _noting)
     for name in {"data", "requires_grad", "grad_dtype"} & vars(TensorBase).keys():
-        yield _Wrapped(parameter, name, _noting_property if name != "data" else _reshaping_property)
-    yield _Wrapped(parameter, "resize_", lambda own: _noting(_reshaping(own)))
+        yield Wrapped(parameter, name, _noting_property if name != "data" else _reshaping_property)
+    yield Wrapped(parameter, "resize_", lambda own: _noting(_reshaping(own)))
     # functional_call swaps tensors in `_parameters` by hand, through this function.
-    yield _Wrapped(member_accessor, "swap_tensor", _noting)
-    yield _Wrapped(RemovableHandle, "remove", _noting_any)  # a handle does not know its module
+    yield Wrapped(member_accessor, "swap_tensor", _noting)
+    yield Wrapped(RemovableHandle, "remove", _noting_any)  # a handle does not know its module
     for name in ("requires_grad_", "set_", "detach_", "share_memory_"):
-        yield _Wrapped(parameter, name, _noting)
+        yield Wrapped(parameter, name, _noting)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield _Wrapped(tensor, name, _noting)
+        yield Wrapped(tensor, name, _noting)
     for container in _CONTAINERS:
         for name in _CONTAINER_METHODS & vars(container).keys():
-            yield _Wrapped(container, name, _noting)
-    yield _Wrapped(torch.utils, "swap_tensors", _noting_both)
+            yield Wrapped(container, name, _noting)
+    yield Wrapped(torch.utils, "swap_tensors", _noting_both)
 
 
 def _noting_property(own: Any) -> property:

@@ -272,7 +272,7 @@ def test_c16_modules_and_copies_of_them(device):
             check(again, theirs, torch.randn(3, 6, device=device))
     assert pg.stats(m).recorded == 1
     pg.reset(m)
-    with pytest.raises(TypeError, match=r"pg\.record was called on"):
+    with pytest.raises(TypeError, match=r"is not recorded: call pg\.record"):
         pg.stats(m)
 
 
