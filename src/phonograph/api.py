@@ -23,7 +23,7 @@ from .options import Options, parameters
 from .python.origin import has_called
 from .shapes.buckets import Padded
 from .statistics import Observed, Stats
-from .wrappers.wrapping import wrap
+from .wrappers.wrapping import unwrap, wrap
 
 __all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
 
@@ -184,8 +184,7 @@ def reset(f: object) -> None:
     recorded = _recorded(f)
     recorded.reset()
     if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
-        call = recorded.__wrapped__
-        torch_modules.call_through(f, None if call == torch_modules.own_call(f) else call)
+        unwrap(f, recorded)
 
 
 def _recorded(f: object) -> Observed:

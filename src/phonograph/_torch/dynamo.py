@@ -32,7 +32,6 @@ __all__ = [
     "donates",
     "ended_by",
     "fake_mode_of",
-    "hear_of_compiled",
     "hear_of_traced",
     "is_written_by_torch",
     "kept_of_generators",
@@ -44,6 +43,7 @@ __all__ = [
     "puts_own_generators",
     "ran_compiled",
     "run_where_traced",
+    "telling_of_compiled",
     "traced_stack",
     "unbacked",
     "uncompiled",
@@ -173,9 +173,10 @@ class _Loading:
         return spec
 
 
-def hear_of_compiled(again: Callable[[torch.nn.Module, object], None]) -> None:
-    """Have this called with a module whose `compile` was called, and what stood for its calls before."""
-    compile_ = torch.nn.Module.compile
+def telling_of_compiled(
+    again: Callable[[torch.nn.Module, object], None], compile_: Callable[..., None]
+) -> Callable[..., None]:
+    """A module's `compile` that calls this afterwards, with the module and what stood for its calls before."""
 
     @wraps(compile_)
     def compile(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
@@ -183,7 +184,7 @@ def hear_of_compiled(again: Callable[[torch.nn.Module, object], None]) -> None:
         compile_(self, *args, **kwargs)
         again(self, before)
 
-    torch.nn.Module.compile = compile  # type: ignore[method-assign]
+    return compile
 
 
 def ran_compiled(ran: Iterable[CodeType]) -> bool:

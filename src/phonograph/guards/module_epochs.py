@@ -27,7 +27,7 @@ from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
 
-__all__ = ["all_wrapped", "epoch", "give_back", "leave", "watch"]
+__all__ = ["Wrapped", "all_wrapped", "epoch", "give_back", "leave", "watch"]
 
 _watched: set[int] = set()
 epoch = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from ..engine.recorded import Recorded
 from ..engine.uncalled_modules import leave
+from ..guards.module_epochs import Wrapped
 from ..options import Options
+from ..python.identity import identity
 from ..shapes.buckets import Padded
 
-__all__ = ["wrap"]
+__all__ = ["unwrap", "wrap"]
 
 
 def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
@@ -32,16 +35,37 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         call = before.__wrapped__ if isinstance(before, Recorded) else before or torch_modules.own_call(fn)
         name = options.name or type(fn).__qualname__
         _hear_of_compilers()
+        _modules[identity(fn)] = weakref.ref(fn, partial(_gone, identity(fn)))
         torch_modules.call_through(fn, make(call, replace(options, name=name)).of(fn))
         return fn
     return make(fn, options)
 
 
-@cache
+def unwrap(module: torch.nn.Module, recorded: Recorded[Any, Any]) -> None:
+    """Let calls of a module go where they went before it was recorded."""
+    call = recorded.__wrapped__
+    torch_modules.call_through(module, None if call == torch_modules.own_call(module) else call)
+    _gone(identity(module))
+    if not _modules:
+        _compile.back()
+
+
+_modules: dict[int, weakref.ref[torch.nn.Module]] = {}  # that are recorded
+
+
+def _gone(module: int, _: object = None) -> None:
+    _modules.pop(module, None)
+
+
 def _hear_of_compilers() -> None:
     """What `torch.compile` does with recorded modules, it does past them."""
+    _hear_of_traced()
+    _compile.put()
+
+
+@cache
+def _hear_of_traced() -> None:
     torch_dynamo.hear_of_traced(_traced)
-    torch_dynamo.hear_of_compiled(_compiled)
 
 
 def _traced(call: object) -> None:
@@ -55,3 +79,6 @@ def _compiled(module: torch.nn.Module, before: Any) -> None:
     if isinstance(before, Recorded):
         before.reset()
         torch_modules.call_through(module, before.again(torch_modules.goes_through(module)).of(module))
+
+
+_compile = Wrapped(torch.nn.Module, "compile", partial(torch_dynamo.telling_of_compiled, _compiled))

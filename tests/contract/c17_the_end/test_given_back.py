@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 import phonograph as pg
 from phonograph.guards import module_epochs as witness
 from phonograph.testing import assert_same
+from phonograph.wrappers import wrapping
 from tests.helpers import ramp
 
 PLACES = (nn.Module, nn.Parameter, torch.Tensor, nn.Sequential, nn.ModuleList, nn.ParameterDict, RemovableHandle, torch.utils)
@@ -51,6 +52,16 @@ def test_c17_the_last_reset_gives_methods_back(device):
     assert changed(before), "the other function has a recording"
     pg.reset(steps[1])
     assert changed(before) == set()
+
+
+def test_c17_the_last_recorded_module_gives_compile_back(monkeypatch):
+    monkeypatch.setattr(wrapping, "_modules", {})
+    wrapping._compile.back()
+    compile_, models = nn.Module.compile, [pg.record(nn.Linear(2, 2)) for _ in range(2)]
+    for model in models:
+        assert nn.Module.compile is not compile_
+        pg.reset(model)
+    assert nn.Module.compile is compile_
 
 
 def test_c17_changes_are_noticed_after_a_reset(device):
