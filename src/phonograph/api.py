@@ -19,6 +19,7 @@ from .engine.live_parts import live
 from .engine.parts import counted
 from .engine.recorded import Recorded
 from .engine.repeated_records import made_anew
+from .guards.module_epochs import give_back
 from .options import Options, parameters
 from .python.origin import has_called
 from .shapes.buckets import Padded
@@ -179,10 +180,11 @@ def explain(f: object) -> Explanation:
 @ended_by
 def reset(f: object) -> None:
     """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
-    recorded then."""
+    recorded then. If there is no recording left, methods of torch's classes that were wrapped are torch's own again."""
     f = _what_is_recorded(f)
     recorded = _recorded(f)
     recorded.reset()
+    give_back()
     if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
         unwrap(f, recorded)
 

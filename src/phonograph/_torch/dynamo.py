@@ -173,9 +173,7 @@ class _Loading:
         return spec
 
 
-def telling_of_compiled(
-    again: Callable[[torch.nn.Module, object], None], compile_: Callable[..., None]
-) -> Callable[..., None]:
+def telling_of_compiled(again: Callable[[torch.nn.Module, object], None], compile_: Callable[..., None]) -> Callable[..., None]:
     """A module's `compile` that calls this afterwards, with the module and what stood for its calls before."""
 
     @wraps(compile_)

@@ -12,7 +12,6 @@ from ..autograd.backward import Backward
 from ..capture.recording import Entangled
 from ..devices import lock
 from ..errors import Refusal
-from ..guards import module_epochs as witness
 from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
@@ -158,7 +157,6 @@ class Parts(Binding, Observed):
                 mine.reset()
             self._maker.entangled = Entangled()
             self._tidy()
-            witness.give_back()
         finally:
             lock.release()
 
