@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import explain, live, prepare, record, reset, stats
+    from .api import check, explain, live, prepare, record, reset, stats
     from .engine.recorded import Recorded
     from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
     from .statistics import Stats
@@ -28,6 +28,7 @@ __all__ = [
     "Stats",
     "Unrecordable",
     "__version__",
+    "check",
     "explain",
     "live",
     "make_graphed_callables",

@@ -14,7 +14,9 @@ from ._torch import dynamo as torch_dynamo
 from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
+from .engine.check import check as find_out
 from .engine.explanation import Explanation
+from .engine.findings import Findings
 from .engine.live_parts import live
 from .engine.parts import counted
 from .engine.recorded import Recorded
@@ -26,7 +28,7 @@ from .shapes.buckets import Padded
 from .statistics import Observed, Stats
 from .wrappers.wrapping import unwrap, wrap
 
-__all__ = ["explain", "live", "prepare", "record", "reset", "stats"]
+__all__ = ["check", "explain", "live", "prepare", "record", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -156,6 +158,36 @@ def prepare(f: object, /, *args: object, **kwargs: object) -> None:
     if isinstance(f, MethodType):
         args = (f.__self__, *args)
     recorded.prepare(args, kwargs)
+
+
+@ended_by
+def check(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Findings:
+    """Find out what `pg.record` would do with a function or module: *all* that stands in the way, in one run.
+
+    It is called with these arguments about ten times, as a loop would call it, with all that it does: a training step trains.
+    First live, to time it; then live and observed, where all that a capture would refuse is noted, and happens; and then
+    through a recording, which has the last word, and is timed as well. What has to be seen in several calls, as an argument
+    that is another each time, ``phonograph check script.py`` finds, which follows the calls of a script of yours.
+
+    Args:
+        f: a function, or a `torch.nn.Module`, that is recorded or not. It stays as it is.
+        *args, **kwargs: the arguments of each call.
+
+    Returns:
+        What was found: ``print`` shows it, with each place in your source. `records` says whether calls are recorded whole,
+        `obstacles` why not, each with its code, place, argument and remedy; `live_ms` and `replay_ms` are measured.
+
+    Raises:
+        Whatever `f` raises.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> found = pg.check(lambda x: x / x.max().item(), torch.ones(3))
+        >>> found.records, [obstacle.code for obstacle in found.obstacles]
+        (False, ['PG101'])
+    """
+    has_called(sys._getframe(1))
+    return find_out(f, args, kwargs)
 
 
 @ended_by

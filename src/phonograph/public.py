@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._torch.skipped_frames import hide
-from .api import explain, live, prepare, record, reset, stats
+from .api import check, explain, live, prepare, record, reset, stats
 from .engine.recorded import Recorded
 from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
 from .statistics import Stats
@@ -18,6 +18,7 @@ __all__ = [
     "StaleOutput",
     "Stats",
     "Unrecordable",
+    "check",
     "explain",
     "live",
     "make_graphed_callables",

@@ -43,7 +43,7 @@ from ..state.rng import sets_for_torch
 from ..values.device_names import is_of, named
 from ..values.wording import MARKED
 
-__all__ = ["ANYONE", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "together",
+__all__ = ["ANYONE", "SCHEDULER", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "together",
            "told_names"]  # fmt: skip
 
 ANYONE, USERS, DIRECTLY = "anyone", "users", "directly"
@@ -66,6 +66,13 @@ class Effect(NamedTuple):
             return origin(frame.f_code.co_filename) is USER
         return works_for(frame) is USER
 
+
+SCHEDULER = Effect(
+    "changes a scheduler's last_epoch, which outlives the call",
+    "call the scheduler's step() outside: a recorded optimizer follows the learning rate that it sets",
+    ANYONE,
+)
+"""What a capture shows at its end."""
 
 _PASS = "read it outside and pass the value as an argument"
 _DRAW = "draw it outside and pass it as an argument, or use torch's generators"

@@ -80,17 +80,18 @@ class FollowsRandomStates(Protocol):
 
 @contextmanager
 def watching_python(
-    outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut, follower: FollowsRandomStates
-) -> Iterator[Listener]:
+    outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut, follower: FollowsRandomStates,
+    kind: type[Listener] | None = None,
+) -> Iterator[Listener]:  # fmt: skip
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
     besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
-    function was looked at, of the code that starts.
+    function was looked at, of the code that starts. A listener of another `kind` may take refusals in another way.
     """
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with telling_collections() as collecting:
-        listener = Listener(outer, more, caching, left_out, follower, collecting)
+        listener = (kind or Listener)(outer, more, caching, left_out, follower, collecting)
         with source(listener):
             yield listener
 
@@ -161,8 +162,12 @@ class Listener:
             yield
         except Refusal as refusal:
             refusal.where = users_line(frame)
-            self.found.append(refusal)
-            raise
+            self.refuse(refusal, frame)
+
+    def refuse(self, refusal: Refusal, frame: FrameType) -> None:
+        """End the call. (What catches that does not undo it.)"""
+        self.found.append(refusal)
+        raise refusal
 
     def functions(self) -> list[tuple[CodeType, dict[str, object]]]:
         """The code of all functions that ran, and the globals of each."""
@@ -189,8 +194,7 @@ class Listener:
             # Where something is refused on its way already, what comes of that (torch logs what is raised in a collective) is
             # stopped as well, and no reason of its own.
             first = self._follower.refusal or next(iter(self.found), None)
-            self.found.append(first or effect.kind(effect.reason, effect.remedy, where=users_line(frame), final=final))
-            raise self.found[-1]
+            self.refuse(first or effect.kind(effect.reason, effect.remedy, where=users_line(frame), final=final), frame)
 
     def concerned(self) -> bool:
         """Whether what runs now is part of the capture."""

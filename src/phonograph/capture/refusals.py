@@ -22,6 +22,7 @@ _REMEDIES = {
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
+    "torch/utils/data/dataloader.py": "take the batch outside, and pass its tensors as arguments",
     "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
     "attention_mask, or use an attention that gets none (docs/details.md)",
 }
@@ -35,6 +36,10 @@ class Refusals:
         """The first one of an operator."""
         self.noticed: list[Refusal] = []
         """All of them, with those that others have noticed."""
+
+    def refuse_read(self, refusal: Refusal) -> None:
+        """Refuse what reads a tensor's memory without an operator."""
+        raise self.located(refusal)
 
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""

@@ -1,4 +1,4 @@
-"""The command line: ``phonograph demo``, ``phonograph doctor`` and ``phonograph reasons``.
+"""The command line: ``phonograph check``, ``phonograph demo``, ``phonograph doctor`` and ``phonograph reasons``.
 
 A command is a module in this package with three names: ``HELP`` (one line), ``add_arguments(parser)`` and
 ``run(arguments) -> int``, the exit status. 0 is what one hopes for, 1 means that the command found what it looks for
@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from phonograph.cli import demo, doctor, reasons
+from phonograph.cli import check, demo, doctor, reasons
 from phonograph.cli.console import CannotRun
 from phonograph.options import did_you_mean
 from phonograph.version import __version__
 
-_COMMANDS = {"demo": demo, "doctor": doctor, "reasons": reasons}
+_COMMANDS = {"check": check, "demo": demo, "doctor": doctor, "reasons": reasons}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,16 +47,24 @@ def _parsers() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; ``argv`` defaults to the process's arguments. Without a command, print what
     there is."""
+    own, rest = _split(sys.argv[1:] if argv is None else argv)
     parser, commands = _parsers()
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(own)
     if arguments.command is None and not unknown:
         parser.print_help()
         return 0
     if unknown:
         commands.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.rest = rest
     try:
         status: int = _COMMANDS[arguments.command].run(arguments)
     except CannotRun as reason:
         print(f"phonograph {arguments.command}: {reason}", file=sys.stderr)
         return 2
     return status
+
+
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What is the command's own, and what comes after ``--``."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]

@@ -67,7 +67,8 @@ def page() -> str:
             subject = reason.subject
             lines += ["", f"## {subject}", "", "| code | reason | what to do | as in |", "|---|---|---|---|"]
         example = f"`` {reason.example} ``".replace("|", "\\|") if reason.example else ""
-        lines.append(f"| {reason.code} | {reason.words} | {'; or: '.join(advice.get(reason.code, ()))} | {example} |")
+        anchor = f'<a id="{reason.code.lower()}"></a>'
+        lines.append(f"| {anchor}{reason.code} | {reason.words} | {'; or: '.join(advice.get(reason.code, ()))} | {example} |")
     return "\n".join(lines) + "\n"
 
 

@@ -100,7 +100,8 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
             refusal = judge(watch, name, args, kwargs) if concerned else None
             if refusal is None:
                 return read(*args, **kwargs)
-            raise watch.located(refusal)
+            watch.refuse_read(refusal)
+            return read(*args, **kwargs)
 
         return ask
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .._torch.ddp import averaging
 from .._torch.tensors import storage_id
+from ..capture.effects import SCHEDULER
 from ..errors import Refusal
 from ..guards.reachable import Reach
 from ..guards.snapshot import Setting, Snapshot
@@ -21,7 +22,6 @@ from .process_groups import follow_program
 __all__ = ["Verdict", "judge"]
 
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
-_SCHEDULER = "call the scheduler's step() outside: a recorded optimizer follows the learning rate that it sets"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
         raise Refusal(f"sets {seen[0]}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
     if changes:
         steps = [name for name in changes if name.endswith(".last_epoch")]
-        changes, remedy = (steps, _SCHEDULER) if steps else (changes, _OUTLIVES)
+        changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, _OUTLIVES)
         where = _where_set(changes[0], request.reach, evidence.behaviour.code)
         raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
     return Verdict(relied, tuple(settings))

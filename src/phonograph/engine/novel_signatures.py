@@ -14,7 +14,7 @@ from ..python.origin import users_line
 from ..values.pytree import Node, path_to
 from ..values.wording import Naming
 
-__all__ = ["Novelty"]
+__all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -40,14 +40,13 @@ class Novelty:
         followed that differ from call to call."""
         self._unrepeated += 1
         last, self._last_key = self._last_key, call.key
-        self._differs = _difference(last, call, naming) if last is not None else ""
-        following.want_arguments(_numbers_that_differ(last, call))
+        self._differs = difference(last, call, naming) if last is not None else ""
+        following.want_arguments(numbers_that_differ(last, call))
         if calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
             self._unrepeated, self._counted_from = 1, calls
         if self._unrepeated <= _UNREPEATED or not self._differs:
             return None
-        remedy = "pass numbers that change as tensors; pad tensors to a few shapes (shapes=)"
-        return Refusal(f"is called with {self._differs} nearly each time", remedy, users_line())
+        return ever_new(self._differs, users_line())
 
     def repeats(self) -> None:
         """One of them comes for the second time."""
@@ -66,15 +65,22 @@ class Novelty:
         )
 
 
-def _difference(key: Key, call: Call, naming: Naming) -> str:
+def ever_new(differs: str, where: str = "") -> Refusal:
+    """Why calls run live that each differ so from the one before."""
+    remedy = ("leave out what is only printed; pass a number that is computed with as a tensor, and one that only decides a "
+              "branch as that decision, a bool; pad tensors to a few shapes (shapes=)")  # fmt: skip
+    return Refusal(f"is called with {differs} nearly each time", remedy, where)
+
+
+def difference(key: Key, call: Call, naming: Naming) -> str:
     """The first difference between this call and one with that key."""
     for i in differing(key, call) or ():
-        tensor = isinstance(call.leaves[i], torch.Tensor)
-        return f"another {'shape or kind' if tensor else 'value'} of `{naming(path_to(call.shape, i))}`"
+        kind = "shape or kind" if isinstance(call.leaves[i], torch.Tensor) else "value"
+        return f"another {kind} of `{naming(path_to(call.shape, i))}`"
     return "arguments of another structure"
 
 
-def _numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
+def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
     """The places of numbers, if a call differs from one with that key by numbers alone."""
     if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
         return []

@@ -101,6 +101,11 @@ class Parts(Binding, Observed):
         self._report.remarks = remarks
 
     @property
+    def refusals(self) -> list[Refusal]:
+        """What was told of it, each reason once."""
+        return [*self._report.reasons.values()]
+
+    @property
     def _backwards(self) -> list[Parts]:
         """The recorded backwards of its results."""
         return list(self._maker.backwards)

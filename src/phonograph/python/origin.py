@@ -16,8 +16,8 @@ from .._torch.autograd import on_thread_of_autograds
 from .places import place
 from .projects import is_of_another, is_the_users
 
-__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "called_by", "has_called", "is_compiled", "is_ours", "is_torchs",
-           "is_users", "origin", "runs_through", "users_frame", "users_level", "users_line", "works_for",
+__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "belongs_to_user", "called_by", "has_called", "is_compiled", "is_ours",
+           "is_torchs", "is_users", "origin", "runs_through", "users_frame", "users_level", "users_line", "works_for",
            "written_out"]  # fmt: skip
 
 BACKWARD = "_engine_run_backward"
@@ -52,7 +52,12 @@ def has_called(frame: FrameType | None) -> None:
     """Code that runs in this frame calls us, perhaps by functions of ours: it is the user's."""
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    filename = frame.f_code.co_filename if frame is not None else "<"
+    if frame is not None:
+        belongs_to_user(frame.f_code.co_filename)
+
+
+def belongs_to_user(filename: str) -> None:
+    """The code of this file, and what lies with it, is the user's."""
     if filename in _callers or filename.startswith("<"):
         return
     _callers.add(filename)

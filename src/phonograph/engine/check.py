@@ -1,0 +1,222 @@
+"""Checking a function before it is recorded: all that stands in the way, and what a recording gives.
+
+A few calls are made of it, each with all that a call does: one as it is, so that nothing happens for the first time later;
+some that are timed; one that is looked at (`look.py`), which notes every obstacle and lets it happen; and then some through a
+recorded function, which has the last word: what it records is no obstacle, and what it refuses is one, seen or not.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch import modules as torch_modules
+from ..call.differences import differing
+from ..call.signature import Call
+from ..errors import Refusal, RunsLive
+from ..options import Options
+from ..values.keys import NoSignature
+from .contained import Contained
+from .describer import Describer
+from .findings import Findings, Obstacle
+from .look import Look, look_at
+from .novel_signatures import difference, ever_new, numbers_that_differ
+from .recorded import Recorded
+
+__all__ = ["Checking", "check"]
+
+_TIMED = 3  # live calls; and replays
+_TRIES = 4  # calls within which a function is recorded, or never
+
+
+def check(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str | None = None) -> Findings:
+    """Call the function with these arguments until all is known."""
+    checking = Checking(function, name)
+    while not checking.done:
+        checking(*args, **kwargs)
+    return checking.findings()
+
+
+class _Took(NamedTuple):
+    """Milliseconds of a call, until it returned and until the device was done."""
+
+    host: float | None = None
+    whole: float | None = None
+
+
+@dataclass
+class _Steps:
+    """How far it is."""
+
+    live: list[_Took] = field(default_factory=list)
+    look: Look | None = None
+    tried: int = 0
+    replays: list[_Took] = field(default_factory=list)
+
+
+class Checking:
+    """Stands in the place of a function, and does what that does; each call finds out something."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self._module = function if isinstance(function, torch.nn.Module) else None
+        if isinstance(function, Recorded):
+            function = function.__wrapped__
+        self._function = torch_modules.own_call(function) if isinstance(function, torch.nn.Module) else function
+        own = type(function).__qualname__
+        self.name = name or str(getattr(function, "__qualname__", own))
+        self._describer = Describer(self.name, self._function, lambda: self.calls, marked=False)
+        self._recorded: Recorded[..., Any] | None = None
+        self._differs = _Differs(self._describer)
+        self.calls = 0
+        self._busy = False
+        self.ended: Callable[[], None] = _nothing
+        """Called when a call has returned."""
+        self._steps = _Steps()
+
+    @property
+    def done(self) -> bool:
+        """Whether more calls would show nothing more."""
+        steps, recorded = self._steps, self._recorded
+        if recorded is None:
+            return False
+        return bool(recorded.refusals) or steps.tried >= _TRIES or len(steps.replays) >= _TIMED
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._busy:  # it calls itself
+            return self._function(*args, **kwargs)
+        self._busy, self.calls = True, self.calls + 1
+        try:
+            result = self._next(args, kwargs)
+        finally:
+            self._busy = False
+        self.ended()
+        return result
+
+    def _next(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.calls == 1 or self.done:
+            return self._function(*args, **kwargs)
+        self._differs.note(args, kwargs)
+        steps = self._steps
+        if len(steps.live) < _TIMED:
+            result, took = _timed(self._function, args, kwargs)
+            steps.live.append(took)
+            return result
+        if steps.look is None:
+            result, steps.look = look_at(self._function, args, kwargs, self._describer)
+            return result
+        return self._through_recorded(args, kwargs)
+
+    def _through_recorded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._recorded is None:
+            self._recorded = Recorded(self._function, Options(warmup=0, name=self.name, keep="always"))
+            if self._module is not None:
+                self._recorded.of(self._module)
+        before = self._recorded.stats()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RunsLive)  # they are what is reported
+            result, took = _timed(self._recorded, args, kwargs)
+        now = self._recorded.stats()
+        if now.replayed > before.replayed and now.recorded == before.recorded:
+            self._steps.replays.append(took)
+        else:
+            self._steps.tried += 1
+        return result
+
+    def findings(self) -> Findings:
+        """All that was found so far. Frees what was recorded."""
+        steps, recorded = self._steps, self._recorded
+        look = steps.look or Look()
+        records = recorded is not None and recorded.stats().recorded > 0 and not recorded.refusals
+        obstacles = [] if records else [*_obstacles(look, [] if recorded is None else recorded.refusals)]
+        obstacles += self._differs.obstacles()
+        if recorded is not None:
+            recorded.reset()
+        live, replay = _best(steps.live), _best(steps.replays)
+        return Findings(
+            name=self.name, device=str(look.device), records=records and not obstacles, obstacles=tuple(obstacles),
+            calls=self.calls, operators=look.operators, pieces=tuple(look.pieces), live_ms=live.whole, host_ms=live.host,
+            replay_ms=replay.whole,
+        )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Where nobody waits for it."""
+
+
+def _best(took: Sequence[_Took]) -> _Took:
+    return min(took, key=lambda one: one.whole or 0, default=_Took())
+
+
+def _timed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, _Took]:
+    _wait()
+    begin = time.perf_counter()
+    result = function(*args, **kwargs)
+    host = time.perf_counter() - begin
+    _wait()
+    return result, _Took(host * 1e3, (time.perf_counter() - begin) * 1e3)
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _obstacles(look: Look, refusals: Sequence[Refusal]) -> Iterator[Obstacle]:
+    """Those that were seen, and those only of which the recorder knows."""
+    seen = [Obstacle.of(one.refusal, one.place, one.times) for one in look.seen]
+    yield from seen
+    for refusal in refusals:
+        found = Obstacle.of(refusal)
+        if not any(found.reason == one.reason or (found.line and found.at == one.at) for one in seen):
+            yield found
+
+
+class _Differs:
+    """How the arguments of each call differ from those of the one before. (Each is described by itself: what cannot be, hides
+    no other.)"""
+
+    def __init__(self, describer: Describer) -> None:
+        self._describer = describer
+        self._last: dict[tuple[int, object], Call] = {}
+        self._found = Counter[str]()
+        self._values: dict[str, str] = {}
+        self._calls = 0
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        for at, argument in [*(((0, i), x) for i, x in enumerate(args)), *(((1, name), x) for name, x in kwargs.items())]:
+            try:
+                with Contained("described the call"):
+                    call = self._describer.describe((argument,), {})
+            except (NoSignature, Refusal):  # which the recorded function says
+                continue
+            last, self._last[at] = self._last.get(at), call
+            if last is not None and last.key != call.key and not numbers_that_differ(last.key, call):
+                self._compare(at, last, call)
+
+    def _compare(self, at: tuple[int, object], last: Call, call: Call) -> None:
+        named = self._describer.named()
+        i = next(iter(differing(last.key, call) or ()), None)
+        how = f"another structure of `{named(at)}`"
+        if i is not None:
+            how = difference(last.key, call, lambda path: named((*at, *path[2:])))
+        self._found[how] += 1
+        self._values[how] = "" if i is None else _values(last.leaves[i], call.leaves[i])
+
+    def obstacles(self) -> Iterator[Obstacle]:
+        """What is another in each call."""
+        for how, times in self._found.items():
+            if times >= max(2, self._calls - 1):
+                yield Obstacle.of(ever_new(how), detail=self._values[how])
+
+
+def _values(was: Any, now: Any) -> str:
+    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
+        return f"{[*was.shape]}, then {[*now.shape]}"
+    return f"{was!r}, then {now!r}" if isinstance(now, (int, float, str, bool)) else ""
