@@ -268,12 +268,12 @@ def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return ()
     spans = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), i) for i, t in enumerate(tensors))
     found: list[int] = []
-    start, end, first = 0, 0, -1
+    end, first = 0, -1
     for at, nbytes, i in spans:
         if at < end and nbytes:
-            found += [i, first, tensors[i].data_ptr() - start]
+            found += [i, first, tensors[i].data_ptr() - tensors[first].data_ptr()]
         else:
-            start, first = at, i
+            first = i
         end = max(end, at + nbytes)
     return tuple(found)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from phonograph._torch.modules import call_through, goes_through
+from phonograph._torch.modules import call_through, goes_through, own_call
 from phonograph.engine.check import Checking
 from phonograph.engine.findings import Findings
 from phonograph.python.origin import is_users
@@ -29,10 +29,10 @@ __all__ = ["Candidate", "Enough", "Search"]
 
 _CALLS = 8  # after which a choice is made...
 _REPEATED = 3  # ...or after so many of what has others in it
-_SHARE = 0.05  # of the time: what takes less is not worth a recording of its own
+_SHARE = 0.01  # of the time: what takes less is not worth a recording of its own
 _MOST = 3  # candidates
 _LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # code that runs after the call
-_CALL: CodeType = torch.nn.Module._call_impl.__code__
+_CALL: CodeType = own_call(torch.nn.Module()).__code__
 _STEPS = os.path.join("torch", "optim", "optimizer.py")
 _ASKED = "__phonograph_checks_{}__"  # what a function's code calls meanwhile
 
@@ -50,7 +50,9 @@ class _Timed:
     is_function: bool
     calls: int = 0
     seconds: float = 0.0
-    first: float = 0.0
+    """In all calls but the first, in which much happens for the first time..."""
+    since: float = 0.0
+    """...which ended then."""
     within: set[object] = field(default_factory=set)
     """What it was called in."""
 
@@ -63,7 +65,7 @@ class Candidate:
     checking: Checking
     undo: Callable[[], None]
     share: float = 0.0
-    """Of the time since it was first called."""
+    """Of the time since its first call."""
     _findings: Findings | None = None
 
     @property
@@ -126,7 +128,7 @@ class Search:
         timed = self._timed.get(key)
         now = time.perf_counter()
         if timed is None:
-            timed = self._timed[key] = _Timed(name, make, isinstance(key, tuple), first=now)
+            timed = self._timed[key] = _Timed(name, make, isinstance(key, tuple))
         timed.within.update(other for _, other, _ in self._running if other != key)
         self._running.append((frame, key, now))
 
@@ -157,9 +159,13 @@ class Search:
         _, key, begun = self._running.pop()
         timed, now = self._timed[key], time.perf_counter()
         timed.calls += 1
-        timed.seconds += now - begun
+        if timed.calls == 1:
+            timed.since = now
+        else:
+            timed.seconds += now - begun
         if self._wanted is not None:
-            self._choose({key: timed}, now)
+            if timed.calls > 1:
+                self._choose({key: timed}, now)
         elif self._enough(key, timed):
             repeated = {key: one for key, one in self._timed.items() if one.calls >= _REPEATED}
             self._choose({key: one for key, one in repeated.items() if one.within.isdisjoint(repeated)}, now)
@@ -175,7 +181,7 @@ class Search:
         """From the next call on, these are checked."""
         ranked = sorted(found.values(), key=lambda one: -one.seconds)
         for timed in ranked[:_MOST]:
-            share = timed.seconds / max(now - timed.first, 1e-9)
+            share = timed.seconds / max(now - timed.since, 1e-9)
             if (self._wanted is not None or share >= _SHARE) and (made := timed.make()) is not None:
                 made.share = min(share, 1.0)
                 made.checking.ended = self._end

@@ -22,6 +22,7 @@ from ..call.signature import Call
 from ..errors import Refusal, RunsLive
 from ..options import Options
 from ..values.keys import NoSignature
+from ..values.pytree import path_to
 from .contained import Contained
 from .describer import Describer
 from .findings import Findings, Obstacle
@@ -184,6 +185,7 @@ class _Differs:
     def __init__(self, describer: Describer) -> None:
         self._describer = describer
         self._last: dict[tuple[int, object], Call] = {}
+        self._last_whole: Call | None = None
         self._found = Counter[str]()
         self._values: dict[str, str] = {}
         self._calls = 0
@@ -200,6 +202,21 @@ class _Differs:
             if last is not None and last.key != call.key and not numbers_that_differ(last.key, call):
                 self._compare(at, last, call)
 
+        self._whole(args, kwargs)
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """How arguments lie to each other."""
+        try:
+            with Contained("described the call"):
+                call = self._describer.describe(args, kwargs)
+        except (NoSignature, Refusal):
+            return
+        last, self._last_whole = self._last_whole, call
+        if last is not None and last.key[:2] == call.key[:2] and last.key[2] != call.key[2]:
+            named = self._describer.named()
+            together = [f"`{named(path_to(call.shape, call.places[i]))}`" for i in call.key[2][:2]]
+            self._found[f"{' and '.join(together)} at other places of the same memory"] += 1
+
     def _compare(self, at: tuple[int, object], last: Call, call: Call) -> None:
         named = self._describer.named()
         i = next(iter(differing(last.key, call) or ()), None)
@@ -213,7 +230,7 @@ class _Differs:
         """What is another in each call."""
         for how, times in self._found.items():
             if times >= max(2, self._calls - 1):
-                yield Obstacle.of(ever_new(how), detail=self._values[how])
+                yield Obstacle.of(ever_new(how), detail=self._values.get(how, ""))
 
 
 def _values(was: Any, now: Any) -> str:

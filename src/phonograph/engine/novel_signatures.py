@@ -67,7 +67,7 @@ class Novelty:
 
 def ever_new(differs: str, where: str = "") -> Refusal:
     """Why calls run live that each differ so from the one before."""
-    remedy = ("leave out what is only printed; pass a number that is computed with as a tensor, and one that only decides a "
+    remedy = ("leave out what is only printed; pass numbers that are computed with as tensors, and one that only decides a "
               "branch as that decision, a bool; pad tensors to a few shapes (shapes=)")  # fmt: skip
     return Refusal(f"is called with {differs} nearly each time", remedy, where)
 

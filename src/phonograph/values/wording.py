@@ -67,7 +67,7 @@ def operator(name: str) -> str:
     name = f"{space}::{rest.partition('.')[0]}" if space == "aten" else name
     if name in _WRITTEN or space != "aten":
         return _WRITTEN.get(name, name)
-    own = name.removeprefix("aten::")
+    own = name.removeprefix("aten::").removesuffix("_forward")
     for said, home in _PLACES:
         for short in (own, own.removeprefix(said.rpartition(".")[2] + "_"), own.lstrip("_")):
             if not short.startswith("_") and callable(getattr(home, short, None)):

@@ -263,6 +263,16 @@ def test_c07_aliasing_between_arguments(device, views):
         both(ramp(device, 4, start=n), ramp(device, 4, start=n + 5))
 
 
+def test_c07_slices_of_one_text(device):
+    """What counts is how they lie to each other, not where in their memory: `text[i:]` and its targets, one further on."""
+    both, text = plain(lambda x, y: x * 2 + y), Pair.of(ramp(device, 64))
+    for n in (0, 16, 32, 48, 8, 24):
+        both(
+            Pair(text.recorded[n : n + 8], text.live[n : n + 8]), Pair(text.recorded[n + 4 : n + 12], text.live[n + 4 : n + 12])
+        )
+    assert counts(both) == (1, 1, 5)
+
+
 @may_run_live
 def test_c07_the_same_tensor_as_both_arguments(device):
     both = plain(lambda a, b: (a.add_(1), b.mul_(3), a is b))

@@ -1,0 +1,162 @@
+"""`phonograph check` on scripts: what it finds in them, what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phonograph.cli import main
+
+HABITS = Path(__file__).with_name("ten_habits.py")
+LOOP = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+{steps}
+for i in range({n}):
+    x = torch.full((3, 4), float(i))
+    {call}
+print("the end")
+"""
+STEP = """
+def train_step(x):
+    loss = net(x).pow(2).mean(){logs}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+"""
+BY_HAND = "optimizer.zero_grad(); net(x).pow(2).mean().backward(); optimizer.step()"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Writes a script."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        linecache.checkcache()
+        return str(path)
+
+    return write
+
+
+def loop(steps: str = "", call: str = "train_step(x)", n: int = 40) -> str:
+    return LOOP.format(steps=steps, call=call, n=n)
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status = main(["check", "--json", *arguments])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "one JSON object and nothing else"
+    return status, json.loads(out)
+
+
+def test_ten_habits_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them are told, each with its line, its fix and a link."""
+    status, report = check(capsys, str(HABITS), "--", "--lr", "0.002")
+    (found,) = report["found"]
+    assert (status, report["status"], found["name"]) == (1, 1, "train_step")
+    source = HABITS.read_text().splitlines()
+    habits = {n: source.index(next(line for line in source if f"# {n}: " in line)) + 1 for n in range(1, 11)}
+    told = {obstacle["line"]: obstacle for obstacle in found["obstacles"]}
+    by_argument = {obstacle["argument"]: obstacle for obstacle in found["obstacles"]}
+    assert {n for n, line in habits.items() if line not in told} == {6}
+    assert by_argument["step"]["code"] == "PG1401"  # of which 6 makes a tensor
+    assert all(obstacle["code"] and obstacle["remedy"] for obstacle in found["obstacles"])
+    assert {obstacle["link"] for obstacle in found["obstacles"]} <= links()
+    assert found["share"] > 0.5
+    assert found["operators"] == sum(found["pieces"]) > 100
+
+
+def links() -> set[str]:
+    """The places of the page to which a link may lead."""
+    page = (HABITS.parents[2] / "docs" / "reasons.md").read_text(encoding="utf-8")
+    return {f"docs/reasons.md#{part.partition(chr(34))[0]}" for part in page.split('<a id="')[1:]}
+
+
+def test_the_place_is_marked(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    path = script(loop(STEP.format(logs="\n    print(loss.item())")))
+    assert main(["check", path]) == 1
+    out = capsys.readouterr().out
+    assert textwrap.indent("print(loss.item())\n      ^^^^^^^^^^^", " " * 8) in out or sys.version_info < (3, 11)
+    assert "train_step = pg.record(train_step)" in out
+    assert "the end" not in out, "it was stopped"
+
+
+def test_a_step_that_is_recorded(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """With what it measured, and exit status 0."""
+    status, report = check(capsys, script(loop(STEP.format(logs=""))))
+    (found,) = report["found"]
+    assert (status, found["records"], found["obstacles"]) == (0, True, [])
+    assert found["patch"].startswith("train_step = pg.record(train_step)")
+    assert found["replay_ms"] > 0
+    assert found["live_ms"] > 0
+
+
+def test_a_loop_without_a_step(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """The module and the optimizer are found."""
+    status, report = check(capsys, script(loop(call=BY_HAND)))
+    assert status == 0
+    assert {found["patch"] for found in report["found"]} == {
+        "net = pg.record(net)", "optimizer.step = pg.record(optimizer.step)",
+    }  # fmt: skip
+
+
+def test_the_script_does_what_it_does(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """Each step gives what it gives without the check, until it is stopped."""
+    seeded = loop(STEP.format(logs=""), "print(train_step(x).item().hex())").replace("net =", "torch.manual_seed(0)\nnet =")
+    path = script(seeded)
+    main(["check", "--json", path])
+    checked = capsys.readouterr().err.split()
+    runpy.run_path(path)
+    plain = capsys.readouterr().out.split()
+    assert 8 < len(checked) < 40
+    assert checked == plain[: len(checked)]
+
+
+@pytest.mark.parametrize("where", ["closure", "method"])
+def test_functions_wherever_they_are(capsys: pytest.CaptureFixture[str], script: Any, where: str) -> None:
+    """A function within another, and a method."""
+    step = STEP.format(logs="\n    loss.item()").replace("def train_step(x):\n", "def train_step(x):\n    total = scale\n")
+    if where == "closure":
+        body = "def main():\n    scale = 2\n" + textwrap.indent(step, "    ") + "    return train_step\nstep = main()\n"
+    else:
+        body = "class Trainer:\n" + textwrap.indent(step.replace("(x):", "(self, x):").replace("scale", "self"), "    ")
+        body += "step = Trainer().train_step\n"
+    status, report = check(capsys, script(loop(body, "step(x)")), "--fn", "train_step")
+    (found,) = report["found"]
+    assert status == 1
+    assert [obstacle["code"] for obstacle in found["obstacles"]] == ["PG101"]
+    assert found["patch"].startswith("@pg.record    # above")
+
+
+def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """Exit status 2: no script, nothing found, a script that fails."""
+    assert main(["check", "nowhere.py"]) == 2
+    assert main(["check", script("print(1)")]) == 2
+    assert (
+        main(
+            [
+                "check",
+                script(
+                    loop(STEP.format(logs="")),
+                ),
+                "--fn",
+                "nobody",
+            ]
+        )
+        == 2
+    )
+    assert main(["check", script("raise ValueError('mine')")]) == 2
+    assert "ValueError: mine" in capsys.readouterr().err
