@@ -85,8 +85,8 @@ class Call(NamedTuple):
             del self.lent[i]
 
 
-FOLLOWED = (float,)
-"""Stands in a key for any number."""
+FOLLOWED = {kind: (kind,) for kind in (float, int)}
+"""What stands in a key for any number of a kind."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -159,8 +159,8 @@ def _described(
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
-            elif followed and type(leaf) is float and (shape, at) in followed:
-                keys.append(FOLLOWED)
+            elif followed and type(leaf) in FOLLOWED and (shape, at) in followed:
+                keys.append(FOLLOWED[type(leaf)])
                 given.append(at)
             else:
                 keys.append(regulars.counted(argument_key(leaf)))

@@ -34,7 +34,7 @@ def spots_of(request: Request) -> tuple[list[Spot], list[object]]:
         spots = marked(reach, terms.following.wanted() - terms.concessions.baked)
     in_arguments, values = of_arguments(request.call)
     if in_arguments and (terms.following is None or not request.whole or any(map(is_compiled, reach.met))):
-        raise Fixed
+        raise Fixed(range(len(in_arguments)))
     return [*in_arguments, *spots], values
 
 
@@ -64,8 +64,8 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
             dials.stray(dials.formulas[n], "was not found in what an operator launches")
         if captured.program.holds(dials.wide):
             dials.stray_all("is taken by what is no operator")
-    if dials.strays.keys() & range(len(dials.given)):
-        raise Fixed
+    if fixed := dials.strays.keys() & range(len(dials.given)):
+        raise Fixed(fixed)
     if dials.strays:
         raise Unfollowed({dials.spots[i].at: why for i, why in dials.strays.items()})
 

@@ -227,7 +227,7 @@ class Maker:
         live from now on, or because something was not seen to run there."""
         capture, describer = history.capture, self._describer
         if isinstance(refusal, Fixed):
-            describer.following.fix((call.shape, at) for at in call.numbers)
+            describer.following.fix((call.shape, call.numbers[i]) for i in refusal.numbers)
             return True
         if isinstance(refusal, Elsewhere) and capture.device is None and not call.tensors:
             capture.device = refusal.device

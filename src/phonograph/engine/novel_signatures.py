@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..call.differences import differing
-from ..call.signature import Call
+from ..call.signature import FOLLOWED, Call
 from ..errors import Refusal
 from ..guards.followed_numbers import Following
 from ..python.origin import users_line
@@ -85,5 +85,5 @@ def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, 
     if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
         return []
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
-    numbers = all(type(x) is tuple and len(x) == 2 and x[0] is float for _, *both in differing for x in both)
+    numbers = all(type(x) is tuple and len(x) == 2 and x[0] in FOLLOWED for _, *both in differing for x in both)
     return [(call.shape, i) for i, *_ in differing] if numbers else []

@@ -140,10 +140,12 @@ class Following:
 
 
 class Fixed(Refusal):
-    """Numbers among the arguments cannot be followed: from the next call on they are part of the signature."""
+    """Numbers among the arguments cannot be followed, those with these `numbers` of `Call.numbers`: from the next call on they
+    are part of the signature."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__("has numbers among its arguments that cannot be followed", "pass them as tensors", this_call=True)
+        self.numbers = (*numbers,)
 
 
 class Unfollowed(Exception):
@@ -157,7 +159,8 @@ class Unfollowed(Exception):
 def of_arguments(call: Any) -> tuple[list[Spot], list[object]]:
     """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
     or played."""
-    values = [call.leaves[at] * 1.0 for at in call.numbers]  # objects of their own, as in `marked`
+    found = [call.leaves[at] for at in call.numbers]
+    values = [value * 1.0 if type(value) is float else value for value in found]  # objects of their own, as in `marked`
 
     def spot(i: int) -> Spot:
         return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value))

@@ -78,6 +78,47 @@ def test_c07_what_becomes_of_an_argument_is_never_stale(device, how):
     called(device, made, lambda n: (((0.25, 0.3125, 0.75, 0.5)[n % 4],), {}), 24)
 
 
+WHOLE = {
+    "an annealed weight": lambda x, n: x * min(1.0, (n + 1) / 10),
+    "every third": lambda x, n: x * 2 if (n + 1) % 3 == 0 else x + 1,
+    "a warm-up": lambda x, n: x * (n / 20) if n < 20 else x.sin(),
+    "only printed where it is large": lambda x, n: x * 2 if n < 1_000_000 else x * len(str(n)),
+    "not read": lambda x, n: x * 2,
+}
+WHOLE_NOT_FOLLOWED = {
+    "a size": lambda x, n: x[:, : n % 8].sum(),
+    "a range": lambda x, n: sum(x * i for i in range(n % 4)) + x,
+    "of a tensor": lambda x, n: x * n,
+    "a new tensor": lambda x, n: x * torch.tensor(n, device=x.device) if x.device.type == "cpu" else x * float(n),
+    "an item": lambda x, n: x[n % 4] + (1.0, 2.0, 3.0)[n % 3],
+    "a text": lambda x, n: x * len(f"{n:b}"),
+    "returned": lambda x, n: (x + 1, n, n + 1),
+    "a power": lambda x, n: x ** (n % 3),
+    "its class": lambda x, n: x * 2 if type(n) is int else x,
+    "large": lambda x, n: x * (1 if (n + 2**53) % 2 else 2),
+    "a seed": lambda x, n: x * torch.Generator().manual_seed(n).initial_seed(),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_c07_a_whole_number_that_is_an_argument(device, how):
+    """The number of the step: what is worked out of it, and what is decided by it."""
+    recorded = called(device, lambda device: WHOLE[how], lambda n: ((n,), {}))
+    assert_followed(recorded, CALLS - 2)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", WHOLE_NOT_FOLLOWED)
+def test_c07_what_becomes_of_a_whole_number_is_never_stale(device, how):
+    called(device, lambda device: WHOLE_NOT_FOLLOWED[how], lambda n: (((1, 2, 7, 4, 2**60)[n % 5],), {}), 24)
+
+
+def test_c07_a_number_beside_one_that_cannot_be_followed(device):
+    """The one that can still is."""
+    recorded = called(device, lambda device: lambda x, n, t: x[:, : n % 2 + 1] * t, lambda n: ((n // 16, 1 / (n + 1)), {}), 32)
+    assert pg.stats(recorded).recorded <= 3, pg.explain(recorded)
+
+
 @pytest.mark.parametrize("given", ["the number", "what was made of it"])
 @pytest.mark.parametrize("place", ["attribute", "argument"])
 def test_c09_a_number_in_a_function_that_is_recorded_in_segments(device, given, place):
