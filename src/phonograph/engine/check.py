@@ -135,7 +135,7 @@ class Checking:
         look = steps.look or Look()
         records = recorded is not None and recorded.stats().recorded > 0 and not recorded.refusals
         obstacles = [] if records else [*_obstacles(look, [] if recorded is None else recorded.refusals)]
-        obstacles += self._differs.obstacles()
+        obstacles += self._differs.obstacles(played=bool(steps.replays))
         if recorded is not None:
             recorded.reset()
         live, replay = _best(steps.live), _best(steps.replays)
@@ -188,6 +188,7 @@ class _Differs:
         self._last_whole: Call | None = None
         self._found = Counter[str]()
         self._values: dict[str, str] = {}
+        self._numbers: set[str] = set()  # among these
         self._calls = 0
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,9 +200,8 @@ class _Differs:
             except (NoSignature, Refusal):  # which the recorded function says
                 continue
             last, self._last[at] = self._last.get(at), call
-            if last is not None and last.key != call.key and not numbers_that_differ(last.key, call):
+            if last is not None and last.key != call.key:
                 self._compare(at, last, call)
-
         self._whole(args, kwargs)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -223,13 +223,17 @@ class _Differs:
         how = f"another structure of `{named(at)}`"
         if i is not None:
             how = difference(last.key, call, lambda path: named((*at, *path[2:])))
+        if numbers_that_differ(last.key, call):
+            if i is not None and type(call.leaves[i]) is float:
+                return  # it is followed, mostly
+            self._numbers.add(how)
         self._found[how] += 1
         self._values[how] = "" if i is None else _values(last.leaves[i], call.leaves[i])
 
-    def obstacles(self) -> Iterator[Obstacle]:
-        """What is another in each call."""
+    def obstacles(self, *, played: bool) -> Iterator[Obstacle]:
+        """What is another in each call. Where recordings are `played` all the same, numbers are followed."""
         for how, times in self._found.items():
-            if times >= max(2, self._calls - 1):
+            if times >= max(2, self._calls - 1) and not (played and how in self._numbers):
                 yield Obstacle.of(ever_new(how), detail=self._values.get(how, ""))
 
 

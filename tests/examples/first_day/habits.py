@@ -110,7 +110,7 @@ def p05_shows_a_bar(mended):
     return Made(mended_step if mended else train_step, lambda f, i: f(*labelled(i)))
 
 
-@first_day(told="PG1401")
+@first_day()
 def p20_accumulates(mended):
     net, opt = classifier()
 
@@ -122,16 +122,6 @@ def p20_accumulates(mended):
             opt.zero_grad()
         return loss.detach()
 
-    def mended_step(x, y, last):
-        loss = loss_of(net, x, y) / 2
-        loss.backward()
-        if last:
-            opt.step()
-            opt.zero_grad()
-        return loss.detach()
-
-    if mended:
-        return Made(mended_step, lambda f, i: f(*labelled(i), (i + 1) % 2 == 0))
     return Made(train_step, lambda f, i: f(*labelled(i), i))
 
 
@@ -145,14 +135,6 @@ class Trainer:
         loss.backward()
         self.step += 1
         if self.step % 2 == 0:
-            self.opt.step()
-            self.opt.zero_grad()
-        return loss.detach()
-
-    def mended_step(self, x, y, last):
-        loss = loss_of(self.net, x, y) / 2
-        loss.backward()
-        if last:
             self.opt.step()
             self.opt.zero_grad()
         return loss.detach()

@@ -178,7 +178,7 @@ def p12_bert_fine_tuning(mended):
     return Made(train_step, lambda f, i: f(tokens(i)[0], mask_of(tokens(i)[0], mended), tokens(i)[1]))
 
 
-@first_day(told="PG1401")
+@first_day()
 def p15_ema_teacher(mended):
     net, opt = classifier()
     teacher = copy.deepcopy(net)
@@ -191,15 +191,6 @@ def p15_ema_teacher(mended):
                 a.mul_(decay).add_(b, alpha=1 - decay)
         return loss
 
-    def mended_step(x, y, decay):
-        loss = update(opt, loss_of(net, x, y) + 0.1 * F.mse_loss(net(x), teacher(x).detach()))
-        with torch.no_grad():
-            for a, b in zip(teacher.parameters(), net.parameters(), strict=True):
-                a.mul_(decay).add_(b * (1 - decay))
-        return loss
-
-    if mended:
-        return Made(mended_step, lambda f, i: f(*labelled(i), torch.tensor(min(0.99, (1 + i) / (10 + i)))))
     return Made(train_step, lambda f, i: f(*labelled(i), i))
 
 
