@@ -84,8 +84,8 @@ def record(fn: object = None, /, **options: Any) -> object:
             backward that runs outside of the call is not.
         audit: the Python code of a call runs dry once more after 8, 64 and 512 replays of a recording, and then after each
             `audit`; what it would launch is compared with what was recorded. Nothing runs on the device, and nothing is left
-            behind; it takes as long as a capture, six to eight live steps on an H100. Where it is something else the recording goes, the
-            call runs live, and `Stale` is warned. What cannot be looked at so, `explain` names. 0: never.
+            behind; it takes as long as a capture, six to eight live steps on an H100. Where it is something else the recording
+            goes, the call runs live, and `Stale` is warned. What cannot be looked at so, `explain` names. 0: never.
         max_recordings: recordings kept; the least recently played goes first, if it was not played since another signature came
             first, or for eight of that one's calls: where more take turns, those that have one keep it.
         max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least

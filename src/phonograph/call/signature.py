@@ -85,7 +85,7 @@ class Call(NamedTuple):
             del self.lent[i]
 
 
-FOLLOWED = {kind: (kind,) for kind in (float, int)}
+FOLLOWED: dict[type[object], tuple[type[object]]] = {kind: (kind,) for kind in (float, int)}
 """What stands in a key for any number of a kind."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

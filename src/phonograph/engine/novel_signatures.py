@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -72,7 +73,7 @@ def ever_new(differs: str, where: str = "") -> Refusal:
     return Refusal(f"is called with {differs} nearly each time", remedy, where)
 
 
-def difference(key: Key, call: Call, naming: Naming) -> str:
+def difference(key: Key, call: Call, naming: Callable[[Sequence[Any]], str]) -> str:
     """The first difference between this call and one with that key."""
     for i in differing(key, call) or ():
         kind = "shape or kind" if isinstance(call.leaves[i], torch.Tensor) else "value"
