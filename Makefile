@@ -7,7 +7,8 @@
 # With an NVIDIA GPU in the machine they use it.
 #
 #   make lint     ruff, mypy, towncrier    make changelog    what is new since the last release
-#   make wheel    dist/*.whl            make clean    forget all of it
+#   make wheel    dist/*.whl               make docs         the documentation, as pages in site/
+#   make clean    forget all of it
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
@@ -45,7 +46,7 @@ PINS = $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Else each process that a test starts compiles all of src, and each worker all tests, in each run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint changelog wheel clean check-python
+.PHONY: demo test lint changelog docs wheel clean check-python
 .NOTPARALLEL:
 
 demo: $(call READY,demo)
@@ -62,6 +63,9 @@ lint: $(call READY,test dev)
 
 changelog: $(call READY,dev)
 	@$(RUN) -m towncrier build --draft --version $(if $(VERSION),$(VERSION),next) 2>/dev/null
+
+docs: $(call READY,docs)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 wheel: $(call READY,dev)
 	rm -rf dist

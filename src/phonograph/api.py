@@ -111,7 +111,7 @@ def record(fn: object = None, /, **options: Any) -> object:
         TypeError: `fn` is not callable, or an option has the wrong type.
         ValueError: an option is out of range, or `shapes` names what is no parameter.
 
-    Example:
+    Examples:
         >>> import torch, phonograph as pg
         >>> step = pg.record(lambda x: (x * 2).sum())
         >>> [step(torch.ones(3)).item() for _ in range(3)]

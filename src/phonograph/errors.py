@@ -23,7 +23,7 @@ class Unrecordable(PhonographError):
     Cause: something in the call needs the host while it runs (``.item()``), has a shape that depends on data
     (``nonzero``), or has an effect that a replay could not repeat (``print``). The message names the operator, your
     source line and the remedy. With the default ``fallback="live"`` the same call runs for real instead and
-    :class:`RunsLive` is warned once.
+    `RunsLive` is warned once.
     """
 
 

@@ -60,7 +60,7 @@ def record_graph(
         TypeError: `gm` is not callable, an index is no int, or an option has the wrong type.
         ValueError: there is no input of that index, or an option is out of range.
 
-    Example:
+    Examples:
         >>> import torch, phonograph as pg
         >>> from phonograph.fx import record_graph
         >>> from torch.fx.experimental.proxy_tensor import make_fx

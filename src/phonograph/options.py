@@ -20,7 +20,7 @@ _OURS = {"ours": True}  # what is set by us, and no option of the user's
 
 @dataclass(frozen=True)
 class Options:
-    """See :func:`phonograph.record` for what each one does."""
+    """See `phonograph.record` for what each one does."""
 
     warmup: int = 1
     fallback: Literal["live", "split", "error"] = "live"

@@ -145,7 +145,7 @@ class SideBySide:
     Arguments are deep-copied for each side; a `Pair` is passed on as it is, one half to each side, so
     results can be fed back: `y = both(x); y = both(y)`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from phonograph.testing import SideBySide
         >>> def make():
@@ -297,7 +297,7 @@ def assert_matches_live(
         AssertionError: at the first call where results, mutated arguments, state, random generators,
             aliasing or an earlier result differ.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from phonograph.testing import assert_matches_live
         >>> x = torch.arange(4.0)
@@ -324,7 +324,7 @@ def assert_no_new_recordings(*recorded: phonograph.Recorded[..., object]) -> Ite
     Raises:
         AssertionError: naming the functions that recorded again, with `phonograph.explain` of each.
 
-    Example:
+    Examples:
         >>> import phonograph as pg, torch
         >>> from phonograph.testing import assert_no_new_recordings
         >>> f = pg.record(torch.sin)

@@ -144,7 +144,7 @@ def make_graphed_callables(
         NotImplementedError: an option needs Transformer Engine, which is; or `enable_annotations` is True.
         RuntimeError: (in a call) a capture-time hook returned something.
 
-    Example:
+    Examples:
         >>> import torch, phonograph as pg
         >>> first, loss = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
         >>> x = torch.ones(2, 4)
