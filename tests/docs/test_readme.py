@@ -13,7 +13,10 @@ import pytest
 from phonograph.guards import module_epochs
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+PACKAGES = ("transformers", "lightning", "accelerate")
 
 
 def snippets() -> Iterator[pytest.ParameterSet]:
@@ -21,12 +24,17 @@ def snippets() -> Iterator[pytest.ParameterSet]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            if INCLUDE.match(found.group(1)):
+                continue  # an example, which runs in tests/examples
             line = text.count("\n", 0, found.start(1)) + 1
             yield pytest.param(page, line, found.group(1), id=f"{page.name}:{line}")
 
 
 @pytest.mark.parametrize(("page", "line", "code"), list(snippets()))
 def test_snippet_runs_by_itself(page: Path, line: int, code: str, tmp_path: Path) -> None:
+    for package in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
+        if package in PACKAGES:
+            pytest.importorskip(package)
     script = tmp_path / f"{page.stem}_{line}.py"  # a real file, so that source lines can be found and quoted
     script.write_text("\n" * (line - 1) + code, encoding="utf-8")
     runpy.run_path(str(script), run_name=script.stem)
@@ -41,7 +49,7 @@ def test_the_readme_is_short_and_shows_code_early() -> None:
 
 
 def test_the_tour_names_what_exists() -> None:
-    tour = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- tour -->\n```\n")[2].partition("```")[0]
+    tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("<!-- tour -->\n```\n")[2].partition("```")[0]
     folder, named = ROOT, []
     for line in tour.splitlines():
         name = line.split()[0]
@@ -69,7 +77,14 @@ def headings(page: Path) -> list[str]:
     """Those of a page, as links name them."""
     text = page.read_text(encoding="utf-8")
     written = [*re.findall(r"^#+ (.*)$", text, re.MULTILINE), *re.findall(r'<a (?:id|name)="(.*?)">', text)]
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in written]
+    named = re.findall(r"^::: (.*)$", text, re.MULTILINE)  # of the API reference
+    return [*named, *(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in written)]
+
+
+def test_included_examples_exist() -> None:
+    named = {name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))}
+    assert named
+    assert named <= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_limits_are_one_page() -> None:

@@ -102,18 +102,27 @@ def test_every_program_is_listed_and_has_a_rival(monkeypatch: pytest.MonkeyPatch
         assert program.STEPS >= program.ROUND // 2
 
 
-def test_table_of_the_readme_is_made_from_the_committed_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_tables_are_those_of_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python benchmarks/tables.py` writes them, `python benchmarks/plot.py` the plot."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script = importlib.import_module("real_table")
+    script, plot = importlib.import_module("tables"), importlib.import_module("plot")
+    for page in script.PAGES:
+        written = page.read_text(encoding="utf-8")
+        assert script.filled(written) == written, "run python benchmarks/tables.py"
+    marked = "".join(page.read_text(encoding="utf-8") for page in script.PAGES)
+    assert [name for name, _ in script.tables() if f"<!-- {name} -->" not in marked] == []
+    assert plot.TARGET.read_text(encoding="utf-8") == plot.plot(), "run python benchmarks/plot.py"
+
+
+def test_a_table_says_what_differs_and_what_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("tables")
     names = list(importlib.import_module("real").PROGRAMS)
     whole = {"rival": "CudaGraphModule", "equal": {"phonograph": True}}
     rows: list[dict] = [{"program": name, "speed": {"phonograph": 2.0}, **whole} for name in names]
     rows[0] |= {"speed": {"phonograph": 3.0, "CudaGraphModule": 2.5}, "played": 0.9}
     rows[1]["equal"] = {"phonograph": False}
-    made = script.table({"rows": rows})
-    assert "| 3.00 | 2.50 cgm |" in made
-    assert "| differs | fails cgm |" in made
+    made = script.real({"rows": rows})
+    assert "| 3.00 | CudaGraphModule 2.50 |" in made
+    assert "| differs | CudaGraphModule fails |" in made
     assert made.count("(2.00)") == len(names) - 2  # mostly live
-    readme = script.README.read_text()
-    if script.RESULT.exists() and script.BEGIN in readme:
-        assert script.put(readme, script.table(json.loads(script.RESULT.read_text()))) == readme
