@@ -112,8 +112,8 @@ def coverage(result: Results) -> str:
     models = found["models measured whole"]
     over, reduce = found["time over torch.compile"], found["time over reduce-overhead"]
     return (
-        f"Compiled models: of {models['transformers/']} models of transformers and {models['timm/']} of timm (small, inference and "
-        f"training; {result['made'][0]['hardware']}) {found['right']} cases were right. In the median of {over['cases']}, "
+        f"Compiled models: of {models['transformers/']} models of transformers and {models['timm/']} of timm (small, inference "
+        f"and training; {result['made'][0]['hardware']}) {found['right']} cases were right. In the median of {over['cases']}, "
         f'`backend="phonograph"` took {over["median"]:.2f} × the time of `torch.compile` and {reduce["median"]:.2f} × that of '
         f"`reduce-overhead` (at most {over['largest']:.2f} × and {reduce['largest']:.2f} ×)."
     )

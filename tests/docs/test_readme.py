@@ -24,8 +24,6 @@ def snippets() -> Iterator[pytest.ParameterSet]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            if INCLUDE.match(found.group(1)):
-                continue  # an example, which runs in tests/examples
             line = text.count("\n", 0, found.start(1)) + 1
             yield pytest.param(page, line, found.group(1), id=f"{page.name}:{line}")
 
