@@ -1,11 +1,11 @@
-"""The backward of a recorded call, as a function that can be run, or recorded, again and again.
+"""Backward of a recorded call, as a function that can be run or recorded many times.
 
-It is the graph of autograd that the capture of the forward has left behind. What is saved in it are numbers (`saved.py`), which
-stand for places that each replay of the forward fills anew, and for parts of its arguments, which the backward is given.
+It is the autograd graph that the capture of the forward has built. In place of saved tensors, its nodes hold numbers
+(`saved.py`). Each stands for memory that every replay of the forward fills anew, or for a view of an argument.
 
-Two ways lead through it. `torch.autograd.grad` gives the gradients of all that the call depends on. But where a part is
-recomputed by a backward of its own (`checkpoint(use_reentrant=True)`), only `torch.autograd.backward` is allowed, which adds to
-`.grad`: each gradient is taken away there as it arrives, so that it can be added later, outside, in eager's order.
+The graph is run in one of two ways. `torch.autograd.grad` returns the gradients of everything that the call depends on. Inside
+`checkpoint(use_reentrant=True)` only `torch.autograd.backward` is allowed, which accumulates into `.grad`. There, each gradient
+is taken out of `.grad` as it arrives, and accumulated later, outside, in eager's order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .saved import Asked, Reads, Saved
 __all__ = ["Backward", "Forward", "Gradients", "Recompute", "Request"]
 
 Gradients = tuple[list[torch.Tensor | None], list[tuple[int, torch.Tensor]]]
-"""What a `Backward` gives."""
+"""Gradients by number (None: no gradient), and gradients to accumulate in order, each with the index of its tensor."""
 
 
 _CHANGES = Refusal("changes in its backward what its forward has made (an attribute of ctx, a list)",
@@ -46,16 +46,16 @@ _CHANGES = Refusal("changes in its backward what its forward has made (an attrib
 
 
 def _never(spread: Callable[[], bool], refusal: Refusal) -> None:
-    """Nobody plays the forward."""
+    """Default of `Forward.doubt`."""
 
 
 class Recompute:
-    """Surroundings of a backward that recomputes parts of its forward: random states, and what `checkpoint` keeps."""
+    """Context of a backward that recomputes parts of its forward: random states, and the caches of `checkpoint`."""
 
     def __init__(self, parts: list[object], code: list[object], selections: list[Any], rewind: Rewind | None) -> None:
-        self.parts = parts  # what `checkpoint` knows of each
-        self._code = code  # held for them
-        # What selective recompute keeps instead, which a backward uses up.
+        self.parts = parts  # the frames of `checkpoint`
+        self._code = code  # objects that they reference weakly
+        # Caches of selective recompute, which a backward empties.
         self._selections = [(kept, {key: selected_anew(entries) for key, entries in kept.items()}) for kept in selections]
         for kept in selections:
             kept.clear()
@@ -78,104 +78,105 @@ class Recompute:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """The forward's side: how it is recorded and played."""
+    """Callbacks to the recording of the forward, and facts about it."""
 
     stop: Callable[[Refusal], object] = str
-    """Ends its replays: a run has shown that they are wrong from now on."""
+    """Refuses further replays, which would be wrong."""
     doubt: Callable[[Callable[[], bool], Refusal], object] = _never
-    """Ends its replays if a condition holds before the next one."""
+    """Refuses further replays if a condition holds before the next one."""
     once: Callable[[Callable[[], Gradients], Rewind | None], Gradients] | None = None
-    """Captures a call, plays it, and forgets it: for a backward that is `only_captured`."""
+    """Captures a call, plays it once, and drops it: for a backward that is `only_captured`."""
     averaged: bool = False
-    """Gradients are averaged over ranks as they come."""
+    """Whether gradients are averaged over ranks as they arrive."""
     takes_turns: bool = False
-    """Another forward of the function waited for its backward when this one was recorded."""
+    """Whether another forward of the function waited for its backward at the time of the recording."""
     apart: bool = False
-    """It shares memory with no other recording; nor does its backward."""
+    """Whether the recordings of forward and backward share memory with no others."""
     room: Spans | None = None
-    """Memory in which it works and hands out nothing. Gradients may lie there that are gone when it runs again. None if they
-    may be there still."""
+    """Memory of the forward's intermediates, where gradients may lie that die before its next replay. None if they may live
+    on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Gradients that one run is asked for."""
+    """Gradients to compute in one run."""
 
     wanted: Sequence[bool] = ()
-    """One truth for each of the graph's `starts`; none if all are wanted."""
+    """For each of the graph's `starts`, whether its gradient is wanted; empty for all."""
     differentiable: bool = False
-    """The gradients get a history, in the graph of the capture."""
+    """Whether the gradients get a history, in the graph of the capture (``create_graph=True``)."""
     further: Sequence[tuple[GradientEdge, torch.Tensor]] = ()
-    """Places in the graph at which gradients of gradients arrive."""
+    """Further edges of the graph, with the gradients that arrive there."""
     besides: Sequence[GradientEdge] = ()
-    """Places in the graph whose gradients are given as well, at the end."""
+    """Further edges of the graph whose gradients are returned, after the others."""
 
 
 @dataclass(eq=False)
 class Backward:
-    """The backward of a recorded call: gradients of its results in, gradients of what they depend on out. It reads what the
-    last replay of the forward has saved, and leaves it there."""
+    """Backward of a recorded call: from gradients of its results to gradients of its arguments and parameters.
+
+    It reads the tensors that the last replay of the forward has saved, and does not free them."""
 
     graph: Graph
     saved: Saved
     kept: Kept
     recompute: Recompute
     function: object
-    """The recorded function, if some of its code runs in the backward. What is in reach of it, that code may read."""
+    """The recorded function, if code of it runs in the backward; that code may read all that the function can reach."""
     only_captured: bool
-    """It can be captured and played, and not run. (In a capture attention leaves its seed on the device. Outside, its backward
-    would read that on the host; and recomputed, it would leave it there, where it is not looked for.)"""
+    """Whether it can be captured and played, but not run. (A captured attention with dropout keeps its seed on the device,
+    while a backward outside of captures expects it on the host.)"""
     forward: Forward = field(default_factory=Forward)
     request: Request = field(default_factory=Request)
     last: bool = False
-    """Nothing reads the saved tensors after it: it may give their memory back, as it goes."""
+    """Whether nothing reads the saved tensors after it, so that it may free each after its last use."""
     reads: Reads | None = None
-    """Saved tensors that its last capture has asked for."""
+    """Saved tensors that its last capture has read."""
     captured: bool = False
-    """A capture of it goes on."""
+    """Whether it is being captured."""
 
     def __post_init__(self) -> None:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.saved.places.own, *self.kept.held))
 
     def for_request(self, request: Request) -> Backward:
-        """A copy for a run that is asked for this."""
+        """Copy with another request."""
         found = copy.copy(self)
         found.request = request
         return found
 
     @property
     def repeatable(self) -> bool:
-        """Whether parts of it can be run twice: it runs no code of the user's, and recomputes nothing. (What is recomputed may
-        write running statistics.)"""
+        """Whether parts of it can be run twice: no code of the user's runs, and nothing is recomputed. (Recomputed code may
+        update running statistics.)"""
         return self.function is None and not (self.graph.nested or self.only_captured or self.recompute.parts)
 
     def reached(self) -> tuple[object, ...]:
-        """Objects that it can reach, always the same."""
+        """Objects that it can reach."""
         places = self.saved.places
         return self.function, *self.kept.held, *places.own, *places.leaves.values(), *self.graph.parameters
 
     @property
     def fixed(self) -> frozenset[int]:
-        """The ids of tensors in reach of which nothing has to hold: places that are its own, and, where no code of the user's
-        runs, parameters whose gradients it gives and which it has not saved."""
+        """Identities of tensors in reach that need no guard: memory of its own, and, where no code of the user's runs,
+        parameters that it has not saved."""
         mine = [*self.saved.places.own, *self.kept.held]
         if self.function is None and not self.graph.nested:
             mine += self.graph.parameters
         return frozenset(map(identity, mine)) - set(map(identity, self.saved.places.leaves.values()))
 
     def gradients_stay(self, arguments: Sequence[torch.Tensor]) -> bool:
-        """Whether it looks, at a forward, as if the gradients of the last step were still there at the next: some are, or some
-        are those of leaves among its arguments."""
+        """Whether gradients of one step seem to live until the next forward: some are there now, or belong to leaf
+        arguments."""
         grads = any(p.grad is not None for p in (*self.graph.parameters, *self.graph.reentrant))
         return grads or any(arguments[i].is_leaf for i in self.graph.arguments)
 
     def noting(self, spent: Set[int]) -> AbstractContextManager[Asked]:
-        """A context that collects the numbers of the saved tensors which are read in it. Those that are `spent` cannot be."""
+        """Context that collects the numbers of saved tensors as they are read. Reading `spent` ones raises."""
         return self.saved.places.noting(spent)
 
     @contextmanager
     def releasing(self, release: Release | None, watch: OperatorWatch) -> Iterator[None]:
-        """It is captured inside the block, and gives back what it has read."""
+        """Context of its capture, which frees saved tensors after their last use."""
         places = self.saved.places
         before, places.asked.numbers = places.asked.numbers, frozenset()
         self.captured = True
@@ -188,10 +189,15 @@ class Backward:
         places.asked.numbers |= before
 
     def __call__(self, *given: torch.Tensor | None) -> Gradients:
-        """From the gradients of the results, and after them those arguments of the forward of which something was saved: the
-        gradients of the `arguments`, and of the `parameters` after them; None for what the results do not depend on. A result
-        whose gradient is None has none. Besides, what is to be added to the gradients of `reentrant`, in order, each with its
-        number there."""
+        """Run the backward.
+
+        Args:
+            *given: the gradients of the results (None for zero), then those arguments of the forward of which views were saved.
+
+        Returns:
+            The gradients of the graph's `arguments`, then of its `parameters`; None where the results do not depend on one. And
+            gradients to accumulate in order, each with the index of its tensor in the graph's `reentrant`.
+        """
         grads, arguments = self.gradients(given), given[len(self.graph.ends) :]
         if not self.request.further and all(grad is None for grad in grads):
             return [None] * (len(self.graph.starts) + len(self.request.besides)), []
@@ -208,7 +214,7 @@ class Backward:
                 self.forward.stop(_CHANGES)
 
     def gradients(self, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Those of the results, of what a call was given."""
+        """Select the gradients of the results."""
         return given[: len(self.graph.ends)]
 
     def _ran(self, grads: Sequence[torch.Tensor | None]) -> Gradients:
@@ -219,13 +225,14 @@ class Backward:
         return [*map(self._own, found)], [(i, self._own(grad)) for i, grad in added]
 
     def _keeping(self) -> AbstractContextManager[None]:
-        """Surrounds a run: what code keeps must stay with it. (A capture sees to that by itself.)"""
+        """Context of a run: refuses further replays if objects that code has kept from the forward change. (A capture checks
+        that itself.)"""
         if self.captured or (self.only_captured and torch.cuda.is_current_stream_capturing()):
             return nullcontext()
         return self.kept.staying(self.forward.stop, self.forward.doubt)
 
     def _own(self, grad: Any) -> Any:
-        """A gradient in memory of its own, though it may be what was saved: that is written anew, or nobody's after all."""
+        """Copy a gradient that lies in the memory of saved tensors, which the next replay overwrites."""
         if grad is not None and not is_ordinary(grad) and consists_of_parts(grad):
             of, inner = Description.of(grad), parts(grad)
             own = [*map(self._own, inner)]
@@ -241,15 +248,17 @@ class Backward:
     def between(
         self, result: int, grad: torch.Tensor, others: list[int], arguments: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """What of a result's gradient flows to other results on which it depends, and not through one of them. Results go by
-        their places among those that are attached."""
+        """Backpropagate the gradient of one result to other results on which it depends, along paths through none of them.
+
+        Results are given by their indices among those that are attached."""
         edges = [self.graph.ends[i] for i in others]
         with self.saved.places.reading(arguments), self.recompute, _cut(edges, [None] * len(edges)):
             found = self._grad([self.graph.ends[result]], edges, [grad])
         return [*map(self._own, found)]
 
     def beyond(self, others: list[int], given: Sequence[torch.Tensor | None]) -> Gradients:
-        """As a call, but nothing flows to these results from others: their gradients are complete."""
+        """Run the backward with the gradients of these results taken as complete: nothing is added to them from other
+        results."""
         with _cut([self.graph.ends[i] for i in others], [given[i] for i in others]):
             return self(*given)
 
@@ -266,8 +275,7 @@ class Backward:
     def within(
         self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], arguments: Sequence[torch.Tensor], stops: Iterable[Node]
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """What flows from places in what has grown beyond the graph of the capture, up to nodes where it stops: into that graph
-        nothing flows."""
+        """Run the part of the graph that was built after the capture (a differentiated backward), and stop at these nodes."""
         with self.saved.places.noting(frozenset()), self.saved.places.reading(arguments), nothing_through(stops):
             found, _ = self._run([end for end, _ in ends], [grad for _, grad in ends])
         return [*map(self._own, found)]
@@ -278,8 +286,8 @@ class Backward:
         )
 
     def _accumulating(self, ends: list[GradientEdge], grads: list[torch.Tensor]) -> Gradients:
-        """Through `autograd.backward`, the only one in which a part may run a backward of its own."""
-        leaves = self.graph.reentrant  # of which some may not require gradients any more
+        """Run by `autograd.backward`, which allows reentrant checkpoints."""
+        leaves = self.graph.reentrant  # some may no longer require gradients
         index = {identity(t): i for i, t in enumerate(leaves)}
         for s in (*self.graph.sources, *self.graph.stands):
             s.arrived.clear()
@@ -294,7 +302,7 @@ class Backward:
 
 @contextmanager
 def _cut(edges: list[GradientEdge], grads: list[torch.Tensor | None]) -> Iterator[None]:
-    """Where a gradient arrives at these edges, this goes on."""
+    """Context that replaces the gradients which arrive at these edges."""
     wanted: dict[Node, dict[int, torch.Tensor | None]] = {}
     for edge, grad in zip(edges, grads, strict=True):
         wanted.setdefault(edge.node, {})[edge.output_nr] = grad
@@ -312,7 +320,7 @@ def _cut(edges: list[GradientEdge], grads: list[torch.Tensor | None]) -> Iterato
 
 @contextmanager
 def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Hooks of a parameter run where its gradient arrives, which is in the user's own backward."""
+    """Context without the hooks of these tensors. They run later, in the user's own backward."""
     hooks = [(h, dict(h)) for t in tensors for h in (t._backward_hooks, getattr(t, "_post_accumulate_grad_hooks", None)) if h]
     for h, _ in hooks:
         h.clear()
@@ -325,8 +333,9 @@ def _hooks_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _collecting(leaves: list[torch.Tensor], ends: list[GradientEdge]) -> Iterator[list[tuple[int, torch.Tensor, bool]]]:
-    """The gradients that arrive at these tensors, in order, instead of being added to `.grad`: the tensor's index, the
-    gradient, and whether it comes from a backward within the one from `ends`, which the block runs."""
+    """Context that collects the gradients of leaves in order, and keeps them out of `.grad`.
+
+    Each is given as the index of the leaf, the gradient, and whether a nested backward has computed it."""
     found: list[tuple[int, torch.Tensor, bool]] = []
     before = [t.grad for t in leaves]
     outer: set[int] = set()

@@ -1,12 +1,13 @@
-"""Watching every operator (below autograd) of a call while it is captured.
+"""Dispatch mode below autograd that sees every operator of a captured call.
 
-`OperatorWatch` is a `TorchDispatchMode`: it sees which tensors from outside each operator reads and writes and refuses
-operators that cannot be captured, *before* they run, so that a refused capture ends in good order instead of an
-invalidated stream. (What Python code does besides, `python_events` hears.) It runs for each operator of each capture: the
-arguments are searched for tensors once, and what an operator means is worked out once an overload.
+`OperatorWatch` is a `TorchDispatchMode`. It collects the outside tensors that operators read and write. It refuses operators
+that cannot be captured *before* they run: a refused capture then ends in good order, and not with an invalidated stream.
+Effects of Python code are the business of `python_events`.
 
-It answers True to `ignore_compile_internals`: otherwise a compiled function inside the call would run eagerly, and stay so
-for ever.
+It runs for each operator of each capture. So arguments are searched for tensors once, and the meaning of an operator is found
+once for each overload.
+
+`ignore_compile_internals` is True: otherwise a compiled function inside the call would run in eager, and stay so for ever.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _COUNTING = {"aten::add_": "add", "aten::_foreach_add_": "add", "aten::mul_": "m
 
 
 class OperatorWatch(TorchDispatchMode, HostNumbers):
-    """Sees every operator of one call on one device."""
+    """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
         TorchDispatchMode.__init__(self)
@@ -70,48 +71,48 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}
-        """Tensors of unknown origin: (address, bytes): operator, line."""
+        """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
         self.split: Set[Any] = frozenset()
         """Operators that run live between segments."""
         self.cutting: Callable[[Any, Any, Any], Any] | None = None
-        """Ends a segment at one of them."""
+        """Ends a segment at such an operator, and runs it."""
         self.parts: tuple[Break, ...] = ()
-        """The live parts so far..."""
+        """Live parts so far."""
         self.undone: list[torch.UntypedStorage] = []
-        """...and the memory outside that has `changed` up to the last of them."""
+        """Outside memory that was written before the last live part."""
         self.failed: Any = None
-        """The operator that raised an exception."""
+        """First operator that raised an exception."""
         self.casts = Casts()
         self.communicated = False
-        """The call has communicated with other ranks."""
+        """Whether the call has communicated with other ranks."""
         self.arrivals: Arrivals | None = None
-        """What has come from them, while something follows that may end a replay."""
-        self._groups: dict[int, torch.device] = {}  # process groups in which a group of collectives has begun, by identity
+        """Results of collectives, if a replay may have to begin again after them."""
+        self._groups: dict[int, torch.device] = {}  # process groups with coalesced collectives that have begun, by identity
         self.warm = True
-        """Such a call has run live before."""
+        """Whether such a call has run live before."""
         self.more: str = ""
-        """What the call does for which a replay must not be played just to try it."""
+        """Reason for which a replay must not be played as a trial; empty if it may."""
         self.operators = 0
         self.runs_python = False
-        """Some operator is of others, and may be Python code."""
+        """Whether some operator is not torch's own, and may be Python code."""
         self.repeated = False
-        """Such code runs now, as it will in each replay: there it may read numbers."""
+        """Whether such code runs now. It runs in each replay too, so it may read numbers."""
         self.dials: Dials | None = None
-        self._counts: Set[int] = frozenset()  # the storages of step counts on the host that they follow
-        self._counting = False  # whether they follow any
+        self._counts: Set[int] = frozenset()  # storages of followed step counts on the host
+        self._counting = False  # whether there are any
         self.give_back: Callable[[int, int], None] = _not_here
-        """Gives memory (an address, bytes) back to the capture."""
+        """Frees memory (address, bytes) for the rest of the capture."""
         self.met_outside: Callable[[torch.Tensor], None] = _unsaid
-        """Is told of a tensor that was there before, and that nothing leads to."""
+        """Called with each tensor that existed before, and that is not in reach."""
         self.drew = True
-        """The call may draw random numbers; a device may know better."""
+        """Whether the call may have drawn random numbers. A device may know that it has not."""
         self.drops_out = False
-        """It draws some from memory that nothing leads to."""
+        """Whether it draws from a generator's state that is not in reach."""
         self.has_backward = False
-        """Its backward is outside, or it is one."""
+        """Whether its backward runs outside, or it is a backward itself."""
         self.digest: Digest | None = None
-        """Where the operators are noted, to be compared some time."""
+        """Digest of the operators, for later audits."""
 
     supports_higher_order_operators = True
 
@@ -121,17 +122,17 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch is to put something around `__torch_dispatch__` that keeps Dynamo off it. (It costs as much as the rest
-        of torch's own for an operator, and imports Dynamo.)"""
+        """Whether torch wraps `__torch_dispatch__` to keep Dynamo from compiling it. (The wrapper costs as much as all else
+        that torch does for an operator, and imports Dynamo.)"""
         own = cls.__dict__.get("__torch_dispatch__")
         return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
 
     def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if types and waits_by_itself(types):
-            return NotImplemented  # it waits, by an operator that is seen here, and does this with what it has waited for
+            return NotImplemented  # such a tensor waits first, by an operator that comes here, and calls `func` on its result
         kwargs = kwargs or {}
         if makes_fakes():
-            return func(*args, **kwargs)  # which has no values, and is no part of the call's work
+            return func(*args, **kwargs)  # fake tensors: no part of the call's work
         if is_higher_order(func):
             return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
@@ -149,13 +150,13 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
                 sys.setprofile(listening)
 
     def comes_to_nothing(self) -> None:
-        """The capture has been taken back."""
+        """Undo what a failed capture has changed."""
         self.put_versions_back()
         if self.digest is not None:
             self.digest.close()
 
     def _of_call(self, func: OpOverload, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None) -> object:
-        """An operator of the call's: refused, counted for a step, cut out as a live part, or run."""
+        """Handle an operator of the call: refuse it, run it live between segments, count an optimizer's step, or run it."""
         m = operators.meaning(func)
         if self.digest is not None:
             self.digest.note(m, func, args, kwargs)
@@ -197,7 +198,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     def _run(
         self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None
     ) -> Any:
-        """Run an operator; what Python code of its own does, is the operator's."""
+        """Run an operator. Python code of its own is not observed."""
         if listening is not None and not m.compiled:
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
         self.runs_python = self.runs_python or m.others
@@ -210,7 +211,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             raise
 
     def _of_higher_order(self, func: HigherOrderOperator, args: Args, kwargs: Kwargs) -> object:
-        """An operator that is given functions, or other operators: what it calls comes here next."""
+        """Run a higher-order operator. The operators that it calls come to this mode again."""
         listening = unheard()
         kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
         try:
@@ -238,8 +239,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         return seen
 
     def _of_classes(self, func: OpOverload, classes: list[type], args: Args, kwargs: Kwargs) -> object:
-        """Some of the tensors are of classes that say themselves what an operator means: by other operators, which come here
-        next. (Fake tensors have no values, nor has what is computed of them.)"""
+        """Leave an operator to tensor subclasses with a `__torch_dispatch__` of their own. The operators that they call come to
+        this mode again. (Fake tensors have no values: such an operator just runs.)"""
         tensors = operators.operands(args, kwargs)
         if are_fake(map(type, tensors)):
             return func(*args, **kwargs)
@@ -258,7 +259,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     # -- what an operator is given
 
     def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """Note what the operator touches. Returns the tensors among its arguments."""
+        """Collect the tensors that an operator reads and writes. Returns its tensor arguments."""
         known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
         for t in tensors:
             if t.layout is not _STRIDED:  # the others that are not known are asked
@@ -294,7 +295,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         self._by_single.update(map(storage_id, operators.written_one_by_one(m, args, kwargs)))
 
     def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:
-        """An operator reads a tensor that is neither an argument, nor in reach, nor made by a watched operator."""
+        """Refuse a tensor that is no argument, not in reach, and not the result of a watched operator."""
         if m.constant:
             return
         said = "reads a tensor that phonograph cannot trace back to an argument or to the function's own variables"
@@ -302,11 +303,11 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         raise Refusal(f"{at_work(m.name)} {said}", remedy)
 
     def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
-        """Whether an operator that reads values here and now reads such as are the same in each replay."""
+        """Whether an operator that reads values at capture reads the same values in each replay."""
         return False
 
     def only_views(self, m: operators.Meaning, args: Args) -> bool:
-        """Whether an operator that could give a tensor other memory only makes a new view here, as this device can see."""
+        """Whether an operator that may replace a tensor's memory only makes a view here. A device may know."""
         return False
 
     # -- what it gives
@@ -323,16 +324,16 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         return out
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor that was made of numbers of Python's."""
+        """Note a tensor that was made from Python numbers."""
         if has_memory(t):
             self._constants.add(storage_id(t))
         return t
 
     def memory_in(self, m: operators.Meaning, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of an operator's results that a replay has to make.
+        """Select the results of an operator that have memory.
 
         Raises:
-            Refusal: it could not make one.
+            Refusal: a result is of a kind that no replay can make.
         """
         found = []
         for t in results:
@@ -346,13 +347,13 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     # -- hyper-parameters and step counts
 
     def follow(self, dials: Dials) -> None:
-        """What stands for hyper-parameters and step counts in this call."""
+        """Set the probes for hyper-parameters and step counts of this call."""
         self.dials = dials
         self._counts = frozenset(map(storage_id, dials.counts.here))
         self._counting = bool(dials.counts)
 
     def _followed(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
-        """Run an operator that takes numbers which are followed: what it launches has to have them."""
+        """Run an operator with followed numbers among its arguments, so that its kernels have them as parameters."""
         assert self.dials is not None
         self.dials.stepping(True)
         try:
@@ -361,7 +362,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             self.dials.stepping(False)
 
     def _counted(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
-        """Whether the operator moves step counts on, by numbers, and is not needed: on the host, a replay does so by itself."""
+        """Whether an operator only advances step counts on the host. It is left out: replays advance them by themselves."""
         assert self.dials is not None
         counts, by = args[:2]
         constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
@@ -374,7 +375,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         return True
 
     def dials_lost(self, values: Sequence[object]) -> None:
-        """These go to an operator that runs live: a hyper-parameter among them cannot be followed there."""
+        """Stop following hyper-parameters that an operator outside of the graph takes."""
         if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
             self.dials.lost = True
 
@@ -383,8 +384,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     def interrupt(
         self, part: Break, name: str, inputs: list[torch.Tensor], results: list[Meta], values: Leaves
     ) -> list[torch.Tensor]:
-        """End a segment, because a live operator comes, which is given these tensors. Returns what stands for its results; on
-        the CPU with the values that they had the last time."""
+        """End a segment before a live operator with these inputs. Returns placeholders for its results; on the CPU they have
+        the values of the last live call."""
         for t in inputs:
             key = storage_id(t)
             if self.known.get(key):
@@ -403,11 +404,11 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         return made
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """What the device does at the end of a segment."""
+        """End a segment on the device."""
         raise NotImplementedError
 
     def copied(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, which is part of the capture."""
+        """Copy a tensor by an operator of the capture."""
         with torch.no_grad(), without_modes(), below_autograd():
             made: torch.Tensor = self.__torch_dispatch__(torch.ops.aten.clone.default, (), (t.detach(),))
         return made
@@ -415,7 +416,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
     # -- other ranks
 
     def communicates(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
-        """An operator is about to communicate with other ranks.
+        """Handle an operator that communicates with other ranks.
 
         Raises:
             Refusal: the device cannot capture it.
@@ -423,20 +424,20 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         raise refusal(m.name)
 
     def under_way(self) -> str:
-        """The name of a collective for which the call has not waited so far, as far as the device knows."""
+        """Name of a collective for which the call has not waited yet, as far as the device knows; empty if none."""
         return self.arrivals.under_way() if self.arrivals is not None else ""
 
     def begins_group(self, frame: FrameType) -> bool:
-        """Whether this code may begin a group of collectives, which begin together where it ends."""
+        """Whether this code begins a group of coalesced collectives."""
         return False
 
     def end_groups(self) -> None:
-        """The call has ended early: what it has begun so is ended, and what it has collected is forgotten."""
+        """End groups of collectives after an exception, and drop the collectives that they have collected."""
         for group in coalescing():
             stop_coalescing(group, self._groups.get(identity(group)))
 
     def frames(self) -> Starts:
-        """The Python functions whose start it has to hear of, or refuse."""
+        """Python functions whose calls are observed or refused."""
         return {}
 
 
@@ -446,11 +447,11 @@ def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
 
 
 def _not_here(address: int, nbytes: int) -> None:
-    """Where no memory can be given back."""
+    """Default of `give_back`: memory stays taken."""
 
 
 def _unsaid(_: torch.Tensor) -> None:
-    """Where nobody asks."""
+    """Default of `met_outside`."""
 
 
 def _numbers_in(values: Any, dials: Dials) -> None:

@@ -1,4 +1,4 @@
-"""What a device must be able to do for the engine. There are two, and they behave alike (tests run on both)."""
+"""Interface of a device to the engine. There are two, `cpu` and `cuda`; the contract's tests run on both."""
 
 from __future__ import annotations
 
@@ -24,57 +24,57 @@ __all__ = ["CapturePlan", "Captured", "Device"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturePlan:
-    """Terms on which a device captures one call."""
+    """Parameters of one capture."""
 
     call: Callable[[list[torch.Tensor], OperatorWatch], list[Any]]
     """Runs the function on the slots, and returns the leaves of its result."""
     results: Callable[[Leaves], list[torch.Tensor]]
-    """Tensors among these leaves, but for gradients that stay where they are."""
+    """Tensors among these leaves, without gradients that are not moved."""
     saved: Callable[[], list[torch.Tensor]]
-    """Tensors that autograd has saved for a backward outside. No run copies what shares memory with these."""
+    """Tensors that autograd has saved for a backward outside. Results that share memory with them are not copied."""
     reach: Reach
-    """Objects that the function can refer to."""
+    """Objects that the function can reach."""
     dials: Dials
-    """Numbers that a replay can set anew."""
+    """Numbers that a replay may change."""
     arguments: Sequence[torch.Tensor]
-    """Tensors among the call's arguments. The next two go by their order."""
+    """Tensor arguments. `borrowed` and `shared` have their order."""
     borrowed: Sequence[bool]
-    """Arguments that are slots themselves: parameters, and results of other recordings."""
+    """Whether the argument itself is the slot: a parameter, or a result of another recording."""
     shared: Sequence[torch.Tensor | None]
-    """Slots of another recording that serve this one as well."""
+    """Slot of another recording that is used for this argument too."""
     protected: Spans
-    """Addresses at which no memory is taken, shared slots among them."""
+    """Addresses that the capture must not allocate, shared slots included."""
     releasable: Sequence[tuple[int, int]] = ()
-    """Protected places (address, bytes) that `watch.give_back` frees one by one."""
+    """Protected blocks (address, bytes) that `watch.give_back` frees one by one."""
     expected: int = 0
-    """Bytes that the capture will need: taken in one piece where the pool has less."""
+    """Bytes that the capture will need. They are reserved in one piece if the pool has less."""
     copied: float = 0
     """Bytes of results, at most, that each run copies to memory of the caller's own."""
     rewind: Rewind | None = None
-    """Random states that a forward has read, and its backward, which this is, may set again."""
+    """Random states that the forward of this backward has read, for recomputation."""
 
     def fed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the arguments, or of their slots, that each run copies to the slots, or into which it copies."""
+        """Select the arguments that each run copies, or their slots."""
         return [t for t, borrowed in zip(tensors, self.borrowed, strict=True) if not borrowed]
 
 
 class Captured(NamedTuple):
-    """A dry run of a call. Nothing has been executed as far as the outside can tell."""
+    """Result of a capture."""
 
     result: list[object]
     """Leaves of the call's result."""
     program: Program
     made: dict[int, Made]
-    """By the storage identities of result tensors: their places."""
+    """Address of each result, by the identity of its storage."""
     watch: OperatorWatch
     used: list[torch.Tensor]
     """Slots of the call."""
     slots: list[torch.Tensor]
-    """The same places for the time after: these tensors do not own their memory."""
+    """Slots for replays, at the same addresses. They do not own their memory."""
     copied: tuple[int, ...] = ()
     """Storage identities of results that each run copies to memory of the caller's own."""
     others: tuple[Any, ...] = ()
-    """Weak references to storages that the call made, that are no results, and that were still there at its end."""
+    """Weak references to other storages that were made by the call and alive at its end."""
 
 
 class Device(Protocol):
@@ -83,60 +83,59 @@ class Device(Protocol):
     torch_device: torch.device
     pool: Pool
     roomy: int
-    """Bytes. As long as all recordings need no more than this, each gets memory of its own."""
+    """Bytes of recordings up to which they do not share memory."""
     failures: Sequence[Failure]
     """Exceptions of this device that end a capture."""
     first_uses: Sequence[str]
-    """Parts of the messages of exceptions that are raised at a first use only. A live call mends it."""
+    """Parts of messages of exceptions that only a first use raises. After a live call a capture succeeds."""
 
     # -- live calls before a capture
 
     def beside(self, arguments: Sequence[torch.Tensor], lasting: int, spread: bool) -> AbstractContextManager[None]:
-        """Surrounds a warm-up call, so that what it leaves behind does not disturb a later capture.
+        """Context of a warm-up call: it keeps the call's allocations out of the memory of a later capture.
 
-        That will need places for these `arguments`. About `lasting` bytes stay: states that an optimizer's first step makes.
-        It works on several streams if it is `spread`."""
+        `arguments` will need slots. About `lasting` bytes will stay: states that an optimizer's first step makes. The call uses
+        several streams if it is `spread`."""
 
     def backward_begins(self, reads: Sequence[torch.Tensor]) -> None:
-        """Tells of the backward of a warm-up call, which reads these tensors of others."""
+        """Begin the backward of a warm-up call, which reads these tensors from outside."""
 
     def backward_passes(self, grads: Sequence[torch.Tensor]) -> None:
-        """Tells of gradients that such a backward has made, and that others are about to read."""
+        """Hand gradients of such a backward to readers outside."""
 
     def backward_ends(self) -> None:
-        """Releases what such a backward needed besides."""
+        """End such a backward."""
 
     # -- captures
 
     def capture(self, plan: CapturePlan) -> Captured:
-        """Dry-run the call of a plan, and keep what it did as a program.
+        """Run the call of a plan dry, and return its work as a program.
 
-        Raises whatever the call raised, or `Refusal`; everything is then as before.
+        Raises the call's own exception, or `Refusal`. All state is then as before.
         """
 
     def once(self, call: Callable[[], Any], rewind: Rewind | None) -> Any:
         """Capture a call, play it, and forget it. Returns its result."""
 
     def settle(self, recording: Recording) -> None:
-        """Look at what a capture has left in the pool, when the recording is made and all else of the capture is gone."""
+        """Check the pool after a capture, when everything but the recording is freed."""
 
     def outlives(self, t: torch.Tensor) -> object:
-        """What can bring a tensor back whose contents outlive it during a capture; None if they do not."""
+        """Handle by which a tensor that dies in a capture can be made again with its contents; None if they are lost."""
 
     def apart(self) -> AbstractContextManager[torch.Stream | None]:
-        """Surrounds what is made beside a capture, and has to lie where captures do. Gives their stream, if there is one."""
+        """Context for allocations beside a capture in the capture's memory. Gives the capture's stream, if there is one."""
 
     # -- replays
 
     def enter(self) -> None:
-        """Begin a replay on the current stream. It waits for readers on other streams of what was given out: of results, and
-        within a backward of gradients."""
+        """Begin a replay on the current stream: wait for other streams that have used results or, in a backward, gradients."""
 
     def joining(self, lasting: bool, many: bool) -> AbstractContextManager[None]:
-        """Surrounds the making of a node of autograd whose backward replays a recording.
+        """Context that creates an autograd node whose backward replays a recording.
 
-        It gives gradients to `many` parameters. If `lasting`, some are added up where they were captured, and else on the
-        current stream."""
+        The node has gradients for `many` parameters. If `lasting`, some are accumulated on the stream of the capture, otherwise
+        all on the current stream."""
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
@@ -144,13 +143,13 @@ class Device(Protocol):
     # -- memory
 
     def anchor(self, place: Spans) -> object:
-        """The owner of the pool's memory at a place, which stays for as long as this is referred to."""
+        """Object that keeps the pool's memory at these addresses while it is referenced."""
 
     def tidy(self) -> None:
-        """Return memory that nothing needs any more, if recordings have gone."""
+        """Return the memory of dead recordings."""
 
     def release_unused(self) -> None:
-        """Give back what is cached outside of the pool and used by nobody, where that is much."""
+        """Empty the cache of the allocator outside of the pool, if it is large."""
 
     @property
     def pool_bytes(self) -> int:
@@ -158,8 +157,8 @@ class Device(Protocol):
 
     @property
     def allocated(self) -> int:
-        """Bytes of device memory that tensors have, as far as that is counted."""
+        """Bytes of device memory in tensors, as far as the allocator counts them."""
 
     @property
     def spare(self) -> int:
-        """Bytes that a call may take besides the memory of recordings."""
+        """Bytes that a call may allocate outside of the pool."""

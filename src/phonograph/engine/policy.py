@@ -1,13 +1,17 @@
-"""When a call runs live, and when it is recorded: the policy of one recorded function.
+"""When to warm up, record or refuse: the policy of one recorded function.
 
-`Policy.next` is asked about each call for which no recording can be played. It goes down `RULES`; the first rule that fits says
-what the call does, after it has counted, which may refuse the call. A refused call runs live as well, and its reason is told.
+`Policy.next` decides about each call that no recording can answer, by a table: `RULES`. A rule that fits runs its counters,
+each of which may refuse the call; then the rule's step is taken. A refused call runs live, and its reason is reported.
 
-A signature goes this way. Its first `warmup` calls run live; the next is recorded. When something has changed on which its
-recordings rely, one more call runs live before the next recording, because code may run there for the first time. It waits
-where that happens too often, where a full shelf has no room for it, and where others like it could not be recorded: it runs
-live for some calls, twice as many each time. It is given up when captures of it fail again and again, and tried again when
-the grounds of that refusal are gone. How long it waits, and what counts as too often: `patience.py`.
+The life of a signature:
+
+- Its first `warmup` calls run live. The next one is recorded.
+- After a guard of a recording fails, one call runs live before the next capture: code may run there for the first time.
+- It *waits*, that is it runs live for some calls, twice as many each time, where guards fail too often, where the shelf is
+  full, or where signatures like it could not be recorded.
+- It is refused after repeated failures of its capture, until the grounds of that refusal change.
+
+Thresholds and waiting times are in `patience.py`.
 """
 
 from __future__ import annotations
@@ -31,20 +35,20 @@ from .shelf import Shelf
 
 __all__ = ["RULES", "Case", "Policy", "Step"]
 
-ROOM = 8  # live calls of one signature, after which it takes the place of a recording that was not played meanwhile
-SPARED = 16  # live calls, after which a signature is tried although others like it could not be recorded
-BLOCKED = 6  # recordings of one signature that may all be in the way before it runs live: each has memory of its own
-UNPLAYED = 4  # times as many recordings as there may be, that nobody has played a second time
+ROOM = 8  # live calls of a signature before it may evict a recording that was not played meanwhile
+SPARED = 16  # live calls of a signature before a capture, where signatures like it could not be recorded
+BLOCKED = 6  # recordings of a signature whose outputs may all be held before its calls run live
+UNPLAYED = 4  # recordings that were never played again, as a multiple of max_recordings
 
 _EVER_NEW = "nearly every call has a new signature"
 _FEW_SHAPES = "pad to a few shapes, or raise max_recordings"
 
 
 class Step(enum.Enum):
-    """What becomes of a call that no recording can answer, and that is not refused."""
+    """Step that is taken for a call that no recording can answer, and that is not refused."""
 
-    WARM_UP = "runs live, beside, and shows what a recording needs"
-    RECORD = "is recorded, and played from that"
+    WARM_UP = "runs live, on the side stream, observed"
+    RECORD = "is captured, and its recording is played"
 
 
 @dataclass
@@ -54,18 +58,17 @@ class Case:
     call: Call
     history: History
     broken: str | None = None
-    """What has changed since a recording was made of it, or since it was refused."""
+    """Guard that has failed since the last recording or refusal of the signature."""
     blocked: int = 0
-    """Recordings that would fit but for tensors which are held in their memory."""
+    """Recordings that fit, but whose memory holds live outputs."""
     obstructed: bool = False
-    """Others still hold such tensors, though some were moved out of the way."""
+    """Live outputs remain in the way, though some were moved out of the pool."""
     gone: bool = False
-    """The change has run nothing of the user's: all gradients are gone, or memory of a recording's own."""
+    """The change has run no code of the user's: all gradients are gone, or memory of a recording's own."""
 
 
 class Policy:
-    """Decides for one function. `watches_sizes`: sizes that grow are noticed, and recordings that are played keep their
-    places."""
+    """Decisions for one function. If `watches_sizes`, growing sizes are detected, and recordings in use are not evicted."""
 
     def __init__(
         self, patience: Patience, options: Options, counters: Counters, shelf: Shelf, described: Described, *,
@@ -77,27 +80,27 @@ class Policy:
         self._growth = Growth()
 
     def reset(self) -> None:
-        """Forget everything that was learned."""
+        """Forget sizes of earlier calls."""
         self._growth = Growth()
 
     # -- the next step
 
     def case(self, call: Call, history: History, broken: str | None, blocked: int, obstructed: bool = False) -> Case:
-        """A call for which no recording can be played; `broken`: what has changed since one was made."""
+        """Describe a call for which no recording can be played."""
         broken = self.broken(history, broken, blocked)
         gone = broken == GRAD and not self._described.marked
         gone = gone and all(player.grads_gone() for player in self._shelf.of(call.key))
         return Case(call, history, broken, blocked, obstructed, gone or broken == MEMORY)
 
     def broken(self, history: History, broken: str | None, blocked: int) -> str | None:
-        """What has changed since a call was recorded, or refused."""
+        """Name the guard that has failed since the signature was recorded or refused."""
         return broken or (history.refused.over if not blocked else None)
 
     def next(self, case: Case) -> Step:
-        """What a call does that does not run live for a refusal that stands.
+        """Choose the step of a call that no earlier refusal concerns.
 
         Raises:
-            Refusal: it runs live.
+            Refusal: the call runs live.
         """
         for rule in RULES:
             if rule.when(self, case):
@@ -127,15 +130,15 @@ class Policy:
         return case.history.arrivals.warm_ups < self._options.warmup
 
     def _has_changed(self, case: Case) -> bool:
-        """Whether what has changed was not yet seen to run live. (A failed capture was followed by a live call.)"""
+        """Whether no call has run live since the change. (A failed capture was followed by a live call.)"""
         seen = case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since
         return case.broken is not None and not (seen or case.gone) and self._options.warmup > 0
 
     # what is counted
 
     def _arrival(self, case: Case) -> Refusal | None:
-        """The first or second call of a signature: perhaps its sizes grow from call to call. (That is a guess, for which no
-        call is to fail: these sizes may come again.)"""
+        """First or second call of a signature. Refuse it if sizes seem to grow from call to call. (That is a guess: with
+        ``fallback="error"`` no call fails for it.)"""
         arrivals = case.history.arrivals
         if arrivals.warm_ups and not arrivals.again:
             arrivals.again = True
@@ -151,7 +154,7 @@ class Policy:
         return self._patience.expected(refusal)
 
     def _likeness(self, case: Case) -> Refusal | None:
-        """A signature of which nothing is known yet: perhaps others like it could not be recorded, one after the other."""
+        """Signature without a history. Refuse it if several signatures like it in a row could not be recorded."""
         history = case.history
         known = history.wait.spared or history.attempts.tried or history.attempts.failures or history.refused.over
         if known or self._shelf.of(case.call.key) or self._described.marked or self._options.fallback != "live":
@@ -162,7 +165,7 @@ class Policy:
         return self._patience.expected(refusal)
 
     def _warm_up(self, case: Case) -> Refusal | None:
-        """A warm-up call: perhaps nearly every call has a signature of its own."""
+        """Warm-up call. Refuse it if nearly every call has a signature of its own."""
         case.history.arrivals.warm_ups += 1
         if case.history.arrivals.warm_ups > 1:
             return None
@@ -170,24 +173,25 @@ class Policy:
         return self._patience.expected(self._patience.novelty.note(case.call, self._counters.calls, named, following))
 
     def _attention(self, _: Case) -> None:
-        """Something becomes of this call: the next ones are looked at."""
+        """Stop skipping calls: the next ones are described."""
         self._patience.rest.doubt()
 
     def _change(self, case: Case) -> Refusal | None:
-        """A change of what a recording relies on: perhaps one of too many in quick succession."""
+        """Failed guard. Refuse the call if guards fail too often."""
         assert case.broken is not None
         return self._patience.changed(case.broken, case.history, case.call)
 
     def _live_again(self, case: Case) -> None:
-        """A live call after a change: what runs for the first time because of it must not do so in a dry run. (Nothing does
-        where gradients are gone; a live call would leave others, at other addresses. But marked functions run while gradients
-        are there. Where several calls take turns, a live one is only for its like.)"""
+        """Live call after a change: code that runs for the first time must not do so in a dry run.
+
+        Where gradients are gone, no such code runs, and a live call would leave gradients at other addresses. But functions
+        marked `live` run while gradients are there. So the two kinds of changes are counted apart."""
         for player in self._shelf.of(case.call.key):
             self._described.following.want(player.recording.reliances.numbers_changed())
         case.history.arrivals.live_since.add(case.broken == GRAD)
 
     def _recording(self, case: Case) -> Refusal | None:
-        """A recording to be made: perhaps there is no room for it."""
+        """Capture. Refuse it if the shelf or the pool has no room."""
         case.history.arrivals.live_since.clear()
         case.history.attempts.failed = False
         return self.no_room(case)
@@ -195,7 +199,7 @@ class Policy:
     # -- whether a recording can be kept
 
     def no_room(self, case: Case) -> Refusal | None:
-        """Why no recording is made of a call that has been warmed up."""
+        """Reason for not recording a call that was warmed up."""
         history, key = case.history, case.call.key
         if case.broken is not None and (case.gone or not self._options.warmup):
             refusal = self._change(case)
@@ -212,8 +216,7 @@ class Policy:
         return None
 
     def _crowded(self, history: History) -> Refusal:
-        """Let a signature wait for which there is no room: all recordings that are there were played since it was last turned
-        away."""
+        """Let a signature wait: all recordings on the shelf were played since it was last refused."""
         if not history.arrivals.again:
             refusal = Refusal(_EVER_NEW, _FEW_SHAPES)
         else:
@@ -225,20 +228,20 @@ class Policy:
         return refusal
 
     def raise_unrewarded(self, history: History) -> None:
-        """Let a signature wait where hardly a recording was played again. (But one that comes again after such a wait is worth
-        a recording.)"""
+        """Let a signature wait if most recordings were never played again. A signature that comes again after such a wait is
+        recorded."""
         if self._shelf.unplayed >= UNPLAYED * self._options.max_recordings and not history.wait.turns:
             raise self._patience.wait(history, Refusal(_EVER_NEW, _FEW_SHAPES))
 
 
 class Rule(NamedTuple):
-    """A row of the table."""
+    """Row of the table."""
 
     when: Callable[[Policy, Case], bool]
     counts: tuple[Callable[[Policy, Case], Refusal | None], ...]
-    """What is counted, in order; the first refusal ends it."""
+    """Counters, in order. The first refusal ends the decision."""
     step: Step | None
-    """None: the next rules say it."""
+    """None: go on with the next rule."""
 
 
 _P = Policy

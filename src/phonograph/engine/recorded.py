@@ -1,13 +1,13 @@
 """A recorded function: what `pg.record` returns, and the corridor that each of its calls goes through.
 
-    known at a glance?   play its recording                   known_calls.py
-    describe the call                                         describer.py
-    a recording fits?    play it                              shelf.py, player.py
-    otherwise            policy: refuse, warm up, or record   policy.py, live_run.py, making.py
-    refused?             run live, and say why once           reports.py
+    fast path            play a call like an earlier one      known_calls.py
+    signature            describe the call                    describer.py
+    a recording fits     play it                              shelf.py, player.py
+    none fits            refuse, warm up, or record           policy.py, live_run.py, making.py
+    refused              run live, and report the reason      reports.py
 
-Warm-up calls are the user's own first calls, one signature at a time. While one function warms up or is captured, other
-recorded functions that it calls simply run as part of it.
+Warm-up calls are the user's own first calls of each signature. Recorded functions that are called during a warm-up or a capture
+run as plain functions.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _AT_ONCE = (
     "lies in DistributedDataParallel, which averages gradients as they come, and a recorded backward gives all at once: "
     "record the whole step, and averaging goes on meanwhile"
 )
-_NONE: list[Player] = []  # recordings of a signature that runs live
+_NONE: list[Player] = []  # the recordings of a refused signature
 
 
 class Recorded(Parts, Generic[P, R]):
@@ -76,7 +76,7 @@ class Recorded(Parts, Generic[P, R]):
     """
 
     _measures = True
-    """Whether a recording has to pay."""
+    """Whether recordings are timed, and dropped where they are slower than the function."""
 
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
@@ -94,11 +94,11 @@ class Recorded(Parts, Generic[P, R]):
         return Recorded
 
     def again(self, function: Callable[..., Any]) -> Recorded[Any, Any]:
-        """The same for another function."""
+        """Record another function with the same options."""
         return self._kind(function, self.options)
 
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
-        """Note that calls of this module go through here."""
+        """Set the module whose calls are recorded here."""
         self._owner = weakref.ref(module)
         self._overhearing = Overhearing.of(self, module)
         return self
@@ -156,7 +156,7 @@ class Recorded(Parts, Generic[P, R]):
             else:
                 free = self._undescribed.still(args, kwargs)
             if free is None:
-                traced = torch.compiler.is_compiling()  # `torch.export`, say, which runs it to see what it does
+                traced = torch.compiler.is_compiling()  # by `torch.export`, say
                 if not traced:
                     answered, value = self._answer(args, kwargs)
         finally:
@@ -168,10 +168,10 @@ class Recorded(Parts, Generic[P, R]):
             return self._function(*args, **kwargs)
         if answered:
             return value  # type: ignore[no-any-return]
-        return self._refused(value, args, kwargs)  # type: ignore[no-any-return]  # live: no business of other threads
+        return self._refused(value, args, kwargs)  # type: ignore[no-any-return]  # outside of the lock
 
     def _count_free(self, refusal: Refusal) -> None:
-        """Count a call that runs live, of what has been said to do so."""
+        """Count a live call whose reason was reported before."""
         counters, reason = self._counters, refusal.reason
         counters.calls += 1
         counters.live += 1
@@ -180,7 +180,7 @@ class Recorded(Parts, Generic[P, R]):
             optimizers.stepped(self._function)
 
     def _answer(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
-        """(True, the result), or (False, the refusal of a call that has to run live)."""
+        """Replay, record or warm up: (True, the result). Or refuse: (False, the refusal)."""
         with lock:
             self._counters.calls += 1
             try:
@@ -218,11 +218,11 @@ class Recorded(Parts, Generic[P, R]):
         return False, refusal
 
     def _described(self, args: Args, kwargs: Kwargs) -> Call:
-        """The call, taken apart.
+        """Describe the call.
 
         Raises:
-            NoSignature: it cannot be.
-            Refusal: it has to run live, whether there are recordings or not.
+            NoSignature: it has no signature.
+            Refusal: it has to run live, even if a recording would fit.
         """
         if self._gate.never is None:
             if self._overhearing is not None:  # it is called
@@ -242,7 +242,7 @@ class Recorded(Parts, Generic[P, R]):
                 self._undescribed.note(args, kwargs, Refusal(str(e), e.remedy))
             raise
         regulars, entangled = self._describer.regulars, self._maker.entangled
-        if regulars.gone:  # what was recorded for them keeps them, and they are no small things
+        if regulars.gone:  # their recordings keep these objects alive
             self._shelf.drop_all(lambda key: stands_in(key, regulars.gone))
             regulars.gone.clear()
         if regulars.bind(filter(entangled.reaches, call.containers)):
@@ -254,7 +254,7 @@ class Recorded(Parts, Generic[P, R]):
         return call
 
     def _raise_refused(self, call: Call, history: History) -> None:
-        """Refuse calls of a signature for which a refusal stands."""
+        """Raise the refusal of this signature, if its grounds still hold."""
         refusal = self._patience.refused(history)
         if refusal is not None:
             self._trials.note_grounds(call)
@@ -265,7 +265,8 @@ class Recorded(Parts, Generic[P, R]):
     # -- a recording is played
 
     def _find(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Call, Found, bool]:
-        """A recording that may be played, the call as it fits that, and whether tensors were moved out of the way."""
+        """Find a recording that may be played. Returns the call, perhaps described anew, the recording, and whether held
+        tensors were moved out of the pool for it."""
         with Contained("looked for a recording"):
             found = self._shelf.find(call)
             if found.broken is not None and self._describer.regulars.moved(call.leaves):
@@ -279,10 +280,10 @@ class Recorded(Parts, Generic[P, R]):
             return call, self._shelf.find(call), cleared_some
 
     def _stands(self, player: Player, call: Call) -> bool:
-        """Whether the call still does what was recorded, as far as an audit shows. If not, its recordings go.
+        """Audit a recording. Returns whether it may be played; all recordings of a stale signature are dropped.
 
         Raises:
-            Refusal: that has been so too often.
+            Refusal: the signature was stale too often.
         """
         with Contained("audited a recording"):
             found = audit.difference(self.name, self._function, call, player, self._describer)
@@ -319,7 +320,7 @@ class Recorded(Parts, Generic[P, R]):
     # -- a recording is made
 
     def _made(self, case: Case) -> Player:
-        """A new recording of a call, because none fits."""
+        """Record a call for which no recording fits."""
         call, history = case.call, case.history
         apart = self._maker.make_way(call, history, case.blocked)
         history.attempts.tried = True
@@ -368,7 +369,7 @@ class Recorded(Parts, Generic[P, R]):
         return result
 
     def _refused(self, refusal: Refusal, args: Args, kwargs: Kwargs) -> Any:
-        """Run live, and say why: before the call, or after it where the call itself may be what is wrong."""
+        """Run live and report the refusal. After a failed capture the report comes last: the live run may raise as well."""
         if not refusal.failed:
             self._report.refuse(refusal)
             try:
@@ -382,7 +383,7 @@ class Recorded(Parts, Generic[P, R]):
         return result
 
     def _live(self, refusal: Refusal, args: Args, kwargs: Kwargs) -> Any:
-        """A live call after the warm-ups."""
+        """Run a refused call."""
         self._counters.live += 1
         optimizers.stepped(self._function)
         history: History | None = refusal.history
@@ -395,7 +396,8 @@ class Recorded(Parts, Generic[P, R]):
         return result
 
     def _of_another(self, call: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
-        """A module is called that has the attributes of ours, but may have other parameters: it is that which has to run."""
+        """Run another module that has the attributes of the recorded one, as replicas of DataParallel have: its parameters
+        differ."""
         self._counters.calls += 1
         self._report.refuse(Refusal(
             "is called as part of a module that was made with the attributes of this one (as by DataParallel)",

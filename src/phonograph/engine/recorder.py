@@ -1,14 +1,14 @@
-"""Making a recording: a transaction.
+"""Capturing a call: a transaction in four phases.
 
-    enter   note what the capture may disturb, and choose where it works       prepared.py, transaction.py, clearance.py
+    enter   save the state that the capture may change, choose its memory       prepared.py, transaction.py, clearance.py
     run     run the call inside of a capture of the device                      dry_run.py, devices/
-    judge   is all that the call has done what each replay can do again?        judge.py
-    settle  plan the outputs, lease their memory, note what is relied on        settle.py
+    judge   refuse effects that a replay cannot repeat                          judge.py
+    settle  plan the outputs, lease their memory, collect the guards            settle.py
 
-A capture is dry: the device notes what operators would do, and executes nothing. If anything fails, the transaction puts back
-what it noted: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the
-function live, which is the only run with effects; the exception of a failed capture never reaches the user, because if the
-function itself is at fault the live run raises the same.
+A capture is a dry run: the device notes kernels and executes none. If a phase fails, the transaction restores the state that it
+saved: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the function live,
+which is the only run with effects. The exception of a failed capture never reaches the user: where the function itself is at
+fault, the live run raises it again.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ from .settle import Settlement
 
 __all__ = ["SMALL", "Capture", "record"]
 
-SMALL = 64 << 10  # bytes of results in all that each replay copies to new memory, rather than that they are in the way
+SMALL = 64 << 10  # bytes: results up to this size, in all, are copied out of the pool, so that holding them blocks no replay
 
 
 def record(name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms) -> Recording:
-    """Capture this call and return its recording, not yet played. An attempt that could not keep its terms is followed by one
-    on lower terms.
+    """Capture a call and return its recording, not yet played. If an attempt fails on its terms, the next one has weaker terms.
 
     Raises:
-        Attached: a result is attached, and there is no `tracing`.
-        Refusal: it cannot be recorded; everything is as before.
-        Overlooked: it has to be looked at again, with these names, and at these functions.
-        Carries: it carries state in these attributes as well.
-        Opens: it changes objects that have to be taken apart by their attributes.
+        Attached: a result has a history, and the terms have no `tracing`.
+        Refusal: the call cannot be recorded. All state is as before.
+        Overlooked: the reach of the function lacks these names and functions. Find it anew.
+        Carries: the call keeps state in further attributes.
+        Opens: the call changes objects that have to be flattened by their attributes.
     """
     doubted: dict[object, str] = {}
-    while True:  # what one attempt has made is gone before the next
+    while True:  # each attempt is freed before the next
         try:
             with locating(lambda reason: _mentioned_at(reach, reason) or defined_at(function)):
                 recording = Capture(Request(name, function, call, reach, device, terms)).recording()
@@ -76,13 +75,13 @@ def record(name: str, function: Callable[..., object], call: Call, reach: Reach,
             followed = terms.following.doubtful() - baked if terms.following is not None else frozenset()
             if not followed or isinstance(e, (Attached, Decides, Elsewhere, Fixed)):
                 raise
-            e.let_go()  # perhaps it is only because of what stood in the place of numbers
+            e.let_go()  # perhaps the probes for followed numbers are the cause
             doubted = dict.fromkeys(followed, e.reason)
             terms = terms.conceding(baked=baked | followed)
 
 
 class Capture:
-    """One attempt to record a call. Each phase leaves what the next ones need."""
+    """One attempt to record a call. Each phase sets an attribute for the next ones."""
 
     prepared: Prepared
     evidence: Evidence
@@ -93,7 +92,7 @@ class Capture:
         self.request = request
 
     def recording(self) -> Recording:
-        """Go through all phases."""
+        """Run all phases."""
         with ExitStack() as undo:
             self.enter(undo)
             self.run()
@@ -102,11 +101,11 @@ class Capture:
         return self.settlement.recording()
 
     def enter(self, undo: ExitStack) -> None:
-        """Note what the capture may disturb: an exception in this or a later phase lets `undo` put it back."""
+        """Save the state that the capture may change. `undo` restores it after an exception in any phase."""
         self.prepared = Prepared.of(self.request, undo)
 
     def run(self) -> None:
-        """Run the call inside of a capture, with probes in the place of the numbers that are followed."""
+        """Run the call inside of a capture, with probes in place of followed numbers."""
         request, prepared = self.request, self.prepared
         follow = request.terms.concessions.follow
         with probing(request.reach, follow, prepared.spots) as dials, fit_to_step(request.reach.optimizers):
@@ -114,15 +113,15 @@ class Capture:
             self.evidence = DryRun(request, prepared, dials).capture(self._copied())
 
     def judge(self) -> None:
-        """Refuse effects that no replay could have."""
+        """Refuse effects that a replay cannot repeat."""
         self.verdict = judge(self.request, self.prepared, self.evidence)
 
     def settle(self) -> None:
-        """Plan what each replay hands out, and note on what it relies."""
+        """Plan the outputs of a replay, and collect its guards."""
         self.settlement = Settlement(self.request, self.prepared, self.evidence, self.verdict)
 
     def _copied(self) -> float:
-        """Bytes of results, in all, up to which each replay copies them to new memory."""
+        """Bytes of results, in all, that a replay may copy to new memory."""
         if self.request.terms.placement.borrow:
             return 0
         if self.prepared.clearance.copies:
@@ -132,5 +131,5 @@ class Capture:
 
 
 def _mentioned_at(reach: Reach, reason: str) -> str:
-    """Where the user's code names what a reason has in brackets: (retain_grad)."""
+    """Line of the user's code with the name that a reason has in brackets: (retain_grad)."""
     return next(filter(None, map(reach.mentions.read_at, re.findall(r"\((\w+)\)", reason))), "")

@@ -4,8 +4,8 @@ A recording's kernels have addresses baked in, so its memory can be given to oth
 that agreement simple:
 
 * **footprint**: every recording knows the bytes that playing it may overwrite (its slots, intermediates and outputs).
-* **lease**: every output that is handed out lies in memory that is still the recording's. As long as anybody holds a
-  tensor on that storage, the lease is *alive*.
+* **lease**: an output that was handed out lies in memory of the recording. The lease is *alive* while somebody holds a tensor
+on that storage.
 
 The one rule: *a recording may be played when its footprint meets no live lease.* Nothing else is ordered: there are no
 paths, no generations, no stack of calls. Two recordings whose footprints overlap may be played in any order, as long as
@@ -15,11 +15,10 @@ or raise where the path differs.)
 The same rule makes memory small: while a new recording is captured, only live leases count as taken, so that it may
 reuse everything else, and the pool grows to the largest set of tensors alive at one time, not to their sum.
 
-Replays never ask the allocator for anything, and the allocator does not know of leases. Only during a capture must its
-view be true; `protected()` gives the addresses that the device's allocator has to keep its hands off.
+Replays allocate nothing, and the allocator knows nothing of leases. Only a capture allocates: meanwhile `protected()` gives the
+addresses that the device's allocator must not use.
 
-Not handled: two replays at the same time. Recordings of one pool share memory, so the player orders replays on
-different streams one after the other.
+Not handled: concurrent replays. The player orders replays on different streams one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _references: Callable[[object], int] = sys.getrefcount
 
 
 class Spot(NamedTuple):
-    """Where a tensor lies, and how, without keeping it."""
+    """Address and layout of a tensor, without a reference to it."""
 
     address: int
     nbytes: int
@@ -58,19 +57,19 @@ class Spot(NamedTuple):
         return cls(storage.data_ptr(), storage.nbytes(), t.device, t.dtype, int(t.storage_offset()), t.size(), t.stride())
 
     def tensor(self) -> torch.Tensor:
-        """A tensor there, which does not own its memory."""
+        """Make a tensor at this address that does not own its memory."""
         storage = storage_at(self.address, self.nbytes, self.device)
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 def unowned(t: torch.Tensor) -> torch.Tensor:
-    """The same memory and metadata without owning it, and without sharing `t`'s storage object."""
+    """Make a tensor on the memory of another one, with a storage object of its own that does not own the memory."""
     return Spot.of(t).tensor()
 
 
 def once(t: torch.Tensor) -> torch.Tensor:
-    """A view that has each element of an expanded tensor once: `copy_` refuses to write one element twice."""
+    """View of an expanded tensor with each element once. (`copy_` refuses to write an element twice.)"""
     for dim, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)):
         if s == 0 and n > 1:
             t = t.narrow(dim, 0, 1)
@@ -78,8 +77,9 @@ def once(t: torch.Tensor) -> torch.Tensor:
 
 
 class Fill:
-    """Copies tensors to fixed places of the same metadata, all in one go where torch has a kernel for it. (Who has these places
-    keeps their memory; a view of one would count as somebody who holds it.)"""
+    """Copy of tensors to fixed ones of the same metadata, by one kernel where torch has it.
+
+    The fixed tensors' memory is kept by their owner: a view here would keep a lease alive."""
 
     def __init__(self, places: Sequence[torch.Tensor]) -> None:
         self.places = [p if (reduced := once(p)) is p else unowned(reduced) for p in places]
@@ -91,14 +91,14 @@ class Fill:
 
 
 def extent(t: torch.Tensor) -> int:
-    """How many elements of storage a tensor spans, from its first to its last."""
+    """Number of storage elements from the first to the last element of a tensor."""
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def copy_of(t: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides: compiled code counts on those of what it has saved, and `clone` makes a view dense."""
+    """Copy with the same strides. (`clone` makes a view dense, and compiled code asserts the strides of saved tensors.)"""
     if t.is_conj() or t.is_neg():
         return t.clone()
     copy = torch.empty(extent(t), dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride())
@@ -107,18 +107,18 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies, and how."""
+    """Address and layout of a tensor, for comparison."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def row_of_bytes(t: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, in their order."""
+    """Bytes of the elements of a tensor, in their order."""
     whole = t.contiguous()  # (the stride of a single element may be any)
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def dense(t: torch.Tensor) -> bool:
-    """Whether a tensor covers its memory from its first to its last element, each once."""
+    """Whether a tensor has no gaps and no overlaps in memory."""
     step = 1
     for s, n in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1):
         if s != step:
@@ -128,11 +128,11 @@ def dense(t: torch.Tensor) -> bool:
 
 
 class Lease:
-    """The memory of one output of one recording, and whether somebody outside holds a tensor on it.
+    """Memory of an output, with a count of the tensors on it that others hold.
 
-    The storage does not own its memory: the pool does, and a finalizer keeps the pool's memory (`anchor`) until the last
-    tensor on it is gone, even if the recording is dropped before. The recording has its own tensors on it (`template`),
-    one for each output; what is handed out are aliases of them.
+    The storage does not own its memory: the pool does. A finalizer of the storage keeps the pool's memory (`anchor`) until the
+    last tensor on it is gone, even if the recording is dropped before. The recording has a tensor of its own on it for each
+    output (`template`); replays hand out aliases of these.
     """
 
     __slots__ = ("__weakref__", "_all", "address", "cdata", "nbytes", "own", "owns", "python")
@@ -143,7 +143,7 @@ class Lease:
         storage = storage_at(address, nbytes, device)
         weakref.finalize(storage, _let_go, anchor).atexit = False
         self.cdata = storage._cdata
-        # The one Python object of the storage: a user who asks for the storage gets the very same.
+        # The only Python object of the storage: `t.untyped_storage()` of each tensor on it returns this one.
         self.python = weakref.ref(storage)
         with torch.inference_mode(False), torch.no_grad():
             self._all = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))]
@@ -155,7 +155,7 @@ class Lease:
         self, dtype: torch.dtype, size: Any, stride: Any, offset: int, conjugate: bool = False, negative: bool = False,
         inference: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """A tensor of the recording's own on this memory; it does not count as use from outside."""
+        """Make a tensor of the recording's own on this memory. It does not keep the lease alive."""
         with torch.inference_mode(inference):
             made = torch.empty(0, dtype=dtype, device=self._all[0].device)
             made.set_(self._all[0].untyped_storage(), offset, size, stride)
@@ -165,12 +165,12 @@ class Lease:
         return self._all[-1]
 
     def bytes(self) -> torch.Tensor:
-        """All of the memory, as bytes."""
+        """The whole memory, as uint8."""
         return self._all[0]
 
     @property
     def alive(self) -> bool:
-        """Whether anybody outside holds a tensor on this memory, or the storage itself."""
+        """Whether somebody outside holds a tensor on this memory, or its storage."""
         return use_count(self.cdata) > self.own or _references(self.python()) > self.owns
 
     def __repr__(self) -> str:
@@ -178,11 +178,11 @@ class Lease:
 
 
 def _let_go(anchor: object) -> None:
-    """Nothing to do: dropping the reference to the anchor is the point."""
+    """Do nothing: the finalizer drops its reference to the anchor."""
 
 
 class Shares(Protocol):
-    """A recording, as the memory's pool sees it."""
+    """Interface of a recording to the pool."""
 
     @property
     def leases(self) -> tuple[Lease, ...]: ...
@@ -203,10 +203,9 @@ class Shares(Protocol):
 
 
 class Pool:
-    """Which recordings share the memory, and which leases are in whose way.
+    """Recordings that share memory, and the leases that prevent their replays.
 
-    Recordings are known weakly: one that nobody can play any more is gone, and its memory with it, except for what is
-    still held of its outputs.
+    Recordings are weakly referenced. When one is gone, its memory is free but for live leases.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -221,13 +220,13 @@ class Pool:
         return [r for ref in self._recordings if (r := ref()) is not None]
 
     def add(self, recording: Shares) -> None:
-        """Let a new recording take part."""
+        """Add a recording."""
         self._recordings.append(weakref.ref(recording, self._gone))
         self.leases.extend(recording.leases)
         self.sweep()
 
     def remove(self, recording: Shares) -> None:
-        """Take a recording out. What it handed out stays protected until it is dropped."""
+        """Remove a recording. Its live leases stay protected."""
         self._recordings = [ref for ref in self._recordings if ref() is not recording]
         self.untidy = True
         self.sweep()
@@ -236,8 +235,7 @@ class Pool:
         self.untidy = True  # no more than that: this runs whenever the garbage collector likes
 
     def sweep(self) -> None:
-        """Forget recordings that have gone, and what nobody holds of their outputs; and tell every other its rivals: the leases
-        that its footprint meets."""
+        """Forget dead recordings and their dead leases. Then find the rivals of each recording: the leases in its footprint."""
         self._recordings = [ref for ref in self._recordings if ref() is not None]
         owned = {identity(lease) for r in self.recordings for lease in r.leases}
         self.leases = [x for x in self.leases if identity(x) in owned or x.alive]
@@ -246,30 +244,30 @@ class Pool:
             r.rivals[:] = [(x.cdata, x.own, x.python, x.owns + (x in r.releases)) for x in met]
 
     def take_back(self, footprint: Spans | None = None, keep: Sequence[Loan] = ()) -> None:
-        """End the loans of borrowed outputs that lie in a footprint (None: anywhere), but for these."""
+        """Invalidate borrowed outputs in a footprint (None: all), but for those to `keep`."""
         for loan in self.loans.difference(keep):
             if footprint is None or footprint.meets(loan.address, loan.nbytes):
                 loan.end()
                 self.loans.discard(loan)
 
     def protected(self) -> Spans:
-        """The addresses of all live leases."""
+        """Addresses of live leases."""
         return Spans((x.address, x.nbytes) for x in self.leases if x.alive)
 
     def leased(self) -> Spans:
-        """The addresses of all leases, live or not: where recordings hand out their outputs."""
+        """Addresses of all leases, live or not."""
         return Spans((x.address, x.nbytes) for x in self.leases)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether forwards of one function wait for their backwards at the same time."""
+        """Whether several forwards of a function wait for their backwards at a time."""
         return any(r.backward is not None and r.backward.forward.takes_turns for r in self.recordings)
 
     def footprints(self) -> Spans:
-        """The addresses that any recording may overwrite, or fill because an argument lay there."""
+        """Addresses that some recording may overwrite, slots in other recordings' outputs included."""
         return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.lent))
 
     def lease_of(self, t: torch.Tensor) -> Lease | None:
-        """The lease that a tensor lies on, if it is an output of a recording of this pool."""
+        """Lease of a tensor, if it is an output of a recording of this pool."""
         key = t.untyped_storage()._cdata
         return next((x for x in self.leases if x.cdata == key), None)
