@@ -1,11 +1,11 @@
-"""What call is this? The hashable description that decides whether a recording fits.
+"""Signature of a call: the hashable key by which a recording is found.
 
-Two calls have the same signature when a recording of one is right for the other, whatever the *values* in their
-tensors: same nesting, same metadata of every tensor, equal Python values, same modes. Nothing is ever cast or
-broadcast to make a call fit (a `copy_` into a slot would do both silently, so the comparison has to be complete).
+Two calls have the same signature if they differ only in the *values* in their tensors: same nesting, same metadata of each
+tensor, same aliasing, equal Python values, same modes. Nothing is cast or broadcast to make a call fit. (`copy_` into a slot
+would do both silently, so the key has to be complete.)
 
-How Python values compare, `keys` says. An argument that has no value to compare (a generator, an open file, an object of
-some class) has no signature at all: `NoSignature` says why, and the call runs live.
+`keys` compares Python values. An argument that cannot be compared (a generator, an open file) raises `NoSignature`, and the
+call runs live.
 """
 
 from __future__ import annotations
@@ -55,11 +55,18 @@ ALIGNMENT = 16  # bytes: the widest load of a GPU
 
 
 class Call(NamedTuple):
-    """One use of a recorded function, taken apart.
+    """Arguments of a call, flattened, and their signature.
 
-    `tensors` are the argument tensors in order, each once, `leaves` all leaves, `places` the index in `leaves` of each
-    tensor, `like` the arguments as they came, `containers` what of them was taken apart, each before what is in it. `again` are
-    (place, tensor) pairs for tensors that are given more than once.
+    key: the signature.
+    shape: the nesting of the arguments.
+    leaves: all leaves.
+    tensors: tensor leaves in order, each once.
+    places: for each of these, its index among the leaves.
+    like: the arguments as they were passed.
+    again: (index among the leaves, index among the tensors), for each further use of a tensor.
+    lent: borrowed outputs among the tensors, by index.
+    containers: containers that were flattened, outer ones first.
+    numbers: indices of leaves that are followed numbers, whose values are not in the key.
     """
 
     key: tuple[Any, ...]
@@ -69,17 +76,16 @@ class Call(NamedTuple):
     places: tuple[int, ...]
     like: Any = None
     again: tuple[tuple[int, int], ...] = ()
-    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - never given to: the borrowed tensor behind which a tensor is
+    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - the default is never written
     containers: Sequence[Any] = ()
-    numbers: tuple[int, ...] = ()  # the places of numbers that are followed: their values are no part of the signature
+    numbers: tuple[int, ...] = ()
 
     def lent_within(self, spans: Spans) -> list[int]:
-        """Which arguments are borrowed outputs that lie there."""
+        """Indices of tensors that are borrowed outputs in this memory."""
         return [i for i, b in self.lent.items() if spans.meets(b.loan.address, b.loan.nbytes)]
 
     def own_borrowed(self, within: Spans) -> None:
-        """Let arguments that are borrowed outputs have memory of their own, before what is lent `within` is taken back. (The
-        signature has said that they lie apart.)"""
+        """Copy borrowed outputs in this memory, which a replay will overwrite. (By the signature they do not overlap.)"""
         for i in self.lent_within(within):
             self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
             del self.lent[i]
@@ -95,11 +101,16 @@ def describe(
     args: tuple[object, ...], kwargs: Mapping[str, object], naming: Callable[[], Naming] = Naming,
     regulars: Regulars | None = None, followed: Set[tuple[Node | None, int]] = frozenset(),
 ) -> Call:  # fmt: skip
-    """The signature of a call, and its tensors. Of the objects that are given the `regulars` are known, which stand for
-    themselves. At the places that are `followed`, given with the arguments' structure, any number may stand.
+    """Flatten the arguments of a call, and make its signature.
+
+    Args:
+        args, kwargs: the arguments.
+        naming: names an argument in messages.
+        regulars: objects that come again and again, which are not flattened: their identities are in the key.
+        followed: (nesting, index of a leaf) of numbers whose values are not in the key.
 
     Raises:
-        NoSignature: an argument cannot be described (the call can still run live); `naming` names it.
+        NoSignature: an argument cannot be described. The call can still run live.
     """
     regulars = Regulars() if regulars is None else regulars
     while True:
@@ -122,7 +133,7 @@ def describe(
 
 
 class _Unplaced(Exception):
-    """A leaf, of this number, cannot be described; or, if that is less than 0, what is no leaf."""
+    """Failure to describe the leaf at an index, or the nesting itself (-1)."""
 
     def __init__(self, of: NoSignature, at: int) -> None:
         super().__init__()
@@ -148,7 +159,7 @@ def _described(
                 keys.append((type(leaf), Identity(leaf)))
             elif isinstance(leaf, torch.Tensor):
                 number = numbers.setdefault(identity(leaf), len(tensors))
-                if number < len(tensors):  # `q is k` is something that a function may ask
+                if number < len(tensors):  # the function may test `q is k`
                     leaves[at] = tensors[number]
                     keys.append(number)
                     again.append((at, number))
@@ -175,19 +186,19 @@ def _described(
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
     containers = opening.containers
     apart = [identity(c) for c in containers if isinstance(c, torch.Tensor)]
-    if len({*apart}) < len(apart):  # `q is k` is something that a function may ask
+    if len({*apart}) < len(apart):  # the function may test `q is k`
         raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")
     return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers, tuple(given))
 
 
 def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
-    """Whether an object of these identities stands for itself in a signature."""
+    """Whether a key has the identity of one of these objects."""
     return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
 
 
 def _has_own(leaf: object, regulars: Regulars) -> bool:
-    """Whether this is a leaf tensor with a gradient or hooks, or one that consists of parts and is a parameter, or requires a
-    gradient: it stands for itself, as a parameter does."""
+    """Whether a tensor goes into the key by its identity, as a parameter does: a leaf with a gradient or hooks, or a traceable
+    wrapper subclass that is a parameter or requires a gradient."""
     if type(leaf) is torch.Tensor:
         return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
     if not isinstance(leaf, torch.Tensor) or not leaf.is_leaf or not consists_of_parts(leaf):
@@ -196,7 +207,7 @@ def _has_own(leaf: object, regulars: Regulars) -> bool:
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:
-    """The same, with the place among the arguments where it is: at this leaf, or at none."""
+    """Add the argument's name to the message."""
     if at >= 0:
         return e.of(f"as `{naming(path_to(shape, at))}`")
     path = unhashable(shape)
@@ -204,7 +215,7 @@ def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSi
 
 
 def _instead_of(t: torch.Tensor) -> str:
-    """What to pass instead of a tensor without memory."""
+    """Remedy for a tensor without memory."""
     if is_shape(t):
         return "pass a tensor on the CPU or a GPU, or its shape"
     if t.is_nested:
@@ -213,7 +224,7 @@ def _instead_of(t: torch.Tensor) -> str:
 
 
 def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
-    """All metadata of one tensor that a recording is specialised on."""
+    """Metadata of a tensor that a recording is specialised on."""
     if type(t) not in _TENSORS:
         historied = t.requires_grad and consists_of_parts(t)
         raise NoSignature(f"takes a tensor of class {type(t).__qualname__}{' that requires a gradient' if historied else ''}",
@@ -239,19 +250,19 @@ def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
 
 
 def attributes(t: torch.Tensor) -> dict[str, object]:
-    """The attributes that a tensor has of its own, but for the marks that `torch.compile` makes."""
+    """Attributes of a tensor in its `__dict__`, without the marks of `torch.compile`."""
     return {name: value for name, value in t.__dict__.items() if not name.startswith("_dynamo_")}
 
 
 def unseen(_: object) -> None:
-    """The hook of a recorded call's result that nobody has set a hook on."""
+    """Hook of phonograph's own on a result of a recorded call. It is no hook of the user's."""
 
 
 unseen.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch.save need not warn that it is left out
 
 
 def has_gradient_or_hooks(t: torch.Tensor) -> bool:
-    """Whether somebody has given a tensor what the copy of it in a recording has not."""
+    """Whether a tensor has a gradient or hooks, which its slot would lack."""
     hooks = t._backward_hooks
     if hooks and any(hook is not unseen for hook in hooks.values()):
         return True
@@ -259,10 +270,10 @@ def has_gradient_or_hooks(t: torch.Tensor) -> bool:
 
 
 def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor that shares memory with others, the index of the first of them, and how far from it it begins.
+    """Overlaps: for each tensor that shares memory with an earlier one, both indices and the distance in bytes.
 
-    A function that writes one of two overlapping arguments is another program than one with separate arguments. Memory, and
-    not storage objects: two of these may stand for the memory of one NumPy array.
+    A function that writes one of two overlapping arguments is another program than one with separate arguments. Addresses are
+    compared, not storage objects: two storages may have the memory of one NumPy array.
     """
     if len(tensors) < 2:
         return ()
@@ -279,7 +290,7 @@ def aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _getters() -> list[Callable[[], object]]:
-    """The process-wide settings that change what a call computes, as functions without arguments."""
+    """Getters of the process-wide settings that change what a call computes."""
     found: list[Callable[[], object]] = [
         torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
         torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled,
@@ -292,12 +303,12 @@ def _getters() -> list[Callable[[], object]]:
 _GETTERS = _getters()
 _FUNCTION_MODES = _GETTERS.index(function_modes)
 HOOKS = _GETTERS.index(saved_tensors_hooks)
-"""The place of these among the settings."""
+"""Index of the saved-tensor hooks among the settings."""
 _DETERMINISTIC = _GETTERS.index(torch.are_deterministic_algorithms_enabled)
 
 
 def modes() -> tuple[Any, ...]:
-    """The process- and thread-wide settings that a recording is specialised on."""
+    """Process- and thread-wide settings that a recording is specialised on."""
     try:
         settings = _settings()
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
@@ -309,8 +320,8 @@ def modes() -> tuple[Any, ...]:
 
 
 def unchanged() -> Callable[[], bool]:
-    """A function that says whether the settings are what they are now: perhaps no where they are, and never yes where they are
-    not. What `modes` asks one by one, this sees at one glance where it can. For the same settings it is the same function."""
+    """Make a fast test of whether `modes` would return what it returns now. It may say no although they are equal, and never
+    yes where they differ. For equal settings it is the same function."""
     now = modes()
     found = _unchanged.pop(now, None)
     if found is None or not found():  # it looks at more than what `modes` gives
@@ -321,7 +332,7 @@ def unchanged() -> Callable[[], bool]:
     return found
 
 
-_MODES = 64  # of which the functions are kept, those that were asked for last
+_MODES = 64  # such functions are kept, the last ones used
 _unchanged: dict[object, Callable[[], bool]] = {}
 
 
@@ -332,7 +343,7 @@ def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
     same, guarded = state_guard()
     names: dict[str, object] = {"same": same, "kept": _kept, "was": _kept.raw, "forward_ad": forward_ad, "level": level}
     asked = ["same()"] * bool(guarded) + ["kept.raw == was"] * bool(_in_memory) + ["forward_ad._current_level == level"]
-    casting = [(get, get()) for get in USED_WHEN_ON]  # of which the guard knows only where it is on
+    casting = [(get, get()) for get in USED_WHEN_ON]  # torch's guard checks these only while autocast is on
     for i, (get, value) in enumerate([*zip(_GETTERS, settings, strict=True), (autocast, cast), *casting]):
         if getattr(get, "__name__", "") not in guarded | _in_memory:
             names |= {f"g{i}": get, f"v{i}": value}
@@ -342,7 +353,7 @@ def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
 
 
 def put_back(before: Reading) -> None:
-    """Make settings again what they were, those that are no more than a value."""
+    """Restore settings that are plain values."""
     now = modes()
     if now == before:
         return
@@ -356,7 +367,8 @@ def put_back(before: Reading) -> None:
 
 
 def _setters() -> dict[Callable[[], object], Callable[[object], object]]:
-    """What sets the settings. (But for the order of attention's kernels, which torch itself decides at their first call.)"""
+    """Setters of the settings, by getter. (Without the order of attention's kernels, which torch chooses at their first
+    call.)"""
     found: dict[Callable[[], Any], Callable[[Any], Any]] = {
         torch.is_grad_enabled: torch.set_grad_enabled, torch.get_default_dtype: torch.set_default_dtype,
         torch.is_anomaly_enabled: torch.set_anomaly_enabled, torch.get_num_threads: torch.set_num_threads,
@@ -374,8 +386,7 @@ def setting_names() -> list[str]:
 
 
 def _written_out(getters: list[Callable[[], Any]]) -> Callable[[], tuple[object, ...]]:
-    """A function that calls all of these: ``lambda: (g0(), g1(), ...)``. It is called in every replay, and a loop would
-    cost as much again as the calls."""
+    """Compile ``lambda: (g0(), g1(), ...)``. It runs in every replay, and a loop would double its cost."""
     names: dict[str, object] = {f"g{i}": get for i, get in enumerate(getters)}
     calls: Callable[[], Reading] = written_out(f"lambda: ({', '.join(f'{name}()' for name in names)},)", names)
     return calls

@@ -3,11 +3,12 @@
 `play` is the whole of it. Everything that does not change between replays was worked out when the recording was made,
 so that a call with one input and one output is little more than a launch.
 
-The order matters in three places. Arguments are copied *before* the launch and written ones back *after* it, on the
-same stream, so that a function which writes its argument is seen to do so. The version counters of tensors that the
-recording writes behind autograd's back are moved on, so that autograd still notices a saved tensor that changed.
-And a replay waits for all other streams that results were given to: recordings share memory, and what reads a result there
-may be at work when nobody holds it any more.
+The order matters in three places:
+
+- Arguments are copied to their slots *before* the launch. Written ones are copied back *after* it, on the same stream.
+- Version counters of tensors that the graph writes are advanced, so that autograd still detects a saved tensor that changed.
+- A replay first waits for all other streams that have used results. A kernel there may still read a result that no tensor holds
+  any more, and recordings share memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .output_kinds import AS_IT_IS, Aliased, Copied, Leased
 
 __all__ = ["GRAD", "Player", "uses"]
 
-GRAD = "a .grad attribute"  # as what has changed
+GRAD = "a .grad attribute"  # the name of this guard
 
 _references: Callable[[object], int] = sys.getrefcount
 uses = count()
@@ -85,7 +86,7 @@ class Player:
         self._turned = False
         dials = recording.reliances.dials
         self._steps = dials if dials.counts or dials.advanced else None
-        self.joint: Joint | None = None  # for a recording with a backward: what joins its results to the graph of autograd
+        self.joint: Joint | None = None  # the autograd node of its results, if the recording has a backward
         self._first = [(i, o) for i, o in enumerate(recording.outputs) if o.of < 0]
         late = [(i, o) for i, o in enumerate(recording.outputs) if o.of >= 0]
         self._late = sorted(late, key=lambda entry: _behind(entry[1], recording.outputs))
@@ -95,16 +96,16 @@ class Player:
         self.played = 0
         self.seconds = 0.0  # that it took to make the recording
         self.why = ""  # it was made
-        self.due = sys.maxsize  # replays after which an audit is
-        self.unaudited = ""  # why there are none
-        self.doubts = 0  # audits in turn that an exception has ended
-        self.right = 0  # replays at the last one, which found nothing
+        self.due = sys.maxsize  # replays before the next audit
+        self.unaudited = ""  # the reason for having no audits
+        self.doubts = 0  # consecutive audits that an exception has ended
+        self.right = 0  # replays before the last audit, which found no difference
         self.used = 0
         self.touch()
 
     def _plain_outputs(self) -> list[tuple[int, torch.Tensor]] | None:
-        """Which of the copies each result is, and its template; -1 where it stays in the recording's memory. None where some
-        result takes more to be made."""
+        """For each result, the index of its copy and its template; -1 for a result in the recording's memory. None if some
+        result is neither."""
         copies, inference = self.recording.program.outs, torch.is_inference_mode_enabled()
         whole = {identity(mould): i for i, mould in enumerate(copies) if mould.is_inference() is inference}
         plain: list[tuple[int, torch.Tensor]] = []
@@ -118,7 +119,7 @@ class Player:
         return plain
 
     def touch(self) -> None:
-        """It is used now: the others are older."""
+        """Mark as most recently used."""
         self.used = next(uses)
 
     @property
@@ -127,16 +128,16 @@ class Player:
 
     @property
     def copies(self) -> int:
-        """Bytes that a replay copies: arguments to their places, and small results out of theirs."""
+        """Bytes that a replay copies: arguments to slots, and small results out of the pool."""
         return self._nbytes + sum(lease.nbytes for lease in self.recording.copied)
 
     def take(self, call: Call) -> None:
-        """Note the numbers among the arguments of the call that is to be played."""
+        """Set the followed numbers to those among the arguments of this call."""
         if call.numbers:
             self.recording.reliances.dials.given[:] = [call.leaves[i] for i in call.numbers]
 
     def broken(self) -> str | None:
-        """What the recording relies on and no longer holds; None if it may be played (but for held outputs)."""
+        """Name of the first guard that fails; None if all hold. Held outputs are another question: `held`."""
         broken = self._broken_beside_gradients()
         if broken is None and self._grads is not None and not self._grads.fit():
             return GRAD
@@ -155,14 +156,14 @@ class Player:
         return self.recording.reliances.broken()
 
     def _moved(self) -> bool:
-        """Whether a result was given other memory (`share_memory_`), and with it the recording's own tensors."""
+        """Whether the storage of a result was replaced (`share_memory_`), which the recording's own tensors share."""
         if [*map(address, self._templates)] == self._places:
             return False
         self.recording.spoiled.append(MEMORY)
         return True
 
     def ready(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it may be played for a call of a known kind."""
+        """Whether it may be played by `play_flat`."""
         return (
             self.played < self.due
             and not (self.recording.rivals and self.held())
@@ -172,53 +173,53 @@ class Player:
         )
 
     def grads_held(self) -> bool:
-        """Whether somebody holds a gradient that a replay would overwrite, and eager would have replaced."""
+        """Whether the caller holds a gradient that a replay would overwrite. (Eager would have made a new one.)"""
         return self._grads is not None and self._grads.held()
 
     def grads_gone(self) -> bool:
-        """Whether none of the parameters that it knows has a gradient."""
+        """Whether all of its parameters have no gradient."""
         return self._grads is not None and self._grads.gone()
 
     def held(self) -> bool:
-        """Whether a replay would overwrite a tensor that somebody holds. About 0.2 us a rival."""
+        """Whether a replay would overwrite a live lease. About 0.2 us for each lease in its footprint."""
         return _any_held(self.recording.rivals)
 
     @property
     def overwrites(self) -> Spans:
-        """The memory that a replay may write, arguments in their places included."""
+        """Memory that a replay may write: the footprint, and slots in other recordings' outputs."""
         return self.recording.footprint | self.recording.lent
 
     def holding(self) -> bool:
-        """Whether somebody holds a result of its own."""
+        """Whether some lease of its own is alive."""
         return any(lease.alive for lease in self.recording.leases)
 
     def awaited(self) -> bool:
-        """Whether a backward waits for what the last replay has saved."""
+        """Whether tensors that the last replay has saved for its backward are alive."""
         backward = self.recording.backward
         return backward is not None and any(lease.alive for lease in backward.saved.memory)
 
     def obstructed(self) -> bool:
-        """Whether a replay would overwrite a tensor that somebody holds, and none that a backward waits for.
+        """Whether a replay would overwrite live leases, but no tensor that is saved for a backward.
 
-        Where forwards do not wait for each other, its own results do not count: for a loop that keeps the last one, two
-        recordings that take turns are enough.
+        Its own results count only where several forwards wait for their backwards at a time. A loop that keeps its last result
+        needs no more than two recordings that take turns.
         """
         own = set() if self.pool.takes_turns else {lease.cdata for lease in self.recording.leases}
         held = _any_held(rival for rival in self.recording.rivals if rival[0] not in own)
         return self.recording.backward is not None and held and not self.awaited()
 
     def blocked(self, call: Call) -> bool:
-        """Whether this call cannot be played because of tensors that are held."""
+        """Whether live leases prevent a replay of this call."""
         if self.held():
             return True
         return any(self._in_use(slot, call.tensors[i]) for i, slot in self._lent)
 
     def half_attached(self, call: Call) -> bool:
-        """Whether some results depend on an argument with a history, and others do not: one node of autograd cannot say so."""
+        """Whether an argument has a history on which only some results depend. One autograd node cannot express that."""
         return self.joint is not None and any(not call.tensors[i].is_leaf for i in self.joint.traced.graph.partial)
 
     def _in_use(self, slot: torch.Tensor, argument: torch.Tensor) -> bool:
-        """Whether an argument that is not in place cannot be copied to its place, which another recording's output has."""
+        """Whether an argument lies elsewhere than its slot, and the slot is the live output of another recording."""
         start = slot.untyped_storage().data_ptr()
         if argument.data_ptr() == slot.data_ptr():
             return False
@@ -232,7 +233,8 @@ class Player:
         self._run = _closed
 
     def play(self, call: Call) -> tuple[Any, int]:
-        """The result of the call, and how many bytes of input were copied. Does not wait for the device."""
+        """Replay for this call. Returns its result, and the bytes of arguments that were copied. Does not wait for the
+        device."""
         if call.lent:
             call.own_borrowed(self.overwrites)
         self._enter()
@@ -259,7 +261,7 @@ class Player:
         return self._hand_out(call, tensors, targets), copied
 
     def _count(self) -> None:
-        """What the call counts on the host, in attributes and for its optimizers, is counted."""
+        """Advance counters on the host: numbers in attributes, and step counts of optimizers."""
         if self._counts:
             advance(self._counts)
         for put, value in self._settings:
@@ -268,7 +270,7 @@ class Player:
             self._steps.advance()
 
     def _leave(self, tensors: list[torch.Tensor], gradients: bool = True) -> None:
-        """What a run has done outside becomes visible there."""
+        """Publish the effects of a run: written arguments, version counters, gradients."""
         if self._written:
             self._write_back(tensors)
         self._after(gradients)
@@ -276,8 +278,7 @@ class Player:
             self.recording.reliances.grads.seal()
 
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[object, int]:
-        """The same for a call of a known kind, for which this is `ready`: the tensors are all its arguments,
-        and lie where they have to."""
+        """Replay for a call whose arguments are just these tensors. The recording is `ready` for them."""
         self._enter()
         try:
             targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
@@ -308,7 +309,7 @@ class Player:
             self._grads.leave()
 
     def _lend_in(self, tensors: list[torch.Tensor]) -> int:
-        """Copy to their places those arguments that lie where another recording left them last time, and not now."""
+        """Copy arguments to those slots that are outputs of other recordings, unless they lie there already."""
         moved = [(slot, tensors[i]) for i, slot in self._lent if tensors[i].data_ptr() != slot.data_ptr()]
         if self.pool.loans:
             self.pool.take_back(Spans(memory_of(slot) for slot, _ in moved))
@@ -367,7 +368,7 @@ class Player:
 
 
 def _behind(o: Output, outputs: Sequence[Output]) -> int:
-    """How many others have to be made before this one."""
+    """Number of outputs that have to be made before this one."""
     return 1 + _behind(outputs[o.of], outputs) if o.of >= 0 else 0
 
 
