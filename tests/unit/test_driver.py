@@ -8,6 +8,7 @@ import pytest
 
 from phonograph.devices.cuda import driver
 from phonograph.devices.cuda.driver import DriverError, Pointers
+from phonograph.devices.cuda.graph_work import work_of
 
 
 class Copy:
@@ -72,3 +73,30 @@ def test_what_captures_forbid_is_allowed_inside_the_block_only(monkeypatch, befo
     with pytest.raises(ValueError, match="inside"), driver.unsafe_calls():
         raise ValueError("inside")
     assert modes == [before]
+
+
+def graph_of(monkeypatch, nodes):
+    """A graph of such nodes: by number, the kind, the function's name, and what it waits for."""
+    monkeypatch.setattr(driver, "nodes", lambda graph: [*nodes])
+    monkeypatch.setattr(driver, "kind", lambda node: nodes[node][0])
+    monkeypatch.setattr(driver, "kernel_name", lambda node: nodes[node][1])
+    monkeypatch.setattr(driver, "waits_for", lambda node: nodes[node][2])
+    return work_of(1)
+
+
+def test_work_has_the_names_that_a_profiler_shows(monkeypatch):
+    found = graph_of(monkeypatch, {
+        11: (0, b"_ZN2at6native6kernelIfEEvPT_", []),
+        12: (1, b"", [11]),
+        13: (6, b"", [12]),
+        14: (0, b"sm80_xmma_gemm", [13]),
+        15: (2, b"", [14]),
+    })  # fmt: skip
+    assert found.names == ["void at::native::kernel<float>(float*)", "Memcpy", "", "sm80_xmma_gemm", "Memset"]
+    assert found.in_a_row
+
+
+@pytest.mark.parametrize("waits", [[11], [], [11, 12], [0]])
+def test_work_on_branches_is_in_no_row(monkeypatch, waits):
+    nodes = {11: (0, b"a", []), 12: (0, b"b", [11]), 13: (0, b"c", waits)}
+    assert not graph_of(monkeypatch, nodes).in_a_row

@@ -37,9 +37,11 @@ __all__ = [
     "made_as",
     "made_when",
     "may_run_backward",
+    "next_number",
     "on_thread_of_autograds",
     "original_views",
     "recomputed_part",
+    "running_node",
     "saved_tensors_hooks",
     "selected_anew",
     "set_version",
@@ -259,6 +261,13 @@ def keeps_graph() -> bool:
 def made_when(node: Any) -> int:
     """Autograd's number of a node: the later it was made, the higher."""
     return int(node._sequence_nr())
+
+
+next_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", int)
+"""The number that the next node will have which this thread makes."""
+
+running_node: Callable[[], Private] = _c("_current_autograd_node") or (lambda: None)
+"""Within a backward: the node that runs."""
 
 
 _will_run: Private = _c("_will_engine_execute_node")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.utils._python_dispatch
 
 __all__ = [
     "CALLED_THROUGH",
+    "at_work_in",
     "call_through",
     "goes_through",
     "hooks_of_modules",
@@ -74,6 +76,39 @@ def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
         return None
     module = frame.f_locals["self"]
     return own_call(module) if module is not owner else None
+
+
+_identity: Callable[[object], int] = object.__hash__  # (a code's own goes through all its instructions)
+_WORKS = {
+    _identity(getattr(inspect.unwrap(function), "__code__", None)): name
+    for name, function in (
+        ("", torch.nn.Module._call_impl),
+        ("zero_grad", torch.optim.Optimizer.zero_grad),
+    )
+}
+# What torch puts around the step of each optimizer.
+_WORKS[_identity(getattr(torch.optim.Optimizer.profile_hook_step(int), "__code__", None))] = "step"
+_BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+
+def at_work_in(
+    frame: FrameType | None, outermost: CodeType | None, is_users: Callable[[str], bool]
+) -> tuple[torch.nn.Module | str | None, FrameType | None]:
+    """The innermost module whose call this frame is part of, or what an optimizer does (`AdamW.step`), within the code that is
+    `outermost` and the backward that runs; and the innermost frame of the user's."""
+    users: FrameType | None = None
+    while frame is not None and (code := frame.f_code) is not outermost and code is not _BACKWARD:
+        what = _WORKS.get(_identity(code))
+        if what is not None:
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.nn.Module):
+                return found, users
+            if isinstance(found, torch.optim.Optimizer):
+                return f"{type(found).__name__}.{what}", users
+        if users is None and is_users(code.co_filename):
+            users = frame
+        frame = frame.f_back
+    return None, users
 
 
 def _global_hooks(module: object) -> list[dict[int, object]]:

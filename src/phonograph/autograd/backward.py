@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from .._torch.autograd import backward_id, forget_recomputed, selected_anew
 from .._torch.tensors import has_memory, is_ordinary
 from ..capture.dispatch import OperatorWatch
+from ..capture.origins import Origins
 from ..errors import Refusal
 from ..memory.pool import copy_of
 from ..memory.spans import Spans
@@ -134,6 +135,8 @@ class Backward:
     """Saved tensors that its last capture has read."""
     captured: bool = False
     """Whether it is being captured."""
+    origins: Origins | None = None
+    """Modules that called the operators of the forward, for the operators of the backward."""
 
     def __post_init__(self) -> None:
         self._saved = frozenset(t.untyped_storage()._cdata for t in (*self.saved.places.own, *self.kept.held))

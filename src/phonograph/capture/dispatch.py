@@ -44,6 +44,7 @@ from .digest import Digest
 from .effects import Starts
 from .histories import Histories
 from .host_numbers import HostNumbers
+from .origins import Origins
 from .python_events import unheard
 from .random_states import RandomStates
 from .refusals import Refusals
@@ -113,6 +114,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         """Whether its backward runs outside, or it is a backward itself."""
         self.digest: Digest | None = None
         """Digest of the operators, for later audits."""
+        self.origins = Origins()
 
     supports_higher_order_operators = True
 
@@ -176,7 +178,9 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         self._see(m, args, kwargs)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
+        begins = self.captured()
         out = self._run(func, m, args, kwargs, listening)
+        self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
         if m.communicates and self.arrivals is not None:
             self.arrivals.note(m, args, kwargs, out)
         if self.histories and torch.is_grad_enabled():
@@ -312,6 +316,10 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
 
     # -- what it gives
 
+    def captured(self) -> int:
+        """How much this segment has so far: steps of a tape, nodes of a graph."""
+        return 0
+
     def perform(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
         """Run the operator; devices that keep a tape override this."""
         if m.others:
@@ -398,6 +406,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             if value is not None:  # no operator, and no part of the recording
                 ctypes.memmove(t.data_ptr(), value.data_ptr(), extent(t) * t.element_size())
         self.parts += (part,)
+        self.origins.cut()
         if self.dials is not None:
             self.dials.mark()
         self.cut(part, inputs, made)

@@ -20,6 +20,7 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..values.pytree import Edit, Node
 from .breaks import Break
+from .origins import Origin
 
 __all__ = [
     "BEGINS_ANEW",
@@ -32,12 +33,22 @@ __all__ = [
     "Replay",
     "Slot",
     "Tensors",
+    "Work",
     "memory_of",
 ]
 
 MEMORY = "the memory that it used"  # as what a recording has lost
 BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+class Work(NamedTuple):
+    """What a profiler shows of one graph."""
+
+    names: list[str]
+    """One for each node, as they were captured: what its kernel is called. "" for what does no work, or is not known."""
+    in_a_row: bool
+    """Each comes after the one before it, and no other: that is the order in which they begin."""
 
 
 class Program(Protocol):
@@ -68,6 +79,9 @@ class Program(Protocol):
 
     def holds(self, numbers: Set[float]) -> bool:
         """Whether one of these numbers is anywhere in the captured call, as it is."""
+
+    def work(self) -> list[Work]:
+        """What a profiler shows of its graphs, in the order in which they are launched. Takes milliseconds."""
 
     def close(self) -> None:
         """Free what it owns."""
@@ -238,6 +252,8 @@ class Recording:
     settings: tuple[Setting, ...] = ()
     retrace: Any = field(default=None, repr=False)
     """What it takes to compare it with the code that it was made of."""
+    origins: tuple[tuple[tuple[int, Origin], ...], ...] = field(default=(), repr=False)
+    """Where what it runs comes from, segment by segment: up to which step of the tape, or node of the graph."""
     releases: frozenset[Lease] = frozenset()
     """Saved memory that it may write once it has read it. The one call whose backward this is may hold that."""
     reads: Any = field(default=None, repr=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
-from ..capture.recording import Program, Tensors
+from ..capture.recording import Program, Tensors, Work
 from ..errors import Refusal
 from ..guards.gradients import Grads
 from ..guards.hyperparameters import Dials
@@ -185,6 +185,9 @@ class Segments:
 
     def holds(self, numbers: Set[float]) -> bool:
         return any(p.holds(numbers) for p in self.programs)
+
+    def work(self) -> list[Work]:
+        return [work for p in self.programs for work in p.work()]
 
     def close(self) -> None:
         for p in self.programs:

@@ -53,6 +53,7 @@ def backward_of(
         lambda key: outputs.lease(key, captured, leases, device),
         evidence.behaviour.code.sets_hooks,
     )
+    backward.origins = captured.watch.origins
     if backward.only_captured and backward.recompute.parts and captured.watch.drops_out:
         raise Refusal("recomputes parts in its backward, and has dropout of cuDNN's, which begins anew there",
                       "put nn.Dropout between layers of their own, instead of dropout=")  # fmt: skip

@@ -202,6 +202,8 @@ class DryRun:
         watch.has_backward = not self._request.whole
         watch.numerals = [] if terms.numbers else None
         watch.works_in(self._prepared.buckets)
+        if self._request.backward is not None and self._request.backward.origins is not None:
+            watch.origins.follows(self._request.backward.origins)
 
     def _seen(self, slots: list[torch.Tensor], watch: OperatorWatch) -> list[torch.Tensor]:
         """The tensors that stand for the slots."""

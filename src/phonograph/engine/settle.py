@@ -103,6 +103,7 @@ class Settlement:
             numbers=behaviour.numbers,
             settings=settings,
             retrace=None if behaviour.code.compiled else Retrace.of(watch.digest, request.terms, dials),
+            origins=watch.origins.named(request.reach),
         )
 
     def _settle_operators(self) -> None:

@@ -83,6 +83,7 @@ class Objects:
         self.holders: list[Holder] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.modules: list[torch.nn.Module] = []
+        self.names: dict[int, str] = {}  # of modules, by identity
         self.optimizers: list[torch.optim.Optimizer] = []
         self.remembered: dict[int, Room] = {}  # tensors in optimizers' states that lie behind a door, by identity
         self.generators: list[torch.Generator] = []
@@ -361,6 +362,7 @@ class Objects:
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
+        self.names[identity(module)] = path
         if (sharding := sharding_of(module)) is not None:
             self._work.append((f"{path}'s fully_shard", sharding))
         own = module.__dict__

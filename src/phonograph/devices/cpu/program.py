@@ -18,7 +18,7 @@ from ..._torch.operators import OpOverload
 from ..._torch.tensors import copy_all, maker
 from ...aten import operators
 from ...aten.autocast import Casts
-from ...capture.recording import Tensors
+from ...capture.recording import Tensors, Work
 from ...memory.pool import Fill, once
 from ...memory.spans import Spans
 from ...python.identity import identity
@@ -95,6 +95,9 @@ class TapeProgram:
 
     def holds(self, numbers: Set[float]) -> bool:
         return any(not numbers.isdisjoint(_numbers_of(call)) for call in self.calls)
+
+    def work(self) -> list[Work]:
+        return []  # it has no graph: each operator is shown as itself
 
     def _call(self, step: Step) -> partial[Any] | None:
         """What a replay does for a step; None where the operator only allocates."""

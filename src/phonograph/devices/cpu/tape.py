@@ -180,6 +180,9 @@ class Tape(OperatorWatch):
             self._steps.append(Step(func, *noted, operands, variant, casts))
         return out
 
+    def captured(self) -> int:
+        return len(self._steps) - (self._cuts[-1][0] if self._cuts else 0)
+
     def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         known = COLLECTIVES.get(m.name)
         if known is None or not known.on_tapes:

@@ -75,6 +75,7 @@ class Capture:
         self.watch.follow(plan.dials)
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
+        self.watch.captured = self._graphs.nodes
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies

@@ -102,6 +102,7 @@ class CudaWatch(DrawsWatch):
         self._hosts: list[torch.Tensor] = []  # those that the operator is given which is about to run
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
+        self.captured: Callable[[], int] = int
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
         self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context", "disable",
-           "is_capturing", "launcher", "new_stream", "set_context", "unsafe_calls"]  # fmt: skip
+__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
+           "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
+           "unsafe_calls", "waits_for"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -136,7 +137,7 @@ class _KernelParams(ctypes.Structure):
     )  # fmt: skip
 
 
-def _nodes(graph: int | None) -> list[int]:
+def nodes(graph: int | None) -> list[int]:
     """The nodes of a graph."""
     get = _function("cuGraphGetNodes", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     count = ctypes.c_size_t(0)
@@ -149,7 +150,7 @@ def _nodes(graph: int | None) -> list[int]:
 _KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
 
 
-def _kind(node: int) -> int:
+def kind(node: int) -> int:
     kind = ctypes.c_int(-1)
     _function("cuGraphNodeGetType", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(kind))
     return kind.value
@@ -168,13 +169,30 @@ def set_context(to: int | None) -> None:
     _checked(code, "cuCtxSetCurrent")
 
 
-def captured_nodes(stream: int) -> set[int]:
-    """The nodes that the capture on a stream has made so far."""
+def _captured_graph(stream: int) -> int | None:
+    """The graph that the capture on a stream makes."""
     status, graph = ctypes.c_int(0), ctypes.c_void_p()
     info = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     code = info(stream, ctypes.byref(status), None, ctypes.byref(graph), None, None)
     _checked(code, "cuStreamGetCaptureInfo")
-    return set(_nodes(graph.value))
+    return graph.value
+
+
+def captured_nodes(stream: int) -> set[int]:
+    """The nodes that the capture on a stream has made so far."""
+    return set(nodes(_captured_graph(stream)))
+
+
+def counting(stream: int) -> Callable[[], int]:
+    """A function that says how many nodes the capture on a stream has made so far, for as long as it goes on."""
+    count = ctypes.c_size_t(0)
+    ask = _bound("cuGraphGetNodes", ctypes.c_void_p(_captured_graph(stream)), None, ctypes.byref(count))
+
+    def nodes() -> int:
+        ask()
+        return count.value
+
+    return nodes
 
 
 def _sizes(params: _KernelParams) -> tuple[int, ...]:
@@ -253,6 +271,28 @@ class _Kernel:
                       ctypes.byref(self._params))  # fmt: skip
 
 
+def kernel_name(node: int) -> bytes:
+    """The name of a kernel node's function, as its compiler has made it; b"" where the driver does not say."""
+    params, name = _KernelParams(), ctypes.c_char_p()
+    if _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(params)):
+        return b""
+    asks, what = ("cuFuncGetName", params.func) if params.func else ("cuKernelGetName", params.kern)
+    known = hasattr(_library(), asks) and _function(asks, ctypes.c_void_p, ctypes.c_void_p)(ctypes.byref(name), what) == 0
+    return (name.value or b"") if known else b""
+
+
+def waits_for(node: int) -> list[int]:
+    """The nodes that come before one; [0] where the driver does not say."""
+    asks = "cuGraphNodeGetDependencies_v2"
+    if not hasattr(_library(), asks):
+        return [0]
+    ask, count = _function(asks, *[ctypes.c_void_p] * 4), ctypes.c_size_t(0)
+    if ask(node, None, None, ctypes.byref(count)):
+        return [0]
+    found, edges = (ctypes.c_void_p * count.value)(), (ctypes.c_uint64 * count.value)()  # CUgraphEdgeData has 8 bytes
+    return [n or 0 for n in found] if not count.value or ask(node, found, edges, ctypes.byref(count)) == 0 else [0]
+
+
 def _checked(code: int, function: str) -> None:
     if code:
         raise DriverError(f"{function} failed with CUresult {code}")
@@ -300,7 +340,7 @@ def holds(graph: int, numbers: Iterable[float]) -> bool:
     if not patterns:
         return False
     anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
-    kernels = (_Kernel(node) for node in _nodes(graph) if _kind(node) == _KERNEL)
+    kernels = (_Kernel(node) for node in nodes(graph) if kind(node) == _KERNEL)
     return any(m.start() % 4 == 0 for kernel in kernels for b in kernel.buffers for m in anywhere.finditer(b.raw))
 
 
@@ -323,7 +363,7 @@ class KernelNumbers:
         self._places: list[tuple[list[Any], set[float], Callable[[], int]]] = []
         self._last: dict[float, float] = {}
         self.found: set[float] = set()
-        for node in (n for n in nodes if _kind(n) == _KERNEL):
+        for node in (n for n in nodes if kind(n) == _KERNEL):
             kernel = _Kernel(node)
             # (To set a slice of a ctypes array takes it a call for each byte.)
             raw = [(memoryview(b).cast("B"), b.raw) for b in kernel.buffers]
@@ -359,7 +399,7 @@ class Pointers:
 
     def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int]) -> None:
         """Raises `DriverError` where the addresses cannot all be found, each for itself."""
-        self._copies = [_COPIES[kind](node) for node in nodes if (kind := _kind(node)) in _COPIES]
+        self._copies = [_COPIES[sort](node) for node in nodes if (sort := kind(node)) in _COPIES]
         index = {address: i for i, address in enumerate(addresses)}
         # Of each copy: where its parameters hold which of the addresses, and what puts them into the graph.
         self._places = [

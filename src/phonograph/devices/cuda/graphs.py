@@ -47,9 +47,10 @@ class Segment:
     """One graph, as it is captured: with its copies at the edges, the nodes of optimizers' steps, and the generators whose
     states it has `drawn` from."""
 
-    def __init__(self, graph: Graph, edges: Edges) -> None:
+    def __init__(self, graph: Graph, stream: int) -> None:
         self.graph = graph
-        self.edges = edges
+        self.edges = Edges(stream, [], [])
+        self.nodes = driver.counting(stream)
         self.steps: set[int] = set()
         self.drawn: list[torch.Generator] = []
         self.lent: list[torch.Generator] = []  # those of compiled code's own
@@ -79,13 +80,17 @@ class Graphs:
             graph.register_generator_state(g)
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
         self._open = True
-        self.segments.append(Segment(graph, Edges(self._stream, [], [])))
+        self.segments.append(Segment(graph, self._stream))
         if self._dials is not None:
             self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
 
     def copy_in(self, slots: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
         """To be called when the first has begun."""
         self.segments[0].edges = Edges(self._stream, slots, arguments)
+
+    def nodes(self) -> int:
+        """How many nodes the one has so far that is captured."""
+        return self.segments[-1].nodes()
 
     def join(self) -> None:
         """Wait for what was captured on other streams. To be called before the end."""

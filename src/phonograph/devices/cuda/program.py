@@ -22,13 +22,14 @@ import torch
 
 from ..._torch.cuda import current_device, raw_stream
 from ..._torch.tensors import address, copy_all, maker
-from ...capture.recording import Tensors
+from ...capture.recording import Tensors, Work
 from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
 from ...memory.spans import Spans
 from ...state.rng import Known, Rewind, put, put_offset, reset
 from . import driver
 from .dispatch import CudaWatch
+from .graph_work import work_of
 from .graphs import Graph, Segment
 
 __all__ = ["CommunicatingProgram", "GraphProgram"]
@@ -175,6 +176,9 @@ class GraphProgram:
     def holds(self, numbers: Set[float]) -> bool:
         assert self._graph is not None
         return driver.holds(self._graph.raw_cuda_graph(), numbers)
+
+    def work(self) -> list[Work]:
+        return [work_of(self._graph.raw_cuda_graph())] if self._graph is not None else []
 
     def close(self) -> None:
         if self._graph is not None:
