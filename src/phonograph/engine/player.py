@@ -22,10 +22,11 @@ import torch
 
 from .._torch.autograd import bump
 from .._torch.dynamic import Leaves
+from .._torch.profiler import profiling
 from .._torch.tensors import address, alias, has_memory, storage_id, use_count
 from ..autograd.function import Joint
 from ..call.signature import Call
-from ..capture.recording import MEMORY, Output, Recording, Replay, memory_of
+from ..capture.recording import MEMORY, Output, Recording, Replay, Tensors, memory_of
 from ..devices.base import Device
 from ..devices.segments import Diverged, Segments
 from ..guards.attribute_effects import advance, putting
@@ -35,6 +36,7 @@ from ..python.identity import identity
 from ..values.host_scalars import reading
 from ..values.pytree import rebuilding
 from .output_kinds import AS_IT_IS, Aliased, Copied, Leased
+from .traces import InSight, label
 
 __all__ = ["GRAD", "Player", "uses"]
 
@@ -93,6 +95,8 @@ class Player:
         self._attached = [i for i, o in enumerate(recording.outputs) if o.attached]
         indices = None if self._plain is None or self._attached else [i for i, _ in self._plain]
         self._all_copied = indices is not None and not recording.gained and indices == [*range(len(recording.program.outs))]
+        self.label = label(recording)
+        self._in_sight: InSight | None = None  # once a profiler has seen it
         self.played = 0
         self.seconds = 0.0  # that it took to make the recording
         self.why = ""  # it was made
@@ -243,7 +247,8 @@ class Player:
         if self.played == 1 and self.recording.live_parts:
             self.recording.reliances.grads.keep()
         try:
-            targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
+            run = self._run_in_sight if profiling() else self._run
+            targets = run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         except Diverged:  # nothing has happened
             self.played -= 1
             if not self.played:
@@ -259,6 +264,11 @@ class Player:
         self._count()
         self.touch()
         return self._hand_out(call, tensors, targets), copied
+
+    def _run_in_sight(self, sources: Tensors) -> list[torch.Tensor]:
+        """Run it where a profiler looks on."""
+        self._in_sight = self._in_sight or InSight(self.label, self.recording)
+        return self._in_sight.run(self.played, self._run, sources)
 
     def _count(self) -> None:
         """Advance counters on the host: numbers in attributes, and step counts of optimizers."""
@@ -281,7 +291,8 @@ class Player:
         """Replay for a call whose arguments are just these tensors. The recording is `ready` for them."""
         self._enter()
         try:
-            targets = self._run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
+            run = self._run_in_sight if profiling() else self._run
+            targets = run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
         finally:  # an operator that raises (an index out of range) leaves what was written before it
             if self._written:
                 self._write_back(tensors)
