@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import check, explain, live, prepare, record, reset, stats
+    from .api import check, explain, live, prepare, record, report, reset, stats
     from .engine.recorded import Recorded
     from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
     from .statistics import Stats
@@ -34,6 +34,7 @@ __all__ = [
     "make_graphed_callables",
     "prepare",
     "record",
+    "report",
     "reset",
     "stats",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
@@ -22,13 +23,14 @@ from .engine.parts import counted
 from .engine.recorded import Recorded
 from .engine.repeated_records import made_anew
 from .guards.module_epochs import give_back
+from .observe.writing import Report
 from .options import Options, parameters
 from .python.origin import has_called
 from .shapes.buckets import Padded
 from .statistics import Observed, Stats
 from .wrappers.wrapping import unwrap, wrap
 
-__all__ = ["check", "explain", "live", "prepare", "record", "reset", "stats"]
+__all__ = ["check", "explain", "live", "prepare", "record", "report", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -207,6 +209,38 @@ def explain(f: object) -> Explanation:
     """
     look()
     return Explanation(_recorded(f).explain())
+
+
+@ended_by
+def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Report:
+    """Write what all recorded functions of this process did so far as one HTML page, which loads nothing and runs no code.
+
+    It has their calls and recordings, memory, each reason for running live with the lines of your source, and, for each
+    recording, the modules that its operators come from. As a context manager it times the calls in its block besides, and
+    writes the page again at its end: then it has the calls over time, and how long live and replayed ones took. (Of a
+    recording that is made there, a few calls run live for that, as `keep` says.) What is kept of them is bounded. Calls of a
+    function that is refused for good are counted, and not timed.
+
+    Args:
+        path: the file.
+        trace: a trace that `torch.profiler` has exported (`export_chrome_trace`) while recordings were played in this process.
+            Of those in it the page has how long the device worked for each module. It is read when the page is written, if it
+            is there by then: it may well be exported in the block.
+
+    Raises:
+        OSError: the page cannot be written.
+        ValueError: the other file is no trace.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> step = pg.record(lambda x: (x * 2).sum())
+        >>> with pg.report("/tmp/phonograph-example.html"):
+        ...     for _ in range(3):
+        ...         _ = step(torch.ones(3))
+    """
+    found = Report(path, trace)
+    found.write()
+    return found
 
 
 @ended_by

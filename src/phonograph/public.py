@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._torch.skipped_frames import hide
-from .api import check, explain, live, prepare, record, reset, stats
+from .api import check, explain, live, prepare, record, report, reset, stats
 from .engine.recorded import Recorded
 from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
 from .statistics import Stats
@@ -24,6 +24,7 @@ __all__ = [
     "make_graphed_callables",
     "prepare",
     "record",
+    "report",
     "reset",
     "stats",
 ]

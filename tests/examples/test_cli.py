@@ -195,3 +195,21 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     done = forked.run(forked.Module("phonograph"), "doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["works"]
+
+
+def test_report_runs_a_script_and_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its functions are gone by then, and its arguments are its own."""
+    script, page = tmp_path / "script.py", tmp_path / "page.html"
+    script.write_text(
+        "import sys, torch, phonograph as pg\n"
+        "def main():\n"
+        "    step = pg.record(lambda x: x * 2, name='of a script', keep='always')\n"
+        "    for _ in range(4): step(torch.ones(3))\n"
+        "main(); print(sys.argv[1:], __name__)\n",
+        encoding="utf-8",
+    )
+    status, out = run(capsys, "report", "-o", str(page), str(script), "--steps", "3")
+    assert status == 0
+    assert out == "['--steps', '3'] __main__\n"
+    assert "of a script" in page.read_text(encoding="utf-8")
+    assert main(["report", str(tmp_path / "none.py")]) == 2

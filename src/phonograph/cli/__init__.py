@@ -1,4 +1,4 @@
-"""The command line: ``phonograph check``, ``phonograph demo``, ``phonograph doctor`` and ``phonograph reasons``.
+"""The command line: ``phonograph check``, ``demo``, ``doctor``, ``reasons``, ``report`` and ``trace``.
 
 A command is a module in this package with three names: ``HELP`` (one line), ``add_arguments(parser)`` and
 ``run(arguments) -> int``, the exit status. 0 is what one hopes for, 1 means that the command found what it looks for
@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from phonograph.cli import check, demo, doctor, reasons
+from phonograph.cli import check, demo, doctor, reasons, report, trace
 from phonograph.cli.console import CannotRun
 from phonograph.options import did_you_mean
 from phonograph.version import __version__
 
-_COMMANDS = {"check": check, "demo": demo, "doctor": doctor, "reasons": reasons}
+_COMMANDS = {"check": check, "demo": demo, "doctor": doctor, "reasons": reasons, "report": report, "trace": trace}
 
 
 class _Parser(argparse.ArgumentParser):

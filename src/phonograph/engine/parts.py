@@ -22,6 +22,7 @@ from .describer import Describer
 from .figures import Costs
 from .gate import Gate
 from .known_calls import Undescribed
+from .ledger import Ledger
 from .locking import acquired
 from .making import Maker, Stops
 from .patience import Patience
@@ -58,6 +59,7 @@ class Parts(Binding, Observed):
         self._trials = Trials(shelf, patience, counters, describer)
         self._stops = Stops(self._stop, self._doubt)
         self._maker = Maker(self.name, function, options, counters, describer, shelf, patience, self._stops)
+        self._ledger = Ledger(self.name, counters, self._report, self._trials.timeline)
         self._reset_wanted = False
 
     def __repr__(self) -> str:

@@ -340,6 +340,7 @@ class Recorded(Parts, Generic[P, R]):
         history = self._patience.history(call.key)
         self._policy.raise_unrewarded(history)
         player = self._maker.record(call, history, blocked, apart, self._backward_kind())
+        self._ledger.add(player)
         recording, averaged = player.recording, loses_overlap(player.recording)
         if averaged:
             self._report.remark(_AT_ONCE)

@@ -18,6 +18,7 @@ from .player import Player
 from .profitability import Took, Trial, Turn
 from .shelf import Key, Shelf
 from .standing_refusals import grounds_of
+from .timeline import Timeline, watched
 
 __all__ = ["Trials"]
 
@@ -32,7 +33,8 @@ class Trials:
     def __init__(self, shelf: Shelf, patience: Patience, counters: Counters, describer: Describer) -> None:
         self._shelf, self._patience, self._counters, self._describer = shelf, patience, counters, describer
         self._by_key = patience.on_trial
-        self.timing = False
+        self.timeline = Timeline(self, counters)
+        self.timing = watched()
 
     def __iter__(self) -> Iterator[Trial]:
         return iter(list(self._by_key.values()))
@@ -48,7 +50,8 @@ class Trials:
     def begin(self, player: Player, history: History, *, averaged: bool) -> None:
         """Put a recording on trial. Calls run live for it where there is memory for both."""
         spare: int = device_for(player.recording.device).spare
-        trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=averaged)
+        tries = averaged or watched()  # in any case; who asks for a page wants to see both
+        trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=tries)
         self._by_key[trial.key] = trial
         self.timing = True
 
@@ -61,11 +64,16 @@ class Trials:
 
     def clear(self) -> None:
         self._by_key.clear()
-        self.timing = False
+        self.look_on()
+
+    def look_on(self) -> None:
+        """Time calls if that is wanted."""
+        self.timing = bool(self._by_key) or watched()
 
     def timed(self, call: Callable[[], R]) -> R:
         """The result of a call of the function, which is timed."""
         self.timing = False
+        begun = self.timeline.begin()
         try:
             trials, counters = list(self), self._counters
             before, calls, recorded = [*map(self._ways, trials)], counters.calls, counters.recorded
@@ -84,7 +92,8 @@ class Trials:
                         lock.release()
             return result
         finally:
-            self.timing = bool(self._by_key)
+            self.timeline.end(begun)
+            self.look_on()
 
     def _ways(self, trial: Trial) -> Ways:
         return sum(player.played for player in self._shelf.of(trial.key)), trial.history.refused.calls

@@ -1,0 +1,38 @@
+"""`pg.report`: writes the page, now, and again at the end of a block in which all calls are timed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ..engine.ledger import asking, ledgers
+from .page import Page
+from .trace import load, measured
+
+__all__ = ["Report"]
+
+
+class Report:
+    """One page, in a file. As a context manager it times the calls in its block, and writes the page again at its end."""
+
+    def __init__(self, path: str | os.PathLike[str], trace: str | os.PathLike[str] | None = None) -> None:
+        self._path, self._trace = Path(path), Path(trace) if trace is not None else None
+
+    def write(self) -> None:
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # what is still on its way is not timed yet
+        replays = measured(load(self._trace)) if self._trace is not None and self._trace.exists() else {}
+        self._path.write_text(str(Page(ledgers(), replays)), encoding="utf-8")
+
+    def __enter__(self) -> Report:
+        asking(self, True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.write()
+        finally:
+            asking(self, False)
