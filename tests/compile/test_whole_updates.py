@@ -33,9 +33,9 @@ def forgotten():
     net = pg.record(nn.Linear(2, 2), warmup=0)
     for _ in range(2):  # for which some functions of torch's get other code, by which Dynamo recognises them
         net(torch.ones(1, 2))
-    pg.reset(net)
     torch._dynamo.reset()
     yield
+    pg.reset(net)
     torch._dynamo.reset()
 
 
