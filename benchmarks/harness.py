@@ -181,6 +181,10 @@ class Report:
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
 
+    def write(self) -> None:
+        self.arguments.out.mkdir(parents=True, exist_ok=True)
+        (self.arguments.out / f"{self.claim}.json").write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
 
 def _versions_of(*packages: str) -> dict[str, str]:
     found = {package: machine.installed(package) for package in packages}
@@ -278,10 +282,8 @@ def finish(report: Report) -> int:
     for name, value in report.figures.items():
         print(f"  {name}: {value}")
     print("  target " + {True: "met", False: "MISSED", None: "not decided by this run"}[report.met])
-    line = json.dumps(report.as_json())
-    report.arguments.out.mkdir(parents=True, exist_ok=True)
-    (report.arguments.out / f"{report.claim}.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    print(line, flush=True)
+    report.write()
+    print(json.dumps(report.as_json()), flush=True)
     if report.met is None:
         return 0 if report.arguments.quick else 3
     return 0 if report.met else 1

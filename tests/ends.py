@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -279,26 +279,46 @@ def main(rank: int, backend: str, folder: Path, ways: list[str]) -> None:
         last = re.findall(r"last step at ([\d.]+)", log)
         after = ended - float(last[-1]) if last else None
         found[way] = {"status": status, "seconds": seconds, "after": after, "log": log[-6000:]}
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        (folder / f"{rank}.part").write_text(json.dumps(found))
+        (folder / f"{rank}.part").rename(folder / f"{rank}.json")  # whole for who reads it meanwhile
 
 
 def start(
     backend: str, ways: Sequence[str], at_once: int = 1, **environment: str
 ) -> Iterator[tuple[str, tuple[Told, Told]]]:  # fmt: skip
-    """What both ranks have told of each way, as soon as a pair of processes has been through its part of them."""
-
-    def together(part: Sequence[str]) -> dict[str, tuple[Told, Told]]:
-        with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as folder:
-            lasts = (PATIENCE + 5) * len(part)
-            mine, other = ranks.start(backend, Path(folder), part, "tests.ends", lasts, **environment)
-        missing = {"status": "did not begin", "log": f"{mine['log']}\n{other['log']}"}
-        return {way: (mine.get(way, missing), other.get(way, missing)) for way in part}
-
+    """What both ranks have told of each way, as soon as a pair of processes has been through it."""
     environment = {"NCCL_MAX_NCHANNELS": "1", **environment}  # several pairs at once begin, and need no speed
     parts = [part for n in range(at_once) if (part := ways[n::at_once])]
-    with ThreadPoolExecutor(len(parts)) as pool:
-        for done in as_completed([pool.submit(together, part) for part in parts]):
-            yield from done.result().items()
+    with tempfile.TemporaryDirectory(prefix="phonograph-ends-") as name, ThreadPoolExecutor(len(parts)) as pool:
+        folders = [Path(name, str(n)) for n in range(len(parts))]
+        pairs = [
+            pool.submit(ranks.start, backend, folder, part, "tests.ends", (PATIENCE + 5) * len(part), **environment)
+            for folder, part in zip(folders, parts, strict=True)
+        ]
+        left = {way: folder for folder, part in zip(folders, parts, strict=True) for way in part}
+        while left:
+            over = all(pair.done() for pair in pairs)
+            for way, (mine, other) in _told(left).items():
+                del left[way]
+                yield way, (mine, other)
+            if over:
+                break
+            time.sleep(0.2)
+        for part, pair in zip(parts, pairs, strict=True):
+            mine, other = pair.result()
+            missing = {"status": "did not begin", "log": f"{mine['log']}\n{other['log']}"}
+            yield from ((way, (mine.get(way, missing), other.get(way, missing))) for way in part if way in left)
+
+
+def _told(ways: dict[str, Path]) -> dict[str, tuple[Told, Told]]:
+    """Of those ways, each with its folder, those that both ranks have been through."""
+    files = {folder: [folder / f"{rank}.json" for rank in range(2)] for folder in ways.values()}
+    both = {folder: [json.loads(f.read_text()) if f.exists() else {} for f in pair] for folder, pair in files.items()}
+    return {
+        way: (both[folder][0][way], both[folder][1][way])
+        for way, folder in ways.items()
+        if way in both[folder][0] and way in both[folder][1]
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What code tells about itself, on each version of Python."""
 
+import dataclasses
+
 import pytest
 
 from phonograph.python.bytecode import catches, read_at, slight_use_in, used_in
@@ -26,6 +28,11 @@ AROUND = {
     "getattr(self if n else cfg, n)": "",
     "getattr(*n)": "",
     "self.__dict__": "",
+    "object.__setattr__(self, n, 'a')": "",
+    "object.__getattribute__(self, n)": "",
+    "n.__setattr__('a', 3)": "",
+    "n.__setattr__(self, 'a')": "",
+    "n.__setattr__": "",
     "vars()": "",
     "copy(n)": "",
 }
@@ -38,11 +45,22 @@ def test_of_what_attributes_are_read_by_names_that_are_made_up(expression):
     assert used_in(space["f"].__code__).around == {AROUND[expression]}
 
 
-@pytest.mark.parametrize("expression", ["getattr(self, 'a')", "getattr(cfg.sub, 'a', None)", "self.vars", "hasattr(n, 'a')"])
+LITERAL = ("getattr(self, 'a')", "getattr(cfg.sub, 'a', None)", "self.vars", "hasattr(n, 'a')", "object.__setattr__(n, 'a', 3)",
+           "object.__getattribute__(n, 'a')")  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", LITERAL)
 def test_literal_names_are_not_made_up(expression):
     space = {}
     exec(f"def f(self, n): return {expression}", space)
     assert not used_in(space["f"].__code__).around
+
+
+def test_frozen_dataclasses_name_what_they_set():
+    frozen = dataclasses.make_dataclass("Frozen", ["rate", "scale"], frozen=True)
+    code = frozen.__init__.__code__
+    assert not used_in(code).around
+    assert {("self", "rate"), ("self", "scale")} <= used_in(code).attributes
 
 
 SPACES = {

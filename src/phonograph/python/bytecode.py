@@ -37,6 +37,9 @@ _OF_ANY = frozenset({"getattr", "hasattr", "setattr", "delattr", "vars", "dir"})
 _AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "__delattr__", "__getstate__", "__reduce__",
                                 "__reduce_ex__"})  # fmt: skip
 
+_OF_CLASSES = {"__getattribute__": 2, "__delattr__": 2, "__setattr__": 3}
+"""Methods by which attributes are read, deleted and written, with how many arguments they are called on a class."""
+
 _WAYS_AROUND = _AROUND_ATTRIBUTES | _AROUND | _BY_NAME | {"dumps"}
 
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RESUME"})
@@ -243,7 +246,7 @@ class _Reading:
             self.attributes.add((self._last, i.argval))
             if self._local:
                 self.attributes.add(("?", i.argval))
-            self._last, self._local = i.argval, False
+            self._last, self._local, self._asks = i.argval, False, self._asks or i.argval in _OF_CLASSES
         elif i.opname == "IMPORT_NAME":
             level, names = (x.argval for x in self._heard[n - 2 : n])
             self.imports.add((level, i.argval, tuple(names or ())))
@@ -462,6 +465,9 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     """Of what attributes may be read, by names that do not stand here, with what an instruction loads: as `Used.around` has it.
     None if that is no way to read any."""
     name = i.argval
+    if name in _OF_CLASSES:  # object.__setattr__(x, "name", value), as dataclasses do that are frozen
+        given = _arguments(following) or []
+        return None if len(given) == _OF_CLASSES[name] and _is_word(given[1]) else ""
     if name in _AROUND_ATTRIBUTES or (i.opname == "IMPORT_FROM" and name in (_AROUND | _BY_NAME)):
         return ""
     if name in _AROUND:

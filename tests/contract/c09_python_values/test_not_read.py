@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import operator
 import threading
@@ -52,6 +53,26 @@ def test_c09_a_trainer_that_counts_its_steps_outside_of_them(device):
             trainer.last = value
     live, recorded, _ = counts(both)
     assert live + recorded <= 5, reasons(both)
+
+
+def test_c09_a_step_that_makes_a_frozen_dataclass(device):
+    """Its constructor sets attributes by ``object.__setattr__``, with names that stand there: it reads no others."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Scale:
+        by: float
+
+    class Counting:
+        def step(self, x):
+            return x * Scale(2.0).by
+
+    trainer = Counting()
+    trainer.steps = 0
+    step = pg.record(trainer.step, warmup=1)
+    for _ in range(6):
+        step(ramp(device, 4))
+        trainer.steps += 1
+    assert pg.stats(step).replayed == 5, reasons(step)
 
 
 def test_c09_a_module_that_counts_its_calls_outside(device):
