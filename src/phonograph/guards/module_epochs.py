@@ -29,7 +29,7 @@ from ..python.identity import identity
 
 __all__ = ["Wrapped", "all_wrapped", "epoch", "give_back", "leave", "watch"]
 
-_watched: set[int] = set()
+_watched: dict[int, weakref.ref[object]] = {}  # by identity, for as long as they are there
 epoch = 0
 """A number that changes whenever something watched may have changed."""
 
@@ -73,14 +73,16 @@ class Wrapped:
 
 
 def watch(things: Iterable[object], user: object) -> None:
-    """Let changes to these modules and parameters move the epoch on, for as long as there is this `user`. (An id that is reused
-    later only costs a comparison too many.)"""
+    """Let changes to these modules and parameters move the epoch on, for as long as there is this `user`: not
+    to those that come to lie where they were."""
     _users.add(user)
     if not _wrapped:
         _wrapped.extend(all_wrapped())
     for one in _wrapped:
         one.put()
-    _watched.update(map(identity, things))
+    for thing in things:
+        if (key := identity(thing)) not in _watched:
+            _watched[key] = weakref.ref(thing, functools.partial(_watched.pop, key))
 
 
 def leave(user: object) -> None:
