@@ -4,7 +4,7 @@
     python benchmarks/titan.py --nproc 4 --add                    # FSDP2 over tensor parallel as well
     python benchmarks/titan.py --device cpu --quick               # with gloo, where both run live
 
-As it is, with its own graph of a forward and a backward, and with the whole step recorded, each in processes of its own. Losses,
+As it is, with its own graph of a forward and a backward, and with the whole step recorded, each in its own processes. Losses,
 norms and weights are compared on each rank, by their bits. A time is that of the slower rank: the median of the last ten steps.
 Memory is what the allocator reserves at most.
 """
@@ -57,7 +57,9 @@ def train(arguments: argparse.Namespace) -> None:
     kept, times, trainer = example.train(example.Recorded if arguments.way == OURS else example.Trainer, chosen)
     found: dict[str, Any] = {
         "numbers": [x for x in kept if not isinstance(x, torch.Tensor)],
-        "weights": [hashlib.sha256(bytes(t.cpu().contiguous().view(torch.uint8).numpy())).hexdigest() for t in kept[len(times) + 1 :]],
+        "weights": [
+            hashlib.sha256(bytes(t.cpu().contiguous().view(torch.uint8).numpy())).hexdigest() for t in kept[len(times) + 1 :]
+        ],
         "ms": times,
         "MiB": torch.cuda.max_memory_reserved() >> 20 if torch.cuda.is_available() else None,
     }
@@ -110,8 +112,9 @@ def judged(ways: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         found["losses"] = [good[LIVE][0]["numbers"][n][0] for n in (0, -1)]
     if OURS in good:
         found |= {count: [rank[count] for rank in good[OURS]] for count in ("replayed", "live", "recorded", "reasons")}
+        others = [way for way in good if way != OURS]
         found["over"] = {
-            way: {"time": ms[OURS] / ms[way], "memory": mib[OURS] / mib[way] if mib[way] else None} for way in good if way != OURS
+            way: {"time": ms[OURS] / ms[way], "memory": mib[OURS] / mib[way] if mib[way] else None} for way in others
         }
     return found | {"errors": {way: [rank["error"] for rank in ranks] for way, ranks in ways.items() if way not in good}}
 

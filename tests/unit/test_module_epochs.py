@@ -1,4 +1,4 @@
-"""Who is watched: modules and parameters, while they are there."""
+"""Who is watched, and until when."""
 
 import torch
 from torch import nn
@@ -6,26 +6,38 @@ from torch import nn
 from phonograph.guards import module_epochs
 
 
+class Listener:
+    pass
+
+
+def moves(layer):
+    before = module_epochs.epoch
+    layer.training = not layer.training
+    return module_epochs.epoch > before
+
+
 def test_what_is_watched_moves_the_epoch():
-    layer = nn.Identity()
-    module_epochs.watch([layer])
-    before = module_epochs.epoch
-    layer.training = False
-    assert module_epochs.epoch > before
+    layer, listeners = nn.Identity(), [Listener(), Listener()]
+    for one in listeners:
+        module_epochs.watch([layer], one)
+    assert moves(layer)
+    del listeners[0], one
+    assert moves(layer)
 
 
-def test_what_lies_where_a_watched_module_was_does_not():
-    """A replay would be compared in full after each step of a model that is none of its business."""
-    module_epochs.watch([nn.Identity() for _ in range(100)])
-    before = module_epochs.epoch
-    for other in [nn.Identity() for _ in range(100)]:
-        other.training = False
-    assert module_epochs.epoch == before
+def test_what_nobody_listens_to_does_not():
+    """What lies where it was, later, would cost a replay that has nothing to do with it a full comparison."""
+    layer, other, listeners = nn.Identity(), nn.Identity(), [Listener(), Listener()]
+    module_epochs.watch([layer], listeners[0])
+    listeners.pop(0)
+    module_epochs.watch([other], listeners[0])
+    assert moves(other)
+    assert not moves(layer)
 
 
-def test_what_lies_where_a_watched_parameter_was_does_not():
-    module_epochs.watch([nn.Parameter(torch.zeros(1)) for _ in range(100)])
-    before = module_epochs.epoch
-    for other in [nn.Parameter(torch.zeros(1)) for _ in range(100)]:
-        other.requires_grad_(False)
-    assert module_epochs.epoch == before
+def test_a_watched_parameter_may_be_swapped():
+    a, b = (nn.Parameter(torch.tensor([n])) for n in (1.0, 2.0))
+    listener = Listener()
+    module_epochs.watch([a, b], listener)
+    torch.utils.swap_tensors(a, b)
+    assert a.item() == 2.0

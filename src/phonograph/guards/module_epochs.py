@@ -14,6 +14,7 @@ docs/stability.md lists them.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +30,10 @@ from ..python.identity import identity
 
 __all__ = ["Wrapped", "all_wrapped", "epoch", "give_back", "leave", "watch"]
 
-_watched: dict[int, weakref.ref[object]] = {}  # by identity, for as long as they are there
+_watched: set[int] = set()
+_listeners: dict[weakref.ref[object], frozenset[int]] = {}  # who has anything watched, and what
+_lock = threading.Lock()
+_some_gone = False
 epoch = 0
 """A number that changes whenever something watched may have changed."""
 
@@ -41,7 +45,6 @@ _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, to
 _CONTAINER_METHODS = {"insert", "append", "extend", "pop", "clear", "update", "__setitem__", "__delitem__", "__iadd__"}
 
 
-_users: weakref.WeakSet[Any] = weakref.WeakSet()
 _wrapped: list[Wrapped] = []
 
 
@@ -72,27 +75,40 @@ class Wrapped:
         self._there = None
 
 
-def watch(things: Iterable[object], user: object) -> None:
-    """Let changes to these modules and parameters move the epoch on, for as long as there is this `user`: not
-    to those that come to lie where they were."""
-    _users.add(user)
+def watch(things: Iterable[object], listener: object) -> None:
+    """Let changes to these modules and parameters move the epoch on, for as long as this object is there, which asks once.
+
+    (What comes to lie where one of them was would cost a comparison too many with each step of a model that has nothing to do
+    with it. A parameter itself may have no weak reference: `torch.utils.swap_tensors` refuses those.)"""
+    global _watched, _some_gone
     if not _wrapped:
         _wrapped.extend(all_wrapped())
     for one in _wrapped:
         one.put()
-    for thing in things:
-        if (key := identity(thing)) not in _watched:
-            _watched[key] = weakref.ref(thing, functools.partial(_watched.pop, key))
+    keys = frozenset(map(identity, things))
+    with _lock:
+        _listeners[weakref.ref(listener, _gone)] = keys
+        if _some_gone:
+            _some_gone = False  # before those are counted that are left
+            _watched = set[int]().union(*_listeners.copy().values())
+        _watched.update(keys)
 
 
-def leave(user: object) -> None:
-    """This user needs to hear of nothing any more."""
-    _users.discard(user)
+def _gone(listener: weakref.ref[object]) -> None:
+    """(Any thread may call this at any time, as it collects garbage.)"""
+    global _some_gone
+    _listeners.pop(listener, None)
+    _some_gone = True
+
+
+def leave(listener: object) -> None:
+    """This one needs to hear of nothing any more."""
+    _gone(weakref.ref(listener))
 
 
 def give_back() -> None:
     """Make torch's methods again what they were, if nobody needs to hear of changes."""
-    if not _users:
+    if not _listeners:
         _watched.clear()
         for one in _wrapped:
             one.back()

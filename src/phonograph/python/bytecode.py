@@ -466,8 +466,8 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     None if that is no way to read any."""
     name = i.argval
     if name in _OF_CLASSES:  # object.__setattr__(x, "name", value), as dataclasses do that are frozen
-        given = _arguments(following) or []
-        return None if len(given) == _OF_CLASSES[name] and _is_word(given[1]) else ""
+        of_class = _arguments(following) or []
+        return None if len(of_class) == _OF_CLASSES[name] and _is_word(of_class[1]) else ""
     if name in _AROUND_ATTRIBUTES or (i.opname == "IMPORT_FROM" and name in (_AROUND | _BY_NAME)):
         return ""
     if name in _AROUND:
