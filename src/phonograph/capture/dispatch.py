@@ -112,6 +112,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         """Whether it draws from a generator's state that is not in reach."""
         self.has_backward = False
         """Whether its backward runs outside, or it is a backward itself."""
+        self.may_begin_again = True
+        """Whether a replay that cannot go on may be taken back, and the call run live: not where it is a backward."""
         self.digest: Digest | None = None
         """Digest of the operators, for later audits."""
         self.origins = Origins()

@@ -40,9 +40,9 @@ from ..values.keys import NoSignature, plain_key
 from ..values.pytree import flatten, unflatten
 from ..values.wording import COMPILED, at_work
 
-__all__ = ["Cuts", "Unmarked"]
+__all__ = ["UNDONE", "Cuts", "Unmarked"]
 
-_UNDONE = 64 << 20  # bytes outside that may be written up to the last live operator, and that each replay notes before
+UNDONE = 64 << 20  # bytes outside that may be written up to where a call may begin again, and that each replay notes before
 
 
 class Unmarked(Unseen):
@@ -151,7 +151,7 @@ class Cuts:
         are not too large to be noted before each replay."""
         watch = self._watch
         found = {storage_id(t): t.untyped_storage() for t in tensors if has_memory(t)} | watch.given_outside
-        if sum(s.nbytes() for s in {**found, **{s._cdata: s for s in watch.changed()}}.values()) <= _UNDONE:
+        if sum(s.nbytes() for s in {**found, **{s._cdata: s for s in watch.changed()}}.values()) <= UNDONE:
             watch.given_outside = found
 
     def _grads(self, runs: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -190,7 +190,7 @@ class Cuts:
         """Whether the call may be cut here."""
         if threading.get_ident() != self._thread:
             raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
-        if sum(s.nbytes() for s in self._watch.changed()) > _UNDONE:
+        if sum(s.nbytes() for s in self._watch.changed()) > UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
 
     def _arrived(self, part: Break, runs: str) -> list[torch.Tensor]:
@@ -214,7 +214,7 @@ class Cuts:
             )
         part.brought = [(name, len(tensors)) for name, tensors in arrived]
         found = [t for _, tensors in arrived for t in tensors]
-        if sum(t.nbytes for t in found) > _UNDONE:
+        if sum(t.nbytes for t in found) > UNDONE:
             raise Refusal(f"{after} by large tensors, which would have to be kept", "call it before that, or outside")
         return found
 

@@ -23,7 +23,7 @@ from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
 from ..state.rng import put
 
-__all__ = ["Diverged", "Segments"]
+__all__ = ["Diverged", "Segments", "TakenBack"]
 
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
@@ -31,9 +31,13 @@ _TORN = (
 )
 
 
-class Diverged(Refusal):
-    """A replay could not go on after a live operator or marked function. Everything is as before the call, but for what marked
-    functions have `done`; where that is such that the call cannot be made from its beginning, `torn` says so."""
+class TakenBack(Refusal):
+    """A replay could not go on. Everything is as before the call, which begins again, live."""
+
+
+class Diverged(TakenBack):
+    """It could not go on after a live operator or marked function. What marked functions have `done` is not taken back; where
+    that is such that the call cannot be made from its beginning, `torn` says so."""
 
     def __init__(self, live: Break, did: str, done: list[Done], torn: str) -> None:
         remedy = "do the same in each call" if done else live.remedy
@@ -99,8 +103,8 @@ class Segments:
         counts = self.dials.counts if self.dials is not None else None
         if counts:
             counts.begin()
-        targets: list[torch.Tensor] = self.programs[0].run(sources)
-        for number, (live, program) in enumerate(zip(self.breaks, self.programs[1:], strict=True)):
+        targets = self._run_program(0, sources, before)
+        for number, live in enumerate(self.breaks):
             if self.dials is not None and counts:
                 self.dials.advance(number)
                 counts.leave()
@@ -111,15 +115,19 @@ class Segments:
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
                 self._undo(before)
-                if counts:
-                    counts.take_back()
-                _give(before.kept)
                 if torn and before.grads is not None:
                     before.grads.lose()
                 raise diverged
-            targets = program.run(())
+            targets = self._run_program(number + 1, (), before)
         _give(before.kept)  # those that the call leaves are given at its end (`Grads.leave`)
         return targets
+
+    def _run_program(self, number: int, sources: Tensors, before: _Before) -> list[torch.Tensor]:
+        try:
+            return self.programs[number].run(sources)
+        except TakenBack:
+            self._undo(before)
+            raise
 
     def _before(self) -> _Before:
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
@@ -179,6 +187,9 @@ class Segments:
                 t.copy_(value)
         for g, state in zip(self._generators, before.states, strict=True):
             put(g, state)
+        if self.dials is not None and self.dials.counts:
+            self.dials.counts.take_back()
+        _give(before.kept)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         return frozenset[float]().union(*(p.set_numbers(numbers) for p in self.programs))

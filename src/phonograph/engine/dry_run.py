@@ -200,6 +200,7 @@ class DryRun:
         watch.warm = terms.ran
         watch.relies = self._prepared.snapshot.also
         watch.has_backward = not self._request.whole
+        watch.may_begin_again = self._request.backward is None
         watch.numerals = [] if terms.numbers else None
         watch.works_in(self._prepared.buckets)
         if self._request.backward is not None and self._request.backward.origins is not None:

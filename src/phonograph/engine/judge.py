@@ -63,7 +63,10 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
         raise Refusal(f"sets {seen[0]}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
     if changes:
         steps = [name for name in changes if name.endswith(".last_epoch")]
-        changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, _OUTLIVES)
+        following = request.terms.following
+        why = following.why.get(changes[0], "") if following is not None else ""
+        outlives = f"{_OUTLIVES}; it is not followed, because it {why}" if why else _OUTLIVES
+        changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, outlives)
         where = _where_set(changes[0], request.reach, evidence.behaviour.code)
         raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
     return Verdict(relied, tuple(settings))

@@ -99,7 +99,7 @@ class KnownCall:
         has to be begun again, or has to be refused."""
         if call.lent or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
             return None
-        if any(player.recording.live_parts or player.half_attached(call) or _needs_arguments(player) for player in players):
+        if any(player.may_begin_again or player.half_attached(call) or _needs_arguments(player) for player in players):
             return None
         try:
             given = _arguments(call, state)

@@ -212,7 +212,6 @@ class Maker:
 
     def diverged(self, diverged: Diverged, call: Call) -> None:
         """A replay could not go on after a live operator, which may give another shape from now on."""
-        self._counters.replayed -= 1
         history = diverged.history = self._patience.history(call.key)
         self._patience.diverged(history, call.key, diverged)
         reach = None

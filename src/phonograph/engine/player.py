@@ -28,7 +28,7 @@ from ..autograd.function import Joint
 from ..call.signature import Call
 from ..capture.recording import MEMORY, Output, Recording, Replay, Tensors, memory_of
 from ..devices.base import Device
-from ..devices.segments import Diverged, Segments
+from ..devices.segments import Segments, TakenBack
 from ..guards.attribute_effects import advance, putting
 from ..memory.pool import Fill, Pool, once
 from ..memory.spans import Spans
@@ -64,6 +64,8 @@ class Player:
         self._settings = [(one.spot.put, one.new) for one in recording.settings]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
+        self.may_begin_again = isinstance(recording.program, Segments)
+        """A replay may have to be taken back, and the call begun again."""
         if isinstance(recording.program, Segments):
             recording.program.disturbing = recording.reliances.disturbing
             recording.program.dials = recording.reliances.dials
@@ -244,12 +246,12 @@ class Player:
         self._enter()
         tensors = call.tensors
         copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
-        if self.played == 1 and self.recording.live_parts:
+        if self.played == 1 and self.may_begin_again:
             self.recording.reliances.grads.keep()
         try:
             run = self._run_in_sight if profiling() else self._run
             targets = run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
-        except Diverged:  # nothing has happened
+        except TakenBack:  # nothing has happened
             self.played -= 1
             if not self.played:
                 self.recording.reliances.grads.restore()  # to what they were before the capture, which this call follows

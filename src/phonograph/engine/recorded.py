@@ -29,7 +29,7 @@ from ..capture.live_results import noting
 from ..capture.recording import Entangled
 from ..capture.value_checks import look, lookouts
 from ..devices import lock, owned
-from ..devices.segments import Diverged
+from ..devices.segments import Diverged, TakenBack
 from ..errors import Refusal
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
@@ -307,10 +307,12 @@ class Recorded(Parts, Generic[P, R]):
             return verified(self.name, call, reach, self._function, lambda: player.play(call)[0], own)
         try:
             result, copied = player.play(call)
-        except Diverged as e:
-            self._maker.diverged(e, call)
-            if e.torn:
-                raise RuntimeError(e.torn) from None
+        except TakenBack as e:
+            counters.replayed -= 1
+            if isinstance(e, Diverged):
+                self._maker.diverged(e, call)
+                if e.torn:
+                    raise RuntimeError(e.torn) from None
             raise
         counters.bytes_copied += copied
         if not every:

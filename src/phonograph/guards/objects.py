@@ -59,6 +59,7 @@ _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _FIELDS = "__dataclass_fields__"
+_FILLED = (list, deque, dict, defaultdict)
 _PARSED = frozenset(argparse.Namespace.__mro__) - {object}
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
@@ -108,6 +109,7 @@ class Objects:
         self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._others_modules: list[tuple[str, torch.nn.Module]] = []  # modules of classes that others read as they like
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -260,6 +262,7 @@ class Objects:
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
             wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
         wanted -= self._put.get(identity(thing), set())
+        wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
 
@@ -280,6 +283,12 @@ class Objects:
         """Whether only its kind counts of what an attribute holds."""
         ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
+
+    def _is_only_filled(self, thing: Any, name: str, value: Any) -> bool:
+        """Whether this attribute holds a container to which code that ran only adds, where it does: a log, of every tenth step."""
+        if self._ran is None or type(value) not in _FILLED or identity(value) in self._put or self._named_otherwise(name):
+            return False
+        return self._ran.fills(name, of_module=issubclass(type(thing), torch.nn.Module))
 
     def _named_otherwise(self, name: str) -> bool:
         """Whether what may read attributes of this name is not among the code that is known to have run."""
@@ -373,9 +382,8 @@ class Objects:
             self._selected.append((path, module, set()))
         else:
             put = self._put.get(identity(module), set())
-            rest = {n: x for n, x in own.items() if n not in put}
-            self._hold(places.attributes(path, module, [*rest] if put else None, watched=True))
-            self._items(path, rest)
+            self._others_modules.append((path, module))
+            self._items(path, {n: x for n, x in own.items() if n not in put})
         self._slots(path, module)
         self._class_of(type(module))
 

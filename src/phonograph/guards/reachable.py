@@ -243,8 +243,19 @@ class Reach(Objects):
         for path, thing, entered in self._selected:
             names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
-            if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
-                self._hold(kinds(path, thing, some))
+            self._hold_kinds(path, thing)
+        around = self._ran is not None and self._ran.packages_look_around
+        for path, module in self._others_modules:
+            left = self._put.get(identity(module), set()).union([] if around else self._hold_kinds(path, module))
+            names = [n for n in module.__dict__ if n not in left] if left else None
+            self._hold(places.attributes(path, module, names, watched=True))
+
+    def _hold_kinds(self, path: str, thing: Any) -> list[str]:
+        """Hold the kind of those attributes of which nothing else counts. Returns their names."""
+        found = [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]
+        if found:
+            self._hold(kinds(path, thing, found))
+        return found
 
     @property
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:

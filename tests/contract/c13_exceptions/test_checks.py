@@ -297,7 +297,7 @@ def test_c11_a_condition_of_your_own_is_no_check(device):
 
 @may_run_live
 def test_c11_one_that_is_caught(device):
-    """A replay could not do what comes after."""
+    """A replay could not do what comes after: on the CPU the call begins again, live; a GPU would tell too late."""
 
     def f(x):
         try:
@@ -308,8 +308,11 @@ def test_c11_one_that_is_caught(device):
     g = pg.record(f)
     for x in (ramp(device, 3), ramp(device, 3), of_nans(ramp(device, 3)), ramp(device, 3)):
         assert_same(g(x), f(x))
-    assert "a check of torch's may raise" in reasons(g)
-    assert "validate_args=False" in reasons(g)
+    if device.type == "cuda":
+        assert "a check of torch's may raise" in reasons(g)
+        assert "validate_args=False" in reasons(g)
+    else:
+        assert counts(g) == (2, 1, 2), pg.explain(g)
 
 
 @may_run_live

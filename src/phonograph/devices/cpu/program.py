@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...capture.recording import Tensors, Work
 from ...memory.pool import Fill, once
 from ...memory.spans import Spans
 from ...python.identity import identity
+from ..segments import TakenBack
 from .bindings import spelled
 from .steps import Operand, Step
 
@@ -41,9 +43,12 @@ NOTHING = frozenset(map(identity, (aten.empty.memory_format, aten.empty_like.def
 
 
 class TapeProgram:
-    """A tape with its memory fixed: a list of calls without arguments."""
+    """A tape with its memory fixed: a list of calls without arguments. Where one of its first `raising` steps raises, the run has
+    to be taken back."""
 
-    def __init__(self, steps: list[Step], footprint: Spans, slots: list[torch.Tensor], keep: Any) -> None:
+    def __init__(
+        self, steps: list[Step], footprint: Spans, slots: list[torch.Tensor], keep: Any, raising: int = 0
+    ) -> None:  # fmt: skip
         self.footprint = footprint
         self.operators = len(steps)
         self.amiss: Callable[[], str | None] | None = None
@@ -55,7 +60,9 @@ class TapeProgram:
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
-            calls = [call for step in steps if (call := self._call(step)) is not None]
+            first = [call for step in steps[:raising] if (call := self._call(step)) is not None]
+            calls = [*first, *(call for step in steps[raising:] if (call := self._call(step)) is not None)]
+        self._raising = len(first)
         with below_autograd(), without_autocast():
             self.calls = spelled(calls)
         self._probes: list[tuple[int, partial[Any], frozenset[float]]] | None = (
@@ -71,8 +78,15 @@ class TapeProgram:
         targets = [new() for new in self._new]
         with below_autograd(), without_autocast():
             self._fill(sources)
-            for call in self.calls:
-                call()
+            left = iter(self.calls)
+            try:
+                for call in left:
+                    call()
+            except Exception as e:
+                if len(self.calls) - length_hint(left) <= self._raising:
+                    raise TakenBack(f"an operator raises {type(e).__name__} in a replay", "where that is rare, nothing",
+                                    this_call=True, failed=True) from e  # fmt: skip
+                raise
             if targets:
                 copy_all(targets, self.outs)
         return targets

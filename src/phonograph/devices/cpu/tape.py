@@ -23,7 +23,7 @@ from ...aten import operators
 from ...aten.autocast import Casts
 from ...aten.collectives import COLLECTIVES, called, refusal
 from ...aten.operators import Meaning
-from ...capture.breaks import Break
+from ...capture.breaks import Break, MarkedBreak
 from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.host_numbers import CHECKS
@@ -37,6 +37,7 @@ from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
 from ...values.wording import at_work
+from ..cuts import UNDONE
 from ..segments import Segments
 from .arena import Arena
 from .collectives import Exchange, UnderWay, made_by, stand_in
@@ -76,6 +77,8 @@ class Tape(OperatorWatch):
         self._undone: set[int] = set()
         self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
         self._under_way: list[UnderWay] = []
+        self._raising = 0  # where one of the first so many steps raises in a replay, the call begins again
+        self._put_back: dict[int, torch.UntypedStorage] = {}  # what is put back then
         self.drew = False
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
@@ -130,7 +133,7 @@ class Tape(OperatorWatch):
         if m.metadata_only:
             return func(*args, **kwargs)
         if may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
-            self._nothing_to_clear_up(m.name)
+            self._may_raise(at_work(m.name), operators.written_by(m, args, kwargs))
         reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
         noted: tuple[Any, Any] = (), {}
         if not reads_only:
@@ -268,30 +271,35 @@ class Tape(OperatorWatch):
             found.where = one.where
             raise found
 
-    def _nothing_to_clear_up(self, name: str) -> None:
-        """A replay knows of no Python code that would run after an exception."""
-        if self.caught(any_kind=False):
-            raise Refusal(f"{at_work(name)} may raise depending on data, and an except or finally clause or a context manager "
-                          "of yours is around it", "let the exception out, and catch it around the call")  # fmt: skip
-        self._nothing_is_changed(at_work(name))
-
-    def _nothing_is_changed(self, said: str) -> None:
-        for place in changed(self._before):
-            raise Refusal(f"{said} may raise depending on data, while {place} is changed for a time",
-                          "change it outside, around the call")  # fmt: skip
+    def _may_raise(self, said: str, written: Sequence[torch.Tensor] = ()) -> None:
+        """This may raise in a replay, which knows of no Python code that would run after it, and of no value that the call has
+        changed by then: the call has to begin again there, and what it has `written` outside is put back."""
+        place = next(iter(changed(self._before)), None)
+        if place is None and not self.caught(any_kind=False):
+            return
+        for t in written:
+            self.writes(t)
+        outside = {s._cdata: s for s in self.changed()}
+        done = self.communicated or any(isinstance(part, MarkedBreak) for part in self.parts)
+        if done or not self.may_begin_again or sum(s.nbytes() for s in outside.values()) > UNDONE:
+            said = f"{said} may raise depending on data"
+            raise self.located(Refusal(f"{said}, while {place} is changed for a time", "change it outside, around the call")
+                               if place is not None else
+                               Refusal(f"{said}, and an except or finally clause or a context manager of yours is around it",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
+        self._raising, self._put_back = len(self._steps) + 1, outside
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
         with without_modes():
             found = bool(answer.item())
-        good = super().checks(check, answer)
-        self._nothing_is_changed(CHECKS)
-        if found is not good:  # here and now: the live call raises
+        self._may_raise(CHECKS)
+        if found is not check.good:  # here and now: the live call raises
             raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
         given = [self._note(t) if storage_id(t) in self._places else None for t in check.given]
         check.given.clear()
         self._steps.append(Step(check, (self._note(answer), given), {}, []))
-        return good
+        return check.good
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
         super().state_read(state, of)
@@ -375,15 +383,17 @@ class Tape(OperatorWatch):
     def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
         """What a replay runs: the steps, in segments if operators run live between."""
         ends = [n for n, *_ in self._cuts]
-        pieces = [self._steps[a:b] for a, b in zip([0, *ends], [*ends, len(self._steps)], strict=True)]
-        programs = [TapeProgram(steps, footprint, [] if i else slots, keep) for i, steps in enumerate(pieces)]
-        if not self._cuts:
+        pieces = [*enumerate(zip([0, *ends], [*ends, len(self._steps)], strict=True))]
+        programs = [TapeProgram(self._steps[a:b], footprint, [] if i else slots, keep, raising=max(0, self._raising - a))
+                    for i, (a, b) in pieces]  # fmt: skip
+        if not self._cuts and not self._raising:
             return programs[0]
         for _, part, inputs, results in self._cuts:
             with torch.inference_mode(False), torch.no_grad():
                 part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
         generators = [g for g, _ in self._generator_states] if self.drew else []
-        return Segments(programs, [part for _, part, *_ in self._cuts], self.undone, generators, len(self._steps))
+        written = [*(self._put_back | {s._cdata: s for s in self.undone}).values()]
+        return Segments(programs, [part for _, part, *_ in self._cuts], written, generators, len(self._steps))
 
     def close(self, leaving: set[int]) -> dict[int, Made]:
         """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,
