@@ -245,10 +245,10 @@ class Reach(Objects):
             self._hold(places.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
             self._hold_kinds(path, thing)
         around = self._ran is not None and self._ran.packages_look_around
-        for path, module in self._others_modules:
-            left = self._put.get(identity(module), set()).union([] if around else self._hold_kinds(path, module))
-            names = [n for n in module.__dict__ if n not in left] if left else None
-            self._hold(places.attributes(path, module, names, watched=True))
+        for path, one in self._others_modules:
+            apart = self._put.get(identity(one), set()).union([] if around else self._hold_kinds(path, one))
+            names = [n for n in one.__dict__ if n not in apart] if apart else None
+            self._hold(places.attributes(path, one, names, watched=True))
 
     def _hold_kinds(self, path: str, thing: Any) -> list[str]:
         """Hold the kind of those attributes of which nothing else counts. Returns their names."""

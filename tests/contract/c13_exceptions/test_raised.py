@@ -197,6 +197,7 @@ class Booked:
             return x.sum()
 
 
+@may_run_live
 @pytest.mark.parametrize("name", ["step", "forgiving"])
 def test_c13_what_is_changed_before_an_operator_raises(device, name):
     """A replay in which it raises is taken back, and the call runs live from its beginning."""
