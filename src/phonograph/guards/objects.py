@@ -59,6 +59,7 @@ _COUNTED: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 # Classes that read no attributes of objects derived from them, other than those that they give them.
 _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _FIELDS = "__dataclass_fields__"
+_LAYERS = "torch.nn.modules."
 _FILLED = (list, deque, dict, defaultdict)
 _PARSED = frozenset(argparse.Namespace.__mro__) - {object}
 _NOTES = "_per_optimizer_states"  # of gradient scalers
@@ -109,7 +110,6 @@ class Objects:
         self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
-        self._others_modules: list[tuple[str, torch.nn.Module]] = []  # modules of classes that others read as they like
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -242,12 +242,14 @@ class Objects:
     def _is_plain(self, kind: type) -> bool:
         """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
         what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
-        it has to be known that nobody has asked for all."""
+        it has to be known that nobody has asked for all. (Torch's layers name what they read, as well.)"""
         if kind not in self._plain:
             ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
             handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
             asked = ran is None or ran.reads_fields or kind in SUPPORTED_NODES
+            if ran is not None:
+                foreign -= {base for base in foreign if base.__module__.startswith(_LAYERS)}
             if ran is not None and not ran.packages_look_around:
                 foreign -= packages.read_by_name(kind, matches=ran.matches)
             self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
@@ -382,8 +384,9 @@ class Objects:
             self._selected.append((path, module, set()))
         else:
             put = self._put.get(identity(module), set())
-            self._others_modules.append((path, module))
-            self._items(path, {n: x for n, x in own.items() if n not in put})
+            rest = {n: x for n, x in own.items() if n not in put}
+            self._hold(places.attributes(path, module, [*rest] if put else None, watched=True))
+            self._items(path, rest)
         self._slots(path, module)
         self._class_of(type(module))
 

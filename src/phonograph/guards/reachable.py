@@ -176,7 +176,7 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        if not (left.paths or arguments or self._selected or any(self._kinds.values())):
+        if not (left.paths or arguments or self._selected or self.modules or any(self._kinds.values())):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         items = [*map(identity, left.items)]
@@ -243,19 +243,8 @@ class Reach(Objects):
         for path, thing, entered in self._selected:
             names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
             self._hold(places.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
-            self._hold_kinds(path, thing)
-        around = self._ran is not None and self._ran.packages_look_around
-        for path, one in self._others_modules:
-            apart = self._put.get(identity(one), set()).union([] if around else self._hold_kinds(path, one))
-            names = [n for n in one.__dict__ if n not in apart] if apart else None
-            self._hold(places.attributes(path, one, names, watched=True))
-
-    def _hold_kinds(self, path: str, thing: Any) -> list[str]:
-        """Hold the kind of those attributes of which nothing else counts. Returns their names."""
-        found = [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]
-        if found:
-            self._hold(kinds(path, thing, found))
-        return found
+            if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
+                self._hold(kinds(path, thing, some))
 
     @property
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:

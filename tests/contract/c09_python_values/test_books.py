@@ -191,3 +191,25 @@ def test_c09_books_that_a_loop_keeps(device, recordings, live, source):
         theirs.between()
     assert_same(ours.model.state_dict(), theirs.model.state_dict())
     assert counts(recorded)[:2] == (live, recordings), pg.explain(recorded)
+
+
+def test_c09_books_on_a_recorded_layer(device):
+    """Of a module of torch's own class, only those attributes count that code which ran names: they are noticed."""
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LeakyReLU(0.5)).to(device)
+        model.log, model.best, model.steps = [], 9.0, 0
+        return model
+
+    ours, theirs = pg.record(made(), keep="always"), made()
+    for n in range(12):
+        for model in (ours, theirs):
+            model.steps += 1
+            model.log.append(n)
+            model.best = min(model.best, 1 / (n + 1))
+            model[1].negative_slope = 0.5 if n < 8 else 0.25
+        x = ramp(device, 2, 3, start=n) - 3
+        assert_same(ours(x), theirs(x), f"call {n}")
+    assert counts(ours)[1:] == (2, 10), pg.explain(ours)
+    pg.reset(ours)
