@@ -287,7 +287,7 @@ class Objects:
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
 
     def _is_only_filled(self, thing: Any, name: str, value: Any) -> bool:
-        """Whether an attribute holds a container to which code that ran only adds, if it does at all: a log of each tenth step."""
+        """Whether an attribute holds a container to which code that ran only adds, if at all: a log of each tenth step."""
         if self._ran is None or type(value) not in _FILLED or identity(value) in self._put or self._named_otherwise(name):
             return False
         return self._ran.fills(name, of_module=issubclass(type(thing), torch.nn.Module))

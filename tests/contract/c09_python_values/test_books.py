@@ -1,5 +1,6 @@
-"""C9: ordinary loops that keep books: counters, logs, histories and attributes that grow, on the trainer, the model and in globals.
-None of them needs a recording in each call, or runs live for it. As users write them: the loss may raise, and books are kept before.
+"""C9: ordinary loops that keep books: counters, logs, histories and attributes that grow, on the trainer, the model and
+in globals. None of them needs a recording in each call, or runs live for it. As users write them: the loss may raise, and
+books are kept before.
 """
 
 import textwrap

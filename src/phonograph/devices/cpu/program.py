@@ -43,8 +43,8 @@ NOTHING = frozenset(map(identity, (aten.empty.memory_format, aten.empty_like.def
 
 
 class TapeProgram:
-    """A tape with its memory fixed: a list of calls without arguments. Where one of its first `raising` steps raises, the run has
-    to be taken back."""
+    """A tape with its memory fixed: a list of calls without arguments. Where one of its first `raising` steps raises, the run
+    has to be taken back."""
 
     def __init__(
         self, steps: list[Step], footprint: Spans, slots: list[torch.Tensor], keep: Any, raising: int = 0
