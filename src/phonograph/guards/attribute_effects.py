@@ -28,6 +28,7 @@ from .._torch.tensors import has_memory, storage_id
 from ..python.containers import Holder, is_table, kept, key_label, own_dict, table_of
 from ..python.identity import identity
 from ..python.introspection import MISSING
+from ..values.counters import are_plain
 from ..values.host_scalars import Numeral
 from .attribute_epochs import states
 from .carried_state import CONTENTS, Carried, Carries, Place, is_filled, is_state, put, tensors_in
@@ -153,14 +154,15 @@ def left_by(
         may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
         state = [(name, a, b) for name, a, b in pairs
                  if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
-        if len(counted) + len(sets) + len(state) == len(pairs):
+        rest = {name for name, a, b in pairs if name not in counted and are_plain(a, b)}  # those are judged by themselves
+        if len(counted) + len(sets) + len(state) + len(rest) == len(pairs):
             late = {name for name, *_ in state if traced and not item and not ran.is_torchs(name)}
             unknown += _not_known(holder, of, state, carried, read, late)
             counts += [Count(f"{holder.path}.{name}", of, name, by) for name, by in counted.items()]
             sets |= {name: b for name, _, b in state}
             puts += [Put(_path(holder, name), of, name, new) for name, new in sets.items()]
             behind = behind or holder.behind is not None
-            for name, a, _ in pairs:
+            for name, a, _ in (pair for pair in pairs if pair[0] not in rest):
                 if a is MISSING:
                     del own[name]
                 else:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .._torch.tensors import alias
 from ..python.containers import Holder, Spot
-from ..values.counters import Followed
+from ..values.counters import are_numbers, are_plain
 from ..values.tensor_subclasses import consists_of_parts
 from .reachable import Reach
 from .sameness import all_same, equal, same
@@ -25,10 +25,6 @@ class Setting(NamedTuple):
     old: object
     new: object
     number: bool
-
-
-_NUMBERS = (int, float)
-_PLAIN = frozenset({bool, str, type(None)})
 
 
 class Snapshot:
@@ -72,10 +68,9 @@ class Snapshot:
                 return []
             for i, (a, b) in enumerate(zip(old, now, strict=True)):
                 if a is not b and not equal(a, b):
-                    number = type(a) in _NUMBERS and (type(b) in _NUMBERS or isinstance(b, Followed))
-                    if holder.spot is None or not (number or {type(a), type(b)} <= _PLAIN):
+                    if holder.spot is None or not are_plain(a, b):
                         return []
-                    found.append(Setting(holder.label(i, now), holder.spot(i, now), a, b, number))
+                    found.append(Setting(holder.label(i, now), holder.spot(i, now), a, b, are_numbers(a, b)))
         states = states_of([t for _, t, _ in self.tensors])
         return found if all(now == state for (_, _, state), now in zip(self.tensors, states, strict=True)) else []
 

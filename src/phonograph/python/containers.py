@@ -193,7 +193,14 @@ def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -
     def read() -> Reading:
         return (len(d), *d, *[value for key, value in d.items() if key not in names])
 
-    return kept(path, read)
+    def spot(i: int, values: Reading) -> Spot:
+        n = values[0]
+        held = [None] * (1 + n) + [key for key in values[1 : 1 + n] if key not in names]
+        if i <= n:
+            raise IndexError(i)
+        return item(d, held[i])
+
+    return kept(path, read)._replace(spot=spot)
 
 
 _values: Callable[[Any], Any] = methodcaller("values")

@@ -18,7 +18,7 @@ from typing import Any
 
 from .formulas import Formula, Worked
 
-__all__ = ["LARGEST", "Followed", "Tally", "said"]
+__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "said"]
 
 LARGEST = 2**53  # beyond, a float is not exact
 
@@ -86,6 +86,20 @@ class Tally(Followed):
 
     def __round__(self, digits: Any = None) -> Any:
         return self if digits is None else round(self.as_plain("is rounded"), digits)
+
+
+def are_numbers(old: object, new: object) -> bool:
+    """Whether a number has taken the place of one, or what stands for it."""
+    return type(old) in _NUMBERS and (type(new) in _NUMBERS or isinstance(new, Followed))
+
+
+def are_plain(old: object, new: object) -> bool:
+    """Whether a call that leaves this there, where it has found that, has only set a plain value."""
+    return are_numbers(old, new) or {type(old), type(new)} <= _PLAIN
+
+
+_NUMBERS = (int, float)
+_PLAIN = frozenset({bool, str, type(None)})
 
 
 def said(x: object) -> Any:

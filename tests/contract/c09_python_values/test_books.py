@@ -114,6 +114,31 @@ BOOKS = {
                     for mean, p in zip(self.mean, self.model.parameters()): mean.lerp_(p, 0.5)
             return loss
     """),
+    "a count that decides, and the last loss": (2, 2, """
+        n, last = 0, None
+        def step(self, x, y):
+            self.n += 1
+            self.last = loss = self.update(x, y)
+            return loss * 2 if self.n % 4 == 0 else loss
+    """),
+    "a coefficient, a history and the least loss": (1, 1, """
+        def prepare(self): self.beta, self.best, self.log = 0.0, torch.tensor(9.0, device=device), []
+        def step(self, x, y):
+            self.beta = self.beta + 0.125
+            loss = self.update(x, y, self.beta)
+            self.best = torch.minimum(self.best, loss)
+            self.log.append(loss)
+            return loss
+    """),
+    "metrics: a loss, a count": (1, 1, """
+        n = 0
+        def prepare(self): self.metrics = {"loss": None, "steps": 0}
+        def step(self, x, y):
+            loss = self.update(x, y)
+            self.n += 1
+            self.metrics["loss"], self.metrics["steps"] = loss, self.n
+            return loss
+    """),
     "a warm-up of the loss": (2, 2, """
         n = 0
         def weight(self): return self.n / 4 if self.n < 4 else 1.0
