@@ -307,8 +307,10 @@ def test_c13_an_exception_of_an_operator_that_rarely_raises(operator):
 
 
 @may_run_live
-@pytest.mark.parametrize("recorded", [True, False])
-def test_c13_a_clause_for_what_no_operator_raises(recorded):
+@pytest.mark.parametrize("by_others", [True, False])
+def test_c13_a_clause_around_what_may_raise(by_others):
+    """For what no operator raises, or for that: there a replay is taken back, and the call begins again."""
+
     def others(x, i):
         try:
             return x[i]
@@ -321,7 +323,7 @@ def test_c13_a_clause_for_what_no_operator_raises(recorded):
         except (KeyError, IndexError):
             return x * 0
 
-    function = others if recorded else its_own
+    function = others if by_others else its_own
     f = pg.record(function, warmup=1)
     for n in (0, 1, 2, 9, 1):
         x, i = torch.ones(3) + n, torch.tensor([n])
@@ -333,4 +335,4 @@ def test_c13_a_clause_for_what_no_operator_raises(recorded):
         else:
             assert_same(f(x, i), expected)
     if sys.version_info >= (3, 11):
-        assert (pg.stats(f).replayed > 0) == recorded, pg.explain(f)
+        assert pg.stats(f).replayed >= 3, pg.explain(f)

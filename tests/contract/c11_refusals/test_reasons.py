@@ -242,9 +242,10 @@ def in_a_helper(device):
 
 @way("a check of torch's", "except", remedy="error_if_nonfinite", only="cpu")
 def clipping_that_looks(device):
-    net = nn.Linear(4, 1, device=device)
+    net, note = nn.Linear(4, 1, device=device), pg.live(lambda x: None)
 
     def step(x):
+        note(x)
         net.zero_grad()
         net(x).sum().backward()
         try:
@@ -271,7 +272,10 @@ def clipping_that_looks_on_a_gpu(device):
 
 @way("a check of torch's", "except", remedy="validate_args=False")
 def a_distribution(device):
+    note = pg.live(lambda x: None)
+
     def f(x):
+        note(x)
         try:
             return torch.distributions.Categorical(probs=x / x.sum(), validate_args=True).entropy()  # here
         except ValueError:
@@ -1301,7 +1305,11 @@ def a_marked_function_in_a_try_statement(device):
 
 @way("index_select", "except or finally", remedy="around the call", only="cpu")
 def an_index_in_a_try_statement(device):
+    """After what may have had effects: else a replay is taken back there."""
+    note = pg.live(lambda x: None)
+
     def f(x, i):
+        note(x)
         try:
             return x.index_select(0, i)  # here
         except IndexError:
