@@ -189,7 +189,7 @@ class _Code:
         self.called = called
 
 
-def code_of(part: Private) -> Any:
+def code_of(part: Private) -> object:
     """The function that recomputes a part."""
     return part.recompute_fn if hasattr(part, "recompute_fn") else part.run_function
 
@@ -239,7 +239,7 @@ def forget_recomputed(part: Private) -> None:
             holder.handles.clear()
 
 
-def selected_anew(entries: Any) -> Any:
+def selected_anew(entries: Any) -> object:
     """What selective recompute keeps of the calls of one operator, in tensors that have no history yet: the ones that it hands
     out get one."""
     if isinstance(entries, (dict, list, tuple)):

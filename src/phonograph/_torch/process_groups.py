@@ -185,7 +185,7 @@ def rank_in(group: Private) -> int:
     return int(_c10d("ProcessGroup").unbox(group).rank())
 
 
-def unboxed_work(x: Any) -> Any:
+def unboxed_work(x: object) -> object:
     """The collective that is under way for which this stands; None if it stands for none."""
     return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
 

@@ -129,7 +129,7 @@ _REMEDIES_THERE = {
 }
 
 
-_known: dict[int, tuple[Any, Meaning]] = {}  # by identity: an overload's own hash is Python code
+_known: dict[int, tuple[object, Meaning]] = {}  # by identity: an overload's own hash is Python code
 
 
 def meaning(func: OpOverload) -> Meaning:

@@ -289,7 +289,7 @@ def _version(t: torch.Tensor) -> object:
     return version if is_ordinary(t) else (version, *map(identity, parts(t)))
 
 
-def _kind(t: torch.Tensor) -> tuple[Any, ...]:
+def _kind(t: torch.Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, t.device
 
 

@@ -65,8 +65,8 @@ class Averages(Again):
 class _Known(NamedTuple):
     """A reducer that was made for captures, and where it works."""
 
-    reducer: weakref.ref[Any]
-    stream: Any
+    reducer: weakref.ref[object]
+    stream: object
     buckets: list[torch.Tensor]
 
 
@@ -218,7 +218,7 @@ def _has_methods(kind: type) -> bool:
     return any(isinstance(member, FunctionType) for base in kind.__mro__ for member in vars(base).values())
 
 
-def _made_for(wrapper: Private, stream: Any, said: _Said = _CONTAINS) -> list[torch.Tensor]:
+def _made_for(wrapper: Private, stream: object, said: _Said = _CONTAINS) -> list[torch.Tensor]:
     """The memory of the buckets of this one's reducer, made anew if it has to be."""
     known = _known.get(wrapper)
     if known is None or known.reducer() is not wrapper.reducer or known.stream != stream:

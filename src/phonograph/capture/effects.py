@@ -80,7 +80,7 @@ _DRAW = "draw it outside and pass it as an argument, or use torch's generators"
 # -- built-in functions
 
 
-def _named(module: object, names: str, effect: Callable[[str], Effect]) -> dict[Any, Effect]:
+def _named(module: object, names: str, effect: Callable[[str], Effect]) -> dict[object, Effect]:
     return {getattr(module, n): effect(n) for n in names.split() if hasattr(module, n)}
 
 
@@ -148,7 +148,7 @@ def _not_here(owner: object) -> bool:
     )
 
 
-_Rule = tuple[Callable[[Any], bool], Effect]
+_Rule = tuple[Callable[[object], bool], Effect]
 
 
 def _methods(names: str, owners: Callable[[object], bool], effect: Callable[[str], Effect]) -> list[tuple[str, _Rule]]:

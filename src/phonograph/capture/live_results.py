@@ -231,7 +231,7 @@ class Notes:
         """What marked functions were given in this call, and somebody still has."""
         return [t for ref in self._given if (t := ref()) is not None]
 
-    def call(self, operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    def call(self, operator: OpOverload, args: Args, kwargs: Kwargs) -> object:
         if transformed():
             self._note(Form(operator, None, (), "is given tensors of a transform"), None)
             return operator(*args, **kwargs)

@@ -261,7 +261,7 @@ class _Object(NamedTuple):
     """Stands for a distribution, of which a copy is made that has these attributes."""
 
     kind: type
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
 
 
 _PLAIN = (str, int, float, bool, complex, type(None), torch.dtype, torch.device, type)

@@ -66,7 +66,7 @@ class Part:
     reasons: list[str]
     single: bool  # it gives one value, and its graph a tuple of that
 
-    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self, function: Callable[..., Any]) -> Callable[..., object]:
         """What the other parts call, where `function` stands for the graph."""
         return (lambda *args: function(*args)[0]) if self.single else function
 

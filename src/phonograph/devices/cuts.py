@@ -238,7 +238,7 @@ class Cuts:
                            "recorded function", final=False)  # fmt: skip
         return mine.cut(function, args, kwargs)
 
-    def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[Any]]:
+    def _form(self, operator: OpOverload | Marked, runs: str) -> tuple[Form, list[object]]:
         i, self._before = self._before, self._before + 1
         if self._notes is None or i >= len(self._notes.forms) or self._notes.forms[i].operator is not operator:
             raise Unseen(f"{runs}, which was not seen to run there", "call it in every call", final=False)

@@ -83,7 +83,7 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
 
     def asking(name: str, read: Callable[..., object]) -> Callable[..., object]:
         @wraps(read)
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        def ask(*args: Any, **kwargs: object) -> object:
             repeated = watch.repeated and threading.get_ident() == mine
             if repeated and name in (ITEM, TRUTH):
                 return read(*args, **kwargs)

@@ -114,7 +114,7 @@ class Launches:
         return min(waiting, key=lambda one: one.at, default=None)
 
 
-_launches: dict[Any, Launches] = {}  # by device
+_launches: dict[object, Launches] = {}  # by device
 _programs: weakref.WeakKeyDictionary[object, Watched] = weakref.WeakKeyDictionary()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None

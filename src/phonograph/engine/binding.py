@@ -34,7 +34,7 @@ class Binding:
         self._place = f"_phonograph_{self.name}_{identity(self):x}"
 
     @property
-    def _kind(self) -> Callable[[Any, Options], Binding]:
+    def _kind(self) -> Callable[[object, Options], Binding]:
         """The class for another function, or for a copy of this one."""
         raise NotImplementedError
 

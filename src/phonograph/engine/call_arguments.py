@@ -93,7 +93,7 @@ class Arguments:
                 raise Refusal("accumulates a gradient in an argument", "use torch.autograd.grad and return the gradient")
 
 
-def _metadata(t: torch.Tensor) -> tuple[Any, ...]:
+def _metadata(t: torch.Tensor) -> tuple[object, ...]:
     hooks = len(t._backward_hooks or ()), len(getattr(t, "_post_accumulate_grad_hooks", None) or ())
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
 

@@ -186,8 +186,8 @@ class KnownCalls:
     """Those of one function, each with its signature, and among those with a first argument of the same size."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Any, tuple[KnownCall, Any]] = {}
-        self._by_size: dict[Any, tuple[KnownCall, ...]] = {}
+        self._by_key: dict[object, tuple[KnownCall, object]] = {}
+        self._by_size: dict[object, tuple[KnownCall, ...]] = {}
         self._last: KnownCall | None = None
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from .._torch import dynamo as torch_dynamo
 from ..call.live_function import MARK, Marked
@@ -32,7 +32,7 @@ def live(function: Callable[P, R]) -> Callable[P, R]:
     marked = Marked(function)
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def called(*args: P.args, **kwargs: P.kwargs) -> object:
         if recording_here():
             try:
                 return Cuts.marked(marked, args, kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .._torch.dynamo import run_where_traced
 from ..aten.operators import meaning
@@ -41,7 +40,7 @@ class Parts(Binding, Observed):
     _watches_sizes = True
     """Whether sizes that grow are noticed, and recordings that are played keep their places."""
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+    def __init__(self, function: Callable[..., object], options: Options) -> None:
         self.options = options
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()

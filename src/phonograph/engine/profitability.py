@@ -115,7 +115,7 @@ class Took:
         """It counts until another call begins."""
         self._ends(other.since, other.begun)
 
-    def _ends(self, now: int, mark: Any) -> None:
+    def _ends(self, now: int, mark: object) -> None:
         self.host = now - self.since
         self.marks = () if mark is None or self.begun is None else (self.begun, mark)
 

@@ -86,7 +86,7 @@ class Carried:
 
     def __init__(self, learns: bool = True) -> None:
         self.learns = learns
-        self._known: dict[tuple[int, Any], _Known] = {}
+        self._known: dict[tuple[int, object], _Known] = {}
         self._learned = Counter[int]()  # how often something new, by what it was in
 
     def __bool__(self) -> bool:
@@ -145,7 +145,7 @@ class Carried:
         """Those places of which it is not known that what stands there is read, as if it were."""
         return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
 
-    def places(self) -> list[tuple[Any, Any]]:
+    def places(self) -> list[tuple[object, object]]:
         """The places themselves."""
         return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None]
 

@@ -303,7 +303,7 @@ def _derived(dials: Dials, function: Any) -> object:
     """A function of math, which gives a dial where it is given one."""
 
     @wraps(function)
-    def called(*args: object, **kwargs: object) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         given = [*_dials_in((args, kwargs))]
         if not any(type(x) is Tally or x.wide for x in given):
             return function(*args, **kwargs)

@@ -77,7 +77,7 @@ class Objects:
     def __init__(self, heard: frozenset[str], ran: Ran | None, left: Left | None) -> None:
         self._heard = heard
         self._ran = ran
-        self._put: dict[int, set[Any]] = defaultdict(set)  # where it has put something: into what, and under which names
+        self._put: dict[int, set[object]] = defaultdict(set)  # where it has put something: into what, and under which names
         for put in left.puts if left is not None else ():
             self._put[identity(put.of)].add(put.name)
         self._resumed: set[str] = set()  # what generators name, which may have run unheard
@@ -214,7 +214,7 @@ class Objects:
 
     # -- objects
 
-    def _object(self, path: str, thing: Any) -> None:
+    def _object(self, path: str, thing: object) -> None:
         """An object of some class: its attributes, its contents if it is a container as well, its methods."""
         self._objects.append(thing)
         own = own_dict(thing)
@@ -474,7 +474,7 @@ class Objects:
         self._seen.add(identity(group))
         self.met.append(group)
 
-    def _group(self, path: str, group: dict[str, Any]) -> None:
+    def _group(self, path: str, group: dict[str, object]) -> None:
         """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
         followed = (*LIVE, *CYCLED)
         self._is_group(group)
@@ -558,7 +558,7 @@ class Objects:
 _MARKS = frozenset({"_is_param"})  # that torch makes for `Parameter`
 
 
-def _live_place(path: str, group: dict[str, Any], key: str) -> Holder:
+def _live_place(path: str, group: dict[str, object], key: str) -> Holder:
     """One hyper-parameter that a replay may follow."""
 
     def restore(values: tuple[object, ...]) -> None:

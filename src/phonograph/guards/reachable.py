@@ -92,7 +92,7 @@ class Reach(Objects):
     those attributes of the user's objects are left out that it cannot have read, and what it has `left`."""
 
     def __init__(
-        self, roots: Iterable[tuple[str, Any]], heard: Iterable[str] = (), ran: Ran | None = None, left: Left | None = None
+        self, roots: Iterable[tuple[str, object]], heard: Iterable[str] = (), ran: Ran | None = None, left: Left | None = None
     ) -> None:  # fmt: skip
         super().__init__(frozenset(heard), ran, left)
         self._roots = (*roots,)
@@ -297,7 +297,7 @@ class Reach(Objects):
         code = frame.f_code
         if not is_users(code.co_filename) or (code.co_filename == "<string>" and not _runs_for_the_user(frame)):
             return None
-        first: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        first: object = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         kind: Any = first if issubclass(type(first), type) else type(first)
         if code.co_name in CONSTRUCTORS and is_users_class(kind) and kind not in self._kinds:
             return Overlooked(frozenset(), [kind])  # whose methods and attributes count as well
@@ -344,7 +344,7 @@ class Reach(Objects):
         self._work.append((path, method.__func__))
         self._work.append(("self", method.__self__))
 
-    def _partial(self, path: str, p: functools.partial[Any]) -> None:
+    def _partial(self, path: str, p: functools.partial[object]) -> None:
         self._hold(kept(path, lambda: (p.func, p.args, p.keywords)))
         self._work.append((path, p.func))
         self._fixed(path, p.args)

@@ -106,7 +106,7 @@ def root(t: torch.Tensor) -> torch.Tensor:
     return t._base if t._base is not None else t
 
 
-def _seen(t: torch.Tensor, base: torch.Tensor) -> tuple[Any, ...]:
+def _seen(t: torch.Tensor, base: torch.Tensor) -> tuple[object, ...]:
     """What can be seen of a tensor on the memory of another."""
     counted = not (t.is_inference() or base.is_inference())
     of = (root(t) is root(base), made_as(t)) if t._is_view() else None

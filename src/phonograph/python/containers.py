@@ -137,7 +137,7 @@ def _pairs(values: Reading, at: int) -> Iterator[tuple[Any, Any]]:
     return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)
 
 
-def item(d: Table, key: Any) -> Spot:
+def item(d: Table, key: object) -> Spot:
     """An item of a dictionary."""
     return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
 
@@ -258,7 +258,7 @@ def with_inner(path: str, d: Table, name: str) -> Holder:
     return Holder(path, read, restore, named=keyed)
 
 
-def without(path: str, d: dict[str, Any], name: str) -> Holder:
+def without(path: str, d: dict[str, object], name: str) -> Holder:
     """A dictionary but for what is under `name`, which has a place of its own. Read as (how many keys, the keys, the values of
     those that are there now)."""
     others, before = [key for key in d if key != name], [*d]
@@ -495,7 +495,7 @@ def of_tensors(
 # -- other containers
 
 
-def ordered(path: str, values: Leaves | deque[Any]) -> Holder:
+def ordered(path: str, values: Leaves | deque[object]) -> Holder:
     kind: Any = list if issubclass(type(values), list) else deque
 
     def restore(saved: Reading) -> None:
@@ -674,7 +674,7 @@ def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
     return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
 
 
-def space(path: str, of: dict[str, Any], names: Iterable[str]) -> Holder:
+def space(path: str, of: dict[str, object], names: Iterable[str]) -> Holder:
     """Some names of a namespace, whether or not they are there."""
     held = tuple(names)
 

@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
 
 from .._torch.dynamic import Reading
 from .origin import written_out
@@ -24,7 +23,7 @@ identity: Callable[[object], int] = object.__hash__
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
-def _parts_of(function: object) -> list[Any]:
+def _parts_of(function: object) -> list[object]:
     return [getattr(function, part) for part in _PARTS]
 
 

@@ -62,7 +62,7 @@ class Padded(Recorded[..., object]):
     _measures = False  # what is played is not the call that would run live
     _watches_sizes = False  # what cannot be padded after all leaves a recording that nobody plays
 
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+    def __init__(self, function: Callable[..., object], options: Options) -> None:
         self._declared = _declared(function, options)
         self._verdicts: weakref.WeakKeyDictionary[Player, dict[object, Moulds | Unpadded]] = weakref.WeakKeyDictionary()
         self._padded = 0  # calls that were
@@ -239,7 +239,7 @@ class Padded(Recorded[..., object]):
         finally:
             lock.release()
 
-    def _prepare(self, given: Any, chosen: list[dict[Any, int]], args: Args, kwargs: Kwargs) -> None:
+    def _prepare(self, given: Any, chosen: list[dict[object, int]], args: Args, kwargs: Kwargs) -> None:
         history = None
         try:
             call = self._described(args, kwargs)
@@ -276,7 +276,7 @@ class Padded(Recorded[..., object]):
 _TENSORS = (torch.Tensor, torch.nn.Parameter, Borrowed)
 
 
-def _declared(function: Callable[..., Any], options: Options) -> list[_Declared]:
+def _declared(function: Callable[..., object], options: Options) -> list[_Declared]:
     """The sizes that the user declared, with the places of the function's parameters.
 
     Raises:

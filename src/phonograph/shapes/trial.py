@@ -163,7 +163,7 @@ def gradients() -> Unpadded:
 def replaced(pads: Pads, args: Args, kwargs: Kwargs, make: Callable[[torch.Tensor, Sequence[Pad]], torch.Tensor]) -> Any:
     """The arguments with others for those that are padded, and one for one that is given twice."""
     new_args, new_kwargs = list(args), dict(kwargs)
-    made: dict[Any, torch.Tensor] = {}
+    made: dict[object, torch.Tensor] = {}
     for at, dims in pads.items():
         place: Any = new_kwargs if isinstance(at, str) else new_args
         key = identity(place[at]), tuple(dims)

@@ -101,7 +101,7 @@ def settled(own: Iterable[OwnGenerators]) -> Iterator[None]:
             each.settle()
 
 
-_known: weakref.WeakKeyDictionary[Any, OwnGenerators | None] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[object, OwnGenerators | None] = weakref.WeakKeyDictionary()
 
 
 def own_of(node: object) -> OwnGenerators | None:

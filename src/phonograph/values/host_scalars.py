@@ -81,7 +81,7 @@ def tensors_of(leaves: Sequence[object]) -> dict[int, torch.Tensor]:
     return {i: x.tensor for i, x in enumerate(leaves) if type(x) is Numeral}
 
 
-def without(result: object, given: Set[int]) -> tuple[Any, list[torch.Tensor]]:
+def without(result: object, given: Set[int]) -> tuple[object, list[torch.Tensor]]:
     """The same with their tensors in the place of numerals, and these tensors. `given` are containers that are not the call's
     own, by identity.
 

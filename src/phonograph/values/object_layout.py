@@ -93,7 +93,7 @@ def made_of(kind: Any) -> object:
     return kind.__new__(kind)
 
 
-def put_into(thing: Any, attributes: dict[str, Any], items: dict[object, object] | None, itself: bool) -> None:
+def put_into(thing: Any, attributes: dict[str, object], items: dict[object, object] | None, itself: bool) -> None:
     """Let an object have these attributes, and items, and no others."""
     layout = layout_of(type(thing))
     assert layout is not None

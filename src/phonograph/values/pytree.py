@@ -170,7 +170,7 @@ def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] |
     return next(leaves) if node is None else _unflatten(node, leaves, [] if built is None else built)
 
 
-def _unflatten(node: Node | None, leaves: Iterator[Any], built: Leaves) -> Any:
+def _unflatten(node: Node | None, leaves: Iterator[object], built: Leaves) -> object:
     if node is None:
         return next(leaves)
     if node.kind is _Back:
@@ -437,7 +437,7 @@ def _is_dict(tree: Any) -> bool:
     return kind is dict or kind is OrderedDict
 
 
-def _parts(tree: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+def _parts(tree: Any) -> tuple[tuple[object, ...], list[object]] | None:
     kind = type(tree)
     if kind is torch.Size:
         return None

@@ -258,7 +258,7 @@ class _LiveBackward:
         if is_all:
             self._has_run(k)
 
-    def _leave(self, k: int, arguments: list[tuple[int, int]], grads: Sequence[Any], _: object) -> None:
+    def _leave(self, k: int, arguments: list[tuple[int, int]], grads: Sequence[object], _: object) -> None:
         for at, i in arguments:
             if grads[at] is not None:
                 before = self._of_arguments[i]

@@ -28,7 +28,7 @@ from ...python.identity import identity
 __all__ = ["spelled"]
 
 
-def spelled(calls: Sequence[partial[object]]) -> list[partial[Any]]:
+def spelled(calls: Sequence[partial[object]]) -> list[partial[object]]:
     """The same calls; those of an overload (`torch.ops.aten.add_.Tensor`) in its shortest spelling. Executes nothing.
 
     To be called with the dispatch keys that a replay has. About 10 us a call.
@@ -71,7 +71,7 @@ def _sort_of(value: object) -> object:
 
 
 @cache
-def _candidates(func: OpOverload) -> tuple[list[str], list[Callable[..., Any]]]:
+def _candidates(func: OpOverload) -> tuple[list[str], list[Callable[..., object]]]:
     """The operator's own names for what its bindings call `out`, and those bindings, as far as it can be asked."""
     written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     outs = [a.name for a in written if a.kwarg_only]
