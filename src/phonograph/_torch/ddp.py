@@ -214,6 +214,37 @@ def _tell_the_next(wrapper: Private, parameters: Sequence[torch.Tensor]) -> None
         node.register_hook(tells(i))
 
 
+def _step_without_averaging(
+    reducer: Private, parameters: Sequence[torch.Tensor], order: Sequence[int], memory: list[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Take a reducer through its first step, in which gradients come in this order and nothing is averaged; the parameters have
+    their own `grads` then. Returns what it has made for its buckets, for which the `memory` of the old ones is there."""
+    reducer._set_ddp_runtime_logging_sample_rate(_NEVER)
+    for _ in range(_SAMPLED):
+        reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+
+    def come() -> None:
+        for i in order:
+            reducer._autograd_hook(i)
+
+    try:
+        for p, scratch in zip(parameters, _of_scratch(parameters), strict=True):
+            p.grad = scratch
+        with torch.inference_mode(False), torch.enable_grad():
+            _Calls.apply(torch.ones((), device=parameters[0].device, requires_grad=True), come).backward()
+        for p in parameters:
+            p.grad = None
+        with _Empty(memory) as seen, torch.no_grad():
+            reducer._rebuild_buckets()
+    finally:
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+    made: list[torch.Tensor] = seen.made
+    return made
+
+
 def reducer_anew(wrapper: Private) -> list[torch.Tensor] | None:
     """Give a `DistributedDataParallel` a new reducer on the current stream, as it is after its first steps: with the buckets of
     the old one and its hooks, and taking no times. Returns the memory of its buckets; None if they would be others, which the
@@ -245,27 +276,7 @@ def reducer_anew(wrapper: Private) -> list[torch.Tensor] | None:
     finally:
         wrapper.process_group = group
     new = wrapper.reducer
-    new._set_ddp_runtime_logging_sample_rate(_NEVER)
-    for _ in range(_SAMPLED):
-        new.prepare_for_forward()
-    new.prepare_for_backward([])
-
-    def come() -> None:
-        for i in (i for bucket in before for i in bucket):
-            new._autograd_hook(i)
-
-    try:
-        for p, scratch in zip(parameters, _of_scratch(parameters), strict=True):
-            p.grad = scratch
-        with torch.inference_mode(False), torch.enable_grad():
-            _Calls.apply(torch.ones((), device=parameters[0].device, requires_grad=True), come).backward()
-        for p in parameters:
-            p.grad = None
-        with _Empty(memory) as seen, torch.no_grad():
-            new._rebuild_buckets()
-    finally:
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
+    made = _step_without_averaging(new, parameters, [i for bucket in before for i in bucket], memory, grads)
     alike = buckets()[0] == before
     if not alike:
         new._reset_state()
@@ -274,5 +285,5 @@ def reducer_anew(wrapper: Private) -> list[torch.Tensor] | None:
         _c10d("_register_comm_hook")(new, state, hook)
     wrapper._has_rebuilt_buckets = alike
     sizes = [(parameters[b[0]].dtype, sum(parameters[i].numel() for i in b)) for b in before]
-    found = [t for t in seen.made if (t.dtype, t.numel()) in sizes and t.dim() == 1]
+    found = [t for t in made if (t.dtype, t.numel()) in sizes and t.dim() == 1]
     return found if alike and len(found) >= len(before) else None

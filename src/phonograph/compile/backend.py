@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -62,16 +63,7 @@ def backend(
     Raises:
         TypeError, ValueError: an option is unknown, or out of range; or a mode is given, which is Inductor's.
     """
-    chosen = dict(options or {})
-    unknown = sorted(chosen.keys() - set(_KNOWN))
-    if unknown:
-        said = f"unknown option {', '.join(map(repr, unknown))}: phonograph's backend knows {', '.join(_KNOWN)}"
-        raise ValueError(said + did_you_mean(str(unknown[0]), _KNOWN))
-    if mode is not None:
-        raise ValueError(f"mode={mode!r} is Inductor's: give options={{'inner_options': {{...}}}} instead")
-    inner = chosen.pop("inner", "inductor")
-    if not isinstance(inner, str):
-        raise TypeError(f"inner must be the name of a backend, not {type(inner).__name__}")
+    chosen, inner = _given(mode, options)
     name = named(gm)
     inner_options = chosen.pop("inner_options", None)
     live, record = (checked(option, chosen.pop(option, ())) for option in ("live", "record"))
@@ -95,15 +87,32 @@ def backend(
         warnings.warn(f"{name} runs live: {refusal}", RunsLive, stacklevel=2)
         return compiled_inside(gm, example_inputs)
 
-    def recorded(compiled: Callable[..., object], options: Options, remarks: Sequence[str] = ()) -> Graph:
-        reached = (Closed(compiled),) if inner in _AOT else tuple(_reached_by(compiled))
-        graph = Graph(compiled, options, reached, remarks=remarks)
-        _graphs.add(graph)
-        return graph
-
+    recorded = partial(_recorded, inner)
     if split is None:
         return recorded(compiled_inside(gm, example_inputs), recorded_with)
     return _in_parts(*split, compiled_inside, recorded, recorded_with)
+
+
+def _given(mode: str | None, options: Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """The options that were given, and what compiles the graph before it is recorded."""
+    chosen = dict(options or {})
+    unknown = sorted(chosen.keys() - set(_KNOWN))
+    if unknown:
+        said = f"unknown option {', '.join(map(repr, unknown))}: phonograph's backend knows {', '.join(_KNOWN)}"
+        raise ValueError(said + did_you_mean(str(unknown[0]), _KNOWN))
+    if mode is not None:
+        raise ValueError(f"mode={mode!r} is Inductor's: give options={{'inner_options': {{...}}}} instead")
+    inner = chosen.pop("inner", "inductor")
+    if not isinstance(inner, str):
+        raise TypeError(f"inner must be the name of a backend, not {type(inner).__name__}")
+    return chosen, inner
+
+
+def _recorded(inner: str, compiled: Callable[..., object], options: Options, remarks: Sequence[str] = ()) -> Graph:
+    reached = (Closed(compiled),) if inner in _AOT else tuple(_reached_by(compiled))
+    graph = Graph(compiled, options, reached, remarks=remarks)
+    _graphs.add(graph)
+    return graph
 
 
 def _in_parts(
