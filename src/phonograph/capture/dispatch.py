@@ -42,6 +42,7 @@ from .arrivals import Arrivals
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import Starts
+from .followed_counts import COUNTING, FollowedCounts
 from .histories import Histories
 from .host_numbers import HostNumbers
 from .origins import Origins
@@ -58,11 +59,8 @@ __all__ = ["OperatorWatch"]
 _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
-# How steps of optimizers move their counts on.
-_COUNTING = {"aten::add_": "add", "aten::_foreach_add_": "add", "aten::mul_": "mul", "aten::_foreach_mul_": "mul"}
 
-
-class OperatorWatch(TorchDispatchMode, HostNumbers):
+class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
     """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
@@ -71,6 +69,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         Refusals.__init__(self)
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
+        FollowedCounts.__init__(self)
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
@@ -99,9 +98,6 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
         """Whether some operator is not torch's own, and may be Python code."""
         self.repeated = False
         """Whether such code runs now. It runs in each replay too, so it may read numbers."""
-        self.dials: Dials | None = None
-        self._counts: Set[int] = frozenset()  # storages of followed step counts on the host
-        self._counting = False  # whether there are any
         self.give_back: Callable[[int, int], None] = _not_here
         """Frees memory (address, bytes) for the rest of the capture."""
         self.met_outside: Callable[[torch.Tensor], None] = _unsaid
@@ -175,7 +171,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             self.communicates(m, args, kwargs)
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
-        if m.name in _COUNTING and self._counting and self._counted(m, args, kwargs):
+        if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
             return args[0] if isinstance(args[0], torch.Tensor) else None
         self._see(m, args, kwargs)
         self.operators += 1
@@ -354,14 +350,6 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
                               f"function, {MARKED}")  # fmt: skip
         return found
 
-    # -- hyper-parameters and step counts
-
-    def follow(self, dials: Dials) -> None:
-        """Set the probes for hyper-parameters and step counts of this call."""
-        self.dials = dials
-        self._counts = frozenset(map(storage_id, dials.counts.here))
-        self._counting = bool(dials.counts)
-
     def _followed(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
         """Run an operator with followed numbers among its arguments, so that its kernels have them as parameters."""
         assert self.dials is not None
@@ -370,24 +358,6 @@ class OperatorWatch(TorchDispatchMode, HostNumbers):
             return self.perform(func, m, args, kwargs)
         finally:
             self.dials.stepping(False)
-
-    def _counted(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
-        """Whether an operator only advances step counts on the host. It is left out: replays advance them by themselves."""
-        assert self.dials is not None
-        counts, by = args[:2]
-        constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
-        if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(_COUNTING[m.name], counts, by)):
-            return False
-        tensors = operators.tensors_in([counts], [])
-        if not all(t.is_cpu for t in tensors):
-            return False
-        self.touched.update(map(storage_id, tensors))
-        return True
-
-    def dials_lost(self, values: Sequence[object]) -> None:
-        """Stop following hyper-parameters that an operator outside of the graph takes."""
-        if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
-            self.dials.lost = True
 
     # -- segments
 

@@ -1,0 +1,51 @@
+"""Hyper-parameters and step counts of a captured call, as its operators meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+
+from .._torch.dynamic import Args, Kwargs
+from .._torch.tensors import storage_id
+from ..aten import operators
+from ..guards.hyperparameters import Dials
+from .call_memory import CallMemory
+
+__all__ = ["COUNTING", "FollowedCounts"]
+
+# How steps of optimizers move their counts on.
+COUNTING = {"aten::add_": "add", "aten::_foreach_add_": "add", "aten::mul_": "mul", "aten::_foreach_mul_": "mul"}
+
+
+class FollowedCounts(CallMemory):
+    """Tells the operators of one call that move such counts on from those that a replay needs."""
+
+    def __init__(self) -> None:
+        self.dials: Dials | None = None
+        self._counts: Set[int] = frozenset()  # storages of followed step counts on the host
+        self._counting = False  # whether there are any
+
+    def follow(self, dials: Dials) -> None:
+        """Set the probes for hyper-parameters and step counts of this call."""
+        self.dials = dials
+        self._counts = frozenset(map(storage_id, dials.counts.here))
+        self._counting = bool(dials.counts)
+
+    def _counted(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
+        """Whether an operator only advances step counts on the host. It is left out: replays advance them by themselves."""
+        assert self.dials is not None
+        counts, by = args[:2]
+        constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
+        if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(COUNTING[m.name], counts, by)):
+            return False
+        tensors = operators.tensors_in([counts], [])
+        if not all(t.is_cpu for t in tensors):
+            return False
+        self.touched.update(map(storage_id, tensors))
+        return True
+
+    def dials_lost(self, values: Sequence[object]) -> None:
+        """Stop following hyper-parameters that an operator outside of the graph takes."""
+        if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
+            self.dials.lost = True
