@@ -11,7 +11,7 @@ import torch
 
 from ..errors import Refusal
 from ..python.origin import users_line
-from ..values.pytree import path_to
+from ..values.pytree_paths import path_to
 from ..values.wording import Naming
 from .signature import Call
 

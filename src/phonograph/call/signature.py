@@ -28,7 +28,9 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.origin import written_out
 from ..values.keys import Identity, NoSignature, argument_key
-from ..values.pytree import Node, Opening, path_to, unhashable
+from ..values.pytree import Opening
+from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to, unhashable
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import Naming
 from .recurring_objects import Regulars

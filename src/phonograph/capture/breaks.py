@@ -25,7 +25,8 @@ from ..python.identity import identity
 from ..state.reentrancy import Within
 from ..state.rng import put
 from ..values.host_scalars import READS_NUMBER
-from ..values.pytree import Node, flatten, unflatten
+from ..values.pytree import flatten, unflatten
+from ..values.pytree_nodes import Node
 from .arrivals import Arrived
 from .live_arguments import HISTORY, Given, differ
 from .live_results import SHARES, Form, Meta, form_of, sizes_of

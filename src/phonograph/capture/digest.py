@@ -29,7 +29,7 @@ from ..memory.pool import dense
 from ..python.identity import identity
 from ..values.counters import Followed
 from ..values.formulas import Formula
-from ..values.pytree import Node
+from ..values.pytree_nodes import Node
 from ..values.wording import at_work, operator
 
 __all__ = ["Comparison", "Differs", "Digest", "NotNow", "Same"]

@@ -33,7 +33,8 @@ from ..guards.tensor_states import state_of
 from ..python.containers import Holder
 from ..python.identity import identity
 from ..values.host_scalars import NUMBER_READERS, Site, site_of
-from ..values.pytree import Node, flatten
+from ..values.pytree import flatten
+from ..values.pytree_nodes import Node
 from ..values.tensor_subclasses import storages
 from .arrivals import Arrived
 from .live_arguments import Given, plain

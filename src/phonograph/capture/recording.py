@@ -18,7 +18,8 @@ from ..memory.loans import Borrowed
 from ..memory.pool import Lease, Pool
 from ..memory.spans import Spans
 from ..python.identity import identity
-from ..values.pytree import Edit, Node
+from ..values.container_edits import Edit
+from ..values.pytree_nodes import Node
 from .breaks import Break
 from .origins import Origin
 

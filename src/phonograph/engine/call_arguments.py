@@ -16,7 +16,8 @@ from .._torch.dynamic import Leaves, Table
 from ..call.signature import Call, attributes
 from ..errors import Refusal
 from ..python.identity import identity
-from ..values.pytree import Edit, Opening, Opens, entries, flatten, goes_by_pytree, opened_in, unflatten
+from ..values.container_edits import Edit, entries
+from ..values.pytree import Opening, Opens, flatten, goes_by_pytree, opened_in, unflatten
 
 __all__ = ["Arguments"]
 

@@ -31,8 +31,9 @@ from ..python.gc_control import uncollected
 from ..python.identity import identity
 from ..values.keys import NoSignature
 from ..values.object_layout import layout_of
-from ..values.pytree import Opens, kinds, labels, path_to
-from ..values.pytree import inside as within_label
+from ..values.pytree import Opens
+from ..values.pytree_paths import inside as within_label
+from ..values.pytree_paths import kinds, labels, path_to
 from ..values.wording import Naming
 from .contained import Contained
 

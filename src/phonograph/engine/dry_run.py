@@ -44,8 +44,9 @@ from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
 from ..python.origin import BACKWARD, is_users
+from ..values.container_edits import Edit
 from ..values.host_scalars import without
-from ..values.pytree import Edit, Opening, Opens, containers, flatten, unflatten
+from ..values.pytree import Opening, Opens, containers, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, innermost, naming
 from ..values.wording import operator as written

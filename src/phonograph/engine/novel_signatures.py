@@ -12,7 +12,8 @@ from ..call.signature import FOLLOWED, Call
 from ..errors import Refusal
 from ..guards.followed_numbers import Following
 from ..python.origin import users_line
-from ..values.pytree import Node, path_to
+from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to
 from ..values.wording import Naming
 
 __all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]

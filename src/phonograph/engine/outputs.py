@@ -33,7 +33,7 @@ from ..python.identity import identity
 from ..values.counters import Followed
 from ..values.keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from ..values.object_layout import layout_of
-from ..values.pytree import inside, labels, tensors_apart
+from ..values.pytree_paths import inside, labels, tensors_apart
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 from .evidence import Behaviour
 from .output_kinds import Aliased, Argument, Computed, Container, Copied, Empty, Leased, Outside, Same, Value, Viewed

@@ -9,7 +9,9 @@ import torch
 
 from .._torch.dynamic import Leaves
 from ..python.identity import identity
-from ..values.pytree import Edit, Node, Opening, can_be_opened
+from ..values.container_edits import Edit
+from ..values.pytree import Opening, can_be_opened
+from ..values.pytree_nodes import Node
 
 __all__ = ["Given", "Returned"]
 

@@ -23,7 +23,7 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.loggers import levels
 from ..values.object_layout import layout_of
-from ..values.pytree import tensors_apart
+from ..values.pytree_paths import tensors_apart
 from ..values.tensor_subclasses import parts_of_all
 from ..values.wording import locating, returned_at
 from . import outputs

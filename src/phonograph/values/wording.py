@@ -20,7 +20,7 @@ from ..errors import Refusal
 from ..python.code_cache import of_code
 from ..python.origin import is_ours, is_users, users_frame
 from ..python.places import place
-from .pytree import Field
+from .pytree_nodes import Field
 
 __all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "locating",
            "naming", "operator", "returned_at"]  # fmt: skip
