@@ -5,7 +5,7 @@ import pytest
 from phonograph.guards.reachable import Reach
 from phonograph.guards.sameness import equal
 from phonograph.guards.snapshot import Snapshot
-from phonograph.python.containers import kept
+from phonograph.python.holders import kept
 
 
 def test_values_of_two_kinds_are_not_equal():

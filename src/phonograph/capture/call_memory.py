@@ -16,7 +16,7 @@ from .._torch.autograd import set_version
 from .._torch.tensors import has_memory, storage_id
 from ..guards import fsdp_state as shards
 from ..guards.reachable import Reach
-from ..python.containers import Holder
+from ..python.holders import Holder
 from ..values.pytree import flatten
 from ..values.tensor_subclasses import parts
 from .python_events import unheard

@@ -30,7 +30,7 @@ from ..guards.entries import relied
 from ..guards.reachable import Reach
 from ..guards.snapshot import changed
 from ..guards.tensor_states import state_of
-from ..python.containers import Holder
+from ..python.holders import Holder
 from ..python.identity import identity
 from ..values.host_scalars import NUMBER_READERS, Site, site_of
 from ..values.pytree import flatten

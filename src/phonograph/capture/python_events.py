@@ -42,9 +42,9 @@ import torch
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Private
 from ..errors import Overlooked, Refusal
-from ..python.containers import is_table
 from ..python.gc_control import telling_collections
 from ..python.identity import identity
+from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
 from ..python.origin import is_users, users_line
 from ..state.rng import READS, SETS, asked

@@ -18,8 +18,8 @@ import torch
 from .._torch.dynamic import Args, Kwargs
 from ..call.signature import Call
 from ..capture.recording import Entangled
-from ..python.containers import own_dict
 from ..python.identity import identity
+from ..python.introspection import own_dict
 from ..python.origin import written_out
 from ..values.keys import BY_IDENTITY, SCALARS
 from ..values.object_layout import layout_of

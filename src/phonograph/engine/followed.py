@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed, is_compiled, judged, marked, of_arguments
-from ..python.containers import Spot
+from ..python.holders import Spot
 from ..python.names_in_code import CYCLED, LIVE
 from ..values.counters import Followed
 from ..values.pytree import flatten

@@ -14,7 +14,7 @@ from ..capture.recording import memory_of
 from ..guards.gradients import Grads
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
-from ..python.containers import Spot
+from ..python.holders import Spot
 from .capture_terms import Request
 from .clearance import Clearance, Slots
 from .followed import spots_of

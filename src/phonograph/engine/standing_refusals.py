@@ -20,7 +20,7 @@ from ..guards.entries import Entries, relied, which
 from ..guards.reachable import Reach
 from ..guards.reliances import is_heard_of
 from ..guards.tensor_states import state_of
-from ..python.containers import Holder
+from ..python.holders import Holder
 from .contained import Contained
 
 __all__ = ["Grounds", "Lasting", "Standing", "grounds_of"]

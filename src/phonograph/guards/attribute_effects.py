@@ -25,9 +25,9 @@ import torch
 
 from .._torch.dynamic import Leaves, Reading, Table
 from .._torch.tensors import has_memory, storage_id
-from ..python.containers import Holder, is_table, kept, key_label, own_dict, table_of
+from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
-from ..python.introspection import MISSING
+from ..python.introspection import MISSING, is_table, own_dict, table_of
 from ..values.counters import are_plain
 from ..values.host_scalars import Numeral
 from .attribute_epochs import states

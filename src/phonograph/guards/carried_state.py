@@ -25,9 +25,8 @@ import torch
 from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
-from ..python.containers import is_table, table_of
 from ..python.identity import identity
-from ..python.introspection import MISSING
+from ..python.introspection import MISSING, is_table, table_of
 from ..values.pytree import flatten
 
 __all__ = ["CONTENTS", "Carried", "Carries", "Place", "is_filled", "is_state", "put", "tensors_in"]

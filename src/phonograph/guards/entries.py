@@ -8,8 +8,8 @@ from operator import is_
 from typing import Any, TypeAlias
 
 from .._torch.dynamic import Reading, Table
-from ..python.containers import Holder
 from ..python.dict_versions import Versions, at_one_glance, tell
+from ..python.holders import Holder
 from ..python.identity import identity, reading_list
 from ..python.origin import written_out
 from .hyperparameters import Dials

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch.dynamic import Args, Kwargs
 from .._torch.dynamo import ran_compiled, uncompiled
 from ..errors import Refusal
-from ..python.containers import Holder, Spot
+from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked

@@ -17,8 +17,8 @@ import torch
 
 from .._torch.dynamic import Reading
 from .._torch.process_groups import GATHERED
-from ..python import containers as places
-from ..python.containers import Holder
+from ..python import object_attributes
+from ..python.holders import Holder
 from .attribute_epochs import gradient
 
 __all__ = ["attributes", "empty", "gathered", "is_renewed", "memory", "storage"]
@@ -29,7 +29,7 @@ _NONE_YET = object()  # for any empty dictionary: another takes its place in eac
 def attributes(path: str, thing: object) -> Holder:
     """All that an object of `fully_shard`'s has."""
     own: dict[str, Any] = thing.__dict__
-    place = places.attributes(path, thing)._replace(owner=None)
+    place = object_attributes.attributes(path, thing)._replace(owner=None)
     renewed = {name: d for name, d in own.items() if is_renewed(d)}
     if not renewed:
         return place

@@ -45,7 +45,7 @@ from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from ..errors import Unseen
-from ..python.containers import Spot
+from ..python.holders import Spot
 from ..python.identity import identity
 from ..python.introspection import takes_parameters_only
 from ..python.names_in_code import LIVE

@@ -32,11 +32,12 @@ from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
 from ..memory.loans import Borrowed
-from ..python import containers as places
-from ..python.containers import Holder, Spot, item, kept, key_label, own_dict
+from ..python import containers, memory_contents, object_attributes
+from ..python.containers import item
 from ..python.executed_code import Ran
+from ..python.holders import Holder, Spot, kept, key_label
 from ..python.identity import identity
-from ..python.introspection import MISSING, is_users_class, is_users_function, slots_of
+from ..python.introspection import MISSING, is_users_class, is_users_function, own_dict, slots_of
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
 from ..values.tensor_subclasses import consists_of_parts, parts
@@ -133,7 +134,7 @@ class Objects:
 
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
-        self._hold(places.dictionary_without(path, d, put) if put else places.dictionary(path, d, watched=watched))
+        self._hold(containers.dictionary_without(path, d, put) if put else containers.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
 
     def _items(self, path: str, d: Table) -> None:
@@ -162,7 +163,7 @@ class Objects:
             self.met.append(d)
             self._dict(path, d)
         dicts = [d for d in dicts if identity(d) not in self._put]
-        self._hold(places.dictionaries(path, dicts, watched=watched))
+        self._hold(containers.dictionaries(path, dicts, watched=watched))
         self.met += dicts
         self._seen.update(map(identity, dicts))
         for d in filter(None, dicts):
@@ -171,12 +172,12 @@ class Objects:
     def _list(self, path: str, values: list[object] | deque[object]) -> None:
         if identity(values) in self._put:
             return
-        place = places.ordered(path, values)
+        place = containers.ordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
 
     def _set(self, path: str, values: set[object]) -> None:
-        place = places.unordered(path, values)
+        place = containers.unordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
         if torch.Tensor in map(type, place.read()):
@@ -194,12 +195,12 @@ class Objects:
             self.arrays.append(path)
             return
         if _is_frozen(array):
-            self._hold(places.frozen_array(path, array))
+            self._hold(memory_contents.frozen_array(path, array))
         elif array.nbytes > LARGE:
             self.arrays.append(path)
             return
         else:
-            self._hold(places.array_of_numpys(path, array))
+            self._hold(memory_contents.array_of_numpys(path, array))
         self.array_places.append((array.__array_interface__["data"][0], array.nbytes))
 
     def _record(self, path: str, row: object) -> None:
@@ -210,7 +211,7 @@ class Objects:
         if memoryview(thing).nbytes > _BUFFER or not memoryview(thing).c_contiguous:
             self.arrays.append(path)
         else:
-            self._hold(places.buffer(path, thing))
+            self._hold(memory_contents.buffer(path, thing))
 
     # -- objects
 
@@ -221,7 +222,7 @@ class Objects:
         if own is not None and self._is_plain(type(thing)):
             self._selected.append((path, thing, set()))
         elif own is not None:
-            self._hold(places.attributes(path, thing))
+            self._hold(object_attributes.attributes(path, thing))
             self._items(path, own)
         self._slots(path, thing)
         for kind, enter in _CONTENTS:
@@ -235,7 +236,7 @@ class Objects:
             self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
         descriptors = self._slotted[kind]
         if descriptors:
-            place = places.slots(path, thing, descriptors)
+            place = object_attributes.slots(path, thing, descriptors)
             self._hold(place)
             self._fixed(path, place.read())
 
@@ -318,7 +319,7 @@ class Objects:
             self._work.append((path, proxy.__init__.__self__))
 
     def _cell(self, path: str, cell: CellType) -> None:
-        place = places.cells(path, [cell], ["cell_contents"])
+        place = object_attributes.cells(path, [cell], ["cell_contents"])
         self._hold(place)
         self._fixed(path, place.read())
 
@@ -342,7 +343,7 @@ class Objects:
         code = getattr(getattr(wrapper, "__wrapped__", None), "__code__", None)
         if code is not None and is_users(code.co_filename):
             self.caching.add(identity(code))
-            place = places.cache(path, wrapper)
+            place = containers.cache(path, wrapper)
             self._hold(place)
             self._fixed(path, place.read())
 
@@ -385,7 +386,7 @@ class Objects:
         else:
             put = self._put.get(identity(module), set())
             rest = {n: x for n, x in own.items() if n not in put}
-            self._hold(places.attributes(path, module, [*rest] if put else None, watched=True))
+            self._hold(object_attributes.attributes(path, module, [*rest] if put else None, watched=True))
             self._items(path, rest)
         self._slots(path, module)
         self._class_of(type(module))
@@ -401,18 +402,18 @@ class Objects:
         if room is not None and any(identity(state) in self._put for state in own["state"].values()):
             room = None
         self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and not (room and k == "state")])
-        self._hold(places.dictionary(path, own) if room is None else places.without(path, own, "state"))
+        self._hold(containers.dictionary(path, own) if room is None else containers.without(path, own, "state"))
         self._items(path, own)
         self._is_group(groups)
         if isinstance(groups, list):
-            self._hold(places.ordered(f"{path}.param_groups", groups))
+            self._hold(containers.ordered(f"{path}.param_groups", groups))
         outer = optimizer.state if room is None else own["state"]
         self._seen.add(identity(outer))
         if room is None:
             self._hold(kept(f"{path}.state", lambda: (*optimizer.state.values(),)))
             self._dict(f"{path}.state", outer)
         else:
-            self._hold(places.nested(f"{path}.state", own, "state", room))
+            self._hold(containers.nested(f"{path}.state", own, "state", room))
             self._items(f"{path}.state", outer)
         self._class_of(type(optimizer))
         for i, group in enumerate(groups):
@@ -449,7 +450,7 @@ class Objects:
         if own is None:
             self._object(path, thing)
             return
-        self._hold(places.attributes(path, thing)._replace(owner=None))
+        self._hold(object_attributes.attributes(path, thing)._replace(owner=None))
         self._items(path, {n: x for n, x in own.items() if not isinstance(x, ModuleType)})
 
     def _scaler(self, path: str, scaler: torch.amp.GradScaler) -> None:
@@ -461,7 +462,7 @@ class Objects:
             self._object(path, scaler)
             return
         self._objects.append(scaler)
-        self._hold(places.with_inner(path, own, _NOTES))
+        self._hold(containers.with_inner(path, own, _NOTES))
         self._items(path, {k: v for k, v in own.items() if k != _NOTES})
         for i, note in enumerate(notes.values()):
             self._items(f"{path}.{_NOTES}[{i}]", note.get("found_inf_per_device", {}))
@@ -533,7 +534,7 @@ class Objects:
         slots = tuple([slot for base in type(tensor).__mro__ for slot in slots_of(base)])
         apart = tuple([name for name in names if name not in own and name not in dict(slots)])  # properties
         self._said[type(tensor), slots, apart].append((path, tensor))
-        self._fixed(path, places.of_tensors(path, [(path, tensor)], slots, apart).read())
+        self._fixed(path, object_attributes.of_tensors(path, [(path, tensor)], slots, apart).read())
 
     def _what_tensors_say(self) -> None:
         """One place for each class, or a few: parameters, where they are many, what optimizers remember, and the rest."""
@@ -544,7 +545,7 @@ class Objects:
                 room = self.remembered.get(identity(t)) if identity(t) not in self.shared else None
                 groups[room, many and isinstance(t, torch.nn.Parameter)].append((path, t))
             for (room, watched), some in groups.items():
-                self._hold(places.of_tensors("tensors", some, slots, apart)._replace(behind=room, watched=watched))
+                self._hold(object_attributes.of_tensors("tensors", some, slots, apart)._replace(behind=room, watched=watched))
 
     def _enter_own(self, path: str, tensor: torch.Tensor) -> None:
         """Attributes that the user gave a tensor, or may give it."""

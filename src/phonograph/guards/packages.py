@@ -28,12 +28,12 @@ import torch
 
 from .._torch.dynamic import Reading
 from ..errors import Refusal
-from ..python import containers as places
+from ..python import containers
 from ..python.bytecode import names_in
-from ..python.containers import Holder, own_dict
 from ..python.dict_versions import of_class
+from ..python.holders import Holder
 from ..python.identity import identity
-from ..python.introspection import MISSING, functions_of, has_attributes, is_users_class, is_users_function
+from ..python.introspection import MISSING, functions_of, has_attributes, is_users_class, is_users_function, own_dict
 from ..python.origin import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 from ..values.keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 
@@ -358,7 +358,7 @@ def _container(path: str, thing: Any) -> Holder:
                 del thing[key]
 
         return Holder(path, lambda: (*thing,), restore)
-    return places.ordered(path, thing) if isinstance(thing, list) else places.unordered(path, thing)
+    return containers.ordered(path, thing) if isinstance(thing, list) else containers.unordered(path, thing)
 
 
 class Packages:

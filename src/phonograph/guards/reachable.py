@@ -54,13 +54,13 @@ from .._torch.dynamic import Leaves, Reading
 from .._torch.modes import without_subclasses
 from ..call.live_function import is_marked
 from ..errors import Overlooked, Refusal
-from ..python import containers as places
+from ..python import containers, object_attributes
 from ..python.bytecode import Used, names_in, words_of
-from ..python.containers import Holder, kept, own_dict
 from ..python.dict_versions import of_class
 from ..python.executed_code import Ran, is_resumed
+from ..python.holders import Holder, kept
 from ..python.identity import identity, reading_parts
-from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class
+from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from . import packages
@@ -239,10 +239,10 @@ class Reach(Objects):
         self.truncated = bool(self._work)
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
-                self._hold(places.some(path, thing, self.mentions.reads))
+                self._hold(object_attributes.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
             names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
-            self._hold(places.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
+            self._hold(object_attributes.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
 
@@ -380,7 +380,7 @@ class Reach(Objects):
             return  # what it reads and changes is its own business
         unbound = identity(f) in self._unbound  # what its variables are does not count, but for what they lead to
         if f.__closure__:
-            place = places.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
+            place = object_attributes.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             if not unbound:
                 self._hold(place)
             for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
@@ -423,7 +423,7 @@ class Reach(Objects):
         new = (((used.variables | used.asked) & g.keys()) | absent) - held
         if new and not unbound:
             held |= new
-            self._hold(places.space("globals", g, sorted(new)))
+            self._hold(object_attributes.space("globals", g, sorted(new)))
         for n in sorted(new & g.keys()):
             self._variable_of(n, g[n], used.bare)
             if type(g[n]) is str and "format" in named:
@@ -514,7 +514,7 @@ class Reach(Objects):
         new = {n for n in [*space] if n in named or (any_of_them and type(n) is str and n not in _MODULES_NAMES)} - held
         held |= new
         if new:
-            self._hold(places.space("globals", space, sorted(new)))
+            self._hold(object_attributes.space("globals", space, sorted(new)))
         for n in sorted(new):
             is_function = issubclass(type(space[n]), FunctionType)
             if (n in named and deep) or (not is_function and (n in named or deep)):
@@ -613,7 +613,7 @@ class Reach(Objects):
             for name in space.keys() - before.keys() - _KEPT_BY_PYTHON:
                 delattr(kind, name)
 
-        self._hold(Holder(path, read, restore, named=places.keyed, inside=lambda: (of_class(kind),)))
+        self._hold(Holder(path, read, restore, named=containers.keyed, inside=lambda: (of_class(kind),)))
         if self._ran is None or self._ran.matches:
             self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
         names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]

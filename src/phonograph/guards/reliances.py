@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..call.signature import modes
-from ..python.containers import Holder
+from ..python.holders import Holder
 from ..python.identity import identity
 from ..values.tensor_subclasses import parts_of_all
 from . import module_epochs as witness

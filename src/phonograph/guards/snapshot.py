@@ -7,7 +7,7 @@ from operator import is_
 from typing import NamedTuple
 
 from .._torch.tensors import alias
-from ..python.containers import Holder, Spot
+from ..python.holders import Holder, Spot
 from ..values.counters import are_numbers, are_plain
 from ..values.tensor_subclasses import consists_of_parts
 from .reachable import Reach

@@ -1,5 +1,5 @@
-"""What functions and classes tell about themselves without being run: the functions that a class is made of, the slots of its
-instances, and whether a class is the user's."""
+"""What functions, classes and objects tell about themselves without being run: the functions that a class is made of, the slots
+of its instances, the dictionary of an object, and whether a class is the user's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import contextlib
 import dis
 import gc
 import sys
+import threading
 import weakref
+from collections import OrderedDict, defaultdict
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -15,12 +17,13 @@ import torch
 import torch.distributions
 import torch.utils.data
 
+from .._torch.dynamic import Table
 from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_users_class",
-           "is_users_function", "slots_of", "takes_parameters_only"]  # fmt: skip
+__all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_table",
+           "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of", "takes_parameters_only"]  # fmt: skip
 
 
 class _Missing:
@@ -135,3 +138,25 @@ def has_attributes(kind: type) -> bool:
 
 def _is_builtin(kind: type) -> bool:
     return kind.__module__ == "builtins" and not kind.__flags__ & _HEAP_TYPE  # `exec` in a bare dict makes heap types
+
+
+def own_dict(thing: object) -> dict[str, Any] | None:
+    """An object's own attributes; None if it has no dictionary for them."""
+    try:
+        found = vars(thing) if issubclass(type(thing), threading.local) else object.__getattribute__(thing, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+_TABLES = (dict, OrderedDict, defaultdict)
+
+
+def is_table(thing: object) -> bool:
+    """Whether this is a dictionary, and nothing but what it holds."""
+    return type(thing) in _TABLES
+
+
+def table_of(thing: Any) -> Table | None:
+    """The dictionary in which an object has its attributes, or which it is."""
+    return thing if is_table(thing) else own_dict(thing)

@@ -12,9 +12,9 @@ from logging import Logger, LoggerAdapter
 from types import FrameType
 from typing import Any
 
-from .containers import Holder, kept, own_dict
+from .holders import Holder, kept
 from .identity import identity
-from .introspection import MISSING
+from .introspection import MISSING, own_dict
 from .origin import USER, works_for
 
 __all__ = ["ASKING", "Question", "decides_itself", "levels", "question"]

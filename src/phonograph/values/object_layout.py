@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.dynamic import Leaves, Table
-from ..python.containers import own_dict
-from ..python.introspection import MISSING, has_attributes, slots_of
+from ..python.introspection import MISSING, has_attributes, own_dict, slots_of
 
 __all__ = ["Layout", "layout_of", "made_of", "parts_of", "put_into", "replace"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph.python.containers import own_dict
+from phonograph.python.introspection import own_dict
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 

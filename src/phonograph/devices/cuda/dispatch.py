@@ -47,7 +47,7 @@ from ...guards.objects import LARGE
 from ...guards.reachable import Reach
 from ...memory.pool import Spot
 from ...memory.spans import Spans
-from ...python import containers as places
+from ...python import memory_contents
 from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
 from ...state.rng import Rewind
@@ -184,7 +184,7 @@ class CudaWatch(DrawsWatch):
             raise Refusal(f"{said} uses {name}, a tensor on the CPU of more than {LARGE >> 20} MiB, which nobody could compare "
                           "before each replay", "move it to the device")  # fmt: skip
         self.touched.add(key)
-        self.relied_on[key] = place = places.memory(name, t.untyped_storage(), there)
+        self.relied_on[key] = place = memory_contents.memory(name, t.untyped_storage(), there)
         self.relies([place])
 
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
