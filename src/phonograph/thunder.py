@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ._torch.dynamic import Foreign
 from .compile.bound import Graph
 from .fx import record_graph
 from .options import Options
@@ -64,14 +65,14 @@ class PhonographTransform(Transform):  # type: ignore[misc]
         """The recorded regions of all traces that are there, for `phonograph.stats` and `phonograph.explain`."""
         return list(self._regions.values())
 
-    def can_record(self, symbol: Any) -> bool:
+    def can_record(self, symbol: Foreign) -> bool:
         """Whether a bound symbol of a trace may be in a region. Override it to leave more outside: a region with an operator
         that cannot be recorded runs live as a whole."""
         if symbol.sym.id in _OUTSIDE or has_tags(symbol, {prims.OpTags.DEVICE_SYNC_OP}):
             return False
         return not any(isinstance(p, CollectionProxy) for p in (*symbol.flat_proxy_args, *symbol.flat_proxy_outs))
 
-    def transform_trace_post_optimization(self, computation_trace: Any, **_: object) -> object:
+    def transform_trace_post_optimization(self, computation_trace: Foreign, **_: object) -> object:
         """A trace of which regions are replaced by recorded functions."""
         trace = from_trace(computation_trace)
         symbols = [s for s in computation_trace.bound_symbols if s.sym.id is not prims.PrimIDs.DEL]
@@ -87,11 +88,11 @@ class PhonographTransform(Transform):  # type: ignore[misc]
         trace.set_provenance(TraceProvenance("Recorded by phonograph"))
         return trace
 
-    def _belongs(self, symbol: Any) -> bool:
+    def _belongs(self, symbol: Foreign) -> bool:
         unpacks = symbol.sym.name.startswith("unpack_") or symbol.sym.id == "clear_mutable_collection"
         return not unpacks and self.can_record(symbol)
 
-    def _region(self, inside: list[Any], after: Iterable[Any], is_forward: bool) -> object:
+    def _region(self, inside: list[Foreign], after: Iterable[Foreign], is_forward: bool) -> object:
         """One symbol in the place of several."""
         inputs, outputs = _boundary(inside, after)
         name = f"phonograph{self._made}"
@@ -105,7 +106,7 @@ class PhonographTransform(Transform):  # type: ignore[misc]
         return BoundSymbol(symbol, tuple(inputs), {}, tuple(outputs), inside, _call_ctx={name: graph})
 
 
-def _boundary(inside: Iterable[Any], after: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def _boundary(inside: Iterable[Foreign], after: Iterable[Foreign]) -> tuple[list[Foreign], list[Foreign]]:
     """What a region takes from outside, and what is needed of it later."""
     taken: dict[str, object] = {}
     made: dict[str, object] = {}
@@ -116,7 +117,7 @@ def _boundary(inside: Iterable[Any], after: Iterable[Any]) -> tuple[list[Any], l
     return list(taken.values()), [p for name, p in made.items() if name in needed]
 
 
-def _function(name: str, inside: Sequence[Any], inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
+def _function(name: str, inside: Sequence[Foreign], inputs: list[Foreign], outputs: list[Foreign]) -> Callable[..., object]:
     """The region as a function, which lets go of what it does not need any more."""
     trace = TraceCtx(None)
     trace.args, trace.kwargs = inputs, {}

@@ -152,7 +152,7 @@ may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_v
 def hearing(engine: object, busy: list[None], done: Callable[[], None]) -> object:
     """Autograd's engine, which keeps something in `busy` while a backward runs that adds to gradients, and calls `done` after
     each; None where none can be heard."""
-    kind: Any = _c("_ImperativeEngine")
+    kind: Private = _c("_ImperativeEngine")
     if kind is None or type(engine) is not kind:
         return None
 
@@ -239,7 +239,7 @@ def forget_recomputed(part: Private) -> None:
             holder.handles.clear()
 
 
-def selected_anew(entries: Any) -> object:
+def selected_anew(entries: Private) -> object:
     """What selective recompute keeps of the calls of one operator, in tensors that have no history yet: the ones that it hands
     out get one."""
     if isinstance(entries, (dict, list, tuple)):
@@ -258,7 +258,7 @@ def keeps_graph() -> bool:
     return bool(_keeps_graph()) if _keeps_graph is not None else True
 
 
-def made_when(node: Any) -> int:
+def made_when(node: Private) -> int:
     """Autograd's number of a node: the later it was made, the higher."""
     return int(node._sequence_nr())
 
@@ -285,21 +285,21 @@ def will_run(node: object) -> bool:
 
 _hooks_on_saved: Private = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 
-saved_tensors_hooks: Callable[[], Any] = partial(_hooks_on_saved, True)
+saved_tensors_hooks: Callable[[], tuple[Private, Private] | None] = partial(_hooks_on_saved, True)
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
 
 
-def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any], over: Any = None) -> Callable[[torch.Tensor], Any]:
+def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any], over: Private = None) -> Callable[[torch.Tensor], Any]:
     """A hook of ours for what autograd saves, as `checkpoint` marks its own; `over` is the one that it lies over. Any other it
     takes for the user's: from torch 2.14 on it warns of one where it recomputes selectively, and is to show it what it keeps
     itself."""
-    hook: Any = partial(pack)
+    hook: Private = partial(pack)
     hook.__module__ = getattr(pack, "__module__", "")  # by which it is known whose it is
     hook._checkpoint_internal, hook._user_hooks = True, getattr(over, "_user_hooks", None)
     return hook  # type: ignore[no-any-return]
 
 
-def waits_for_all(hook: Any) -> list[object] | None:
+def waits_for_all(hook: Private) -> list[object] | None:
     """The nodes of all tensors whose gradients this hook waits for, if it is one of those that `register_multi_grad_hook` has
     set."""
     if not getattr(hook, "__qualname__", "").startswith(torch.autograd.graph.register_multi_grad_hook.__name__):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.backends.mha
@@ -15,6 +15,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
 from .functions import Handle, _c
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-def segments(pool: Handle) -> list[dict[str, Any]]:
+def segments(pool: Handle) -> list[dict[str, Private]]:
     """The allocator's segments in a pool (torch.cuda.memory_snapshot's records).
 
     torch picks them out itself, where it is given the handle; but 2.11 then gives back a reference to each of its two numbers
@@ -46,7 +47,7 @@ def segments(pool: Handle) -> list[dict[str, Any]]:
     numbers = tuple(map(_Number, pool))
     before = [*map(sys.getrefcount, numbers)]
     _counted(ctypes.pythonapi.Py_IncRef, numbers)
-    found: list[dict[str, Any]] = torch.cuda.memory_snapshot(numbers)
+    found: list[dict[str, Private]] = torch.cuda.memory_snapshot(numbers)
     now = [*map(sys.getrefcount, numbers)]
     _counted(ctypes.pythonapi.Py_DecRef, [n for n, had, has in zip(numbers, before, now, strict=True) if has > had])
     return [s for s in found if tuple(s["segment_pool_id"]) == pool]
@@ -61,7 +62,7 @@ def segments_expand() -> bool:
     return any(s.get("is_expandable") for s in torch.cuda.memory_snapshot())
 
 
-def _counted(change: Any, things: Iterable[object]) -> None:
+def _counted(change: Private, things: Iterable[object]) -> None:
     """Change the reference count of these. (A function of its own: a variable of a loop would be one reference more.)"""
     for thing in things:
         change(ctypes.py_object(thing))
@@ -74,7 +75,7 @@ class _Number(int):
 class OnStream:
     """What ``with torch.cuda.stream(stream):`` is, for a stream of the current device, in three calls of torch's."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Private) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
@@ -230,5 +231,5 @@ def _history(device: int) -> list[dict[str, object]]:
     return traces[device] if device < len(traces) else []
 
 
-def _allocations(entries: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def _allocations(entries: list[dict[str, Private]]) -> list[tuple[int, int]]:
     return [(e["addr"], e["size"]) for e in entries if e["action"] == "alloc"]

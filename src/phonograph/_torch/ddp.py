@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -31,7 +30,7 @@ def averages(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def averaging() -> Any:
+def averaging() -> Private:
     """The `DistributedDataParallel` that is calling the module that it wraps, if one is."""
     kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
     return getattr(kind, "_active_ddp_module", None)
@@ -83,7 +82,7 @@ def _lone() -> type:
 
     class Lone(torch.distributed.ProcessGroup):
         def _done(self, tensors: object) -> object:
-            done: Any = torch.futures.Future()
+            done: torch.futures.Future[object] = torch.futures.Future()
             done.set_result(tensors)
             return _c10d("_create_work_from_future")(done)
 
@@ -165,7 +164,7 @@ def _assigned(parameters: object, buckets: list[list[int]]) -> Iterator[None]:
     place, name = torch.distributed, "_compute_bucket_assignment_by_size"
     own: Private = getattr(place, name, None)
 
-    def assign(tensors: object, limits: Any, *others: object) -> object:
+    def assign(tensors: object, limits: Private, *others: object) -> object:
         if tensors is not parameters:
             return own(tensors, limits, *others)
         return [*reversed(buckets)], [limits[-1]] * len(buckets)

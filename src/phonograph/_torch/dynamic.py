@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["Args", "Context", "Kwargs", "Leaves", "Private", "Reading", "Table"]
+__all__ = ["Args", "Context", "Foreign", "Kwargs", "Leaves", "Private", "Reading", "Table"]
 
 Args: TypeAlias = tuple[Any, ...]
 """What a function or an operator is called with, by position: its schema says what that is."""
@@ -20,3 +20,5 @@ Context: TypeAlias = Any
 """The `ctx` of an `autograd.Function`, on which its forward leaves what its backward needs."""
 Table: TypeAlias = dict[Any, Any]
 """A dictionary of the user's: keys and values of any class."""
+Foreign: TypeAlias = Any
+"""An object of a package that need not be there: an array of NumPy's, a symbol of Thunder's."""

@@ -17,6 +17,7 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
 from .functions import P, R
 from .modes import _modes
 from .modules import goes_through
@@ -58,7 +59,7 @@ not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_d
 
 def not_compiled_by_itself(code: CodeType, *, nor_what_it_calls: bool = False) -> bool:
     """Let Dynamo run this code as it is where it is not part of what is compiled. Whether this release of torch can."""
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    frames: Private = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if not (hasattr(frames, "set_code_exec_strategy") and hasattr(frames, "_FrameExecStrategy")):
         return False
     inner = frames._FrameAction.SKIP if nor_what_it_calls else frames._FrameAction.DEFAULT
@@ -120,7 +121,7 @@ def uncompiled(f: object) -> object:
     """The module or function that `torch.compile` was called on, if this is what that gave; otherwise None."""
     if isinstance(f, torch.nn.Module):
         return f._modules.get("_orig_mod") if type(f).__name__ == "OptimizedModule" else None
-    found: Any = getattr(f, "__dict__", {}).get("_torchdynamo_orig_callable")
+    found: Private = getattr(f, "__dict__", {}).get("_torchdynamo_orig_callable")
     around = getattr(getattr(found, "__code__", None), "co_filename", "").endswith("external_utils.py")  # `wrap_inline`
     return found.__wrapped__ if around else found
 
@@ -128,7 +129,7 @@ def uncompiled(f: object) -> object:
 _TRACES_MODULES = "torch._dynamo.variables.nn_module"
 
 
-def hear_of_traced(notice: Callable[[Any], None]) -> None:
+def hear_of_traced(notice: Callable[[Private], None]) -> None:
     """Have this told of what stands for the calls of a module, each time Dynamo traces one: it passes by that, and looks into
     the module's own forward at once. If Dynamo is not loaded yet, from then on."""
     if _TRACES_MODULES in sys.modules:
@@ -154,14 +155,14 @@ def _hear_of_traced(module: object, notice: Callable[[object], None]) -> None:
 class _Loading:
     """Among what finds modules to be imported: waits for the one of Dynamo's that traces calls of modules."""
 
-    def __init__(self, notice: Callable[[Any], None]) -> None:
+    def __init__(self, notice: Callable[[Private], None]) -> None:
         self._notice = notice
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Private = None, target: Private = None) -> Private:
         if name != _TRACES_MODULES:
             return None
         sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
+        spec: Private = find_spec(name)
         run = getattr(spec and spec.loader, "exec_module", None)
         if run is not None:
 
@@ -298,7 +299,7 @@ def kept_of_generators(node: object) -> object:
 _NAMES = "kernel_name_max_ops"
 
 
-def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., object]:
+def compiled_by(backend: str, gm: torch.fx.GraphModule, inputs: Private, options: Private) -> Callable[..., object]:
     """A graph of Dynamo's, compiled by a backend of that name, so that its backward can be run again: one that writes into what
     its forward has saved could not. Inductor makes no CUDA graphs of its own.
 
@@ -338,14 +339,14 @@ def depends_on_data(value: object) -> bool:
     return symbolic and free is not None and bool(free(value))
 
 
-def fake_mode_of(value: object) -> Any:
+def fake_mode_of(value: object) -> Private:
     """The mode that a fake tensor, or one of several, belongs to; None for anything else."""
     if isinstance(value, (tuple, list)):
         return next((mode for mode in map(fake_mode_of, value) if mode is not None), None)
     return getattr(value, "fake_mode", None) if isinstance(value, torch.Tensor) else None
 
 
-def compiling_apart(inputs: Sequence[Any]) -> AbstractContextManager[object]:
+def compiling_apart(inputs: Sequence[Private]) -> AbstractContextManager[object]:
     """A context in which a part of a graph of Dynamo's is compiled by itself: what is noted about it is not about the whole."""
     mode = fake_mode_of(inputs)
     return torch._guards.tracing(torch._guards.TracingContext(mode)) if mode is not None else nullcontext()

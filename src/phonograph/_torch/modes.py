@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -15,6 +14,7 @@ import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .dynamic import Private
 from .functions import _c
 
 __all__ = [
@@ -38,26 +38,26 @@ __all__ = [
 autocast_is_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Whether it may be, on any kind of device."""
 
-below_autograd: Callable[[], Any] = _c("_AutoDispatchBelowAutograd")
+below_autograd: Callable[[], AbstractContextManager[object]] = _c("_AutoDispatchBelowAutograd")
 """A context in which operators run without autograd, and without a look at grad mode."""
 
-without_autocast: Callable[[], Any] = torch._C._DisableAutocast
+without_autocast: Callable[[], AbstractContextManager[object]] = torch._C._DisableAutocast
 """A context in which operators take their inputs as they are."""
 
-without_subclasses: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+without_subclasses: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of tensors are not asked (`__torch_function__`)."""
 
 ASKS_NO_SUBCLASS: object = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of classes that leave all to torch."""
 
-without_modes: Callable[[], Any] = _c("_DisableTorchDispatch")
+without_modes: Callable[[], AbstractContextManager[object]] = _c("_DisableTorchDispatch")
 """A context in which operators are not shown to a `TorchDispatchMode`."""
 
 dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
 
 function_modes: Callable[[], int] = _c("_len_torch_function_stack")
 
-_mode_stack: Callable[[], list[Any]] = getattr(torch.overrides, "_get_current_function_mode_stack", list)
+_mode_stack: Callable[[], list[Private]] = getattr(torch.overrides, "_get_current_function_mode_stack", list)
 
 _DeviceContext: object = getattr(torch.utils._device, "DeviceContext", None)
 

@@ -16,6 +16,8 @@ import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from .dynamic import Private
+
 __all__ = [
     "CALLED_THROUGH",
     "at_work_in",
@@ -55,7 +57,7 @@ def call_through(module: torch.nn.Module, call: Callable[..., object] | None) ->
     module._compiled_call_impl = call
 
 
-def goes_through(module: torch.nn.Module) -> Any:
+def goes_through(module: torch.nn.Module) -> Private:
     """What calls of a module go to, if not to its own; None otherwise."""
     return module._compiled_call_impl
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from enum import Enum
 from functools import cache
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -55,7 +54,7 @@ def _c10d(name: str) -> Private:
 
 def several() -> bool:
     """Whether this process is one of several ranks."""
-    groups: Any = torch.distributed
+    groups: Private = torch.distributed
     return bool(groups.is_available() and groups.is_initialized() and groups.get_world_size() > 1)
 
 
@@ -74,7 +73,7 @@ def waits_by_itself(kinds: Iterable[type]) -> bool:
     return module is not None and any(kind is getattr(module, "AsyncCollectiveTensor", None) for kind in kinds)
 
 
-def once_there(t: Any) -> torch.Tensor:
+def once_there(t: Private) -> torch.Tensor:
     """What a functional collective has given, once it is there; any other tensor itself."""
     return t.trigger_wait() if waits_by_itself([type(t)]) else t  # type: ignore[no-any-return]
 
@@ -122,7 +121,7 @@ def is_work(kind: type) -> bool:
     return issubclass(kind, _c10d("Work") or ())
 
 
-def wait_for_all(results: Iterable[Any]) -> None:
+def wait_for_all(results: Iterable[Private]) -> None:
     """Wait for those that would do so by themselves, where they are used."""
     for x in results:
         if waits_by_itself([type(x)]):
@@ -134,7 +133,7 @@ def coalesces() -> bool:
     return bool(coalescing())
 
 
-def group_among(given: Iterable[object]) -> Any:
+def group_among(given: Iterable[object]) -> Private:
     """The process group which is among an operator's arguments: boxed, by its name, or as it is. None if there is none."""
     kind, find = _c10d("ProcessGroup"), _c10d("_resolve_process_group")
     for x in given:
@@ -143,7 +142,7 @@ def group_among(given: Iterable[object]) -> Any:
     return None
 
 
-def backend_of(group: Private, device: torch.device) -> Any:
+def backend_of(group: Private, device: torch.device) -> Private:
     """What communicates for tensors of this device in a process group. None if there is none."""
     with suppress(Exception):
         return group._get_backend(torch.device(device.type))
@@ -190,7 +189,7 @@ def unboxed_work(x: object) -> object:
     return _c10d("Work").unbox(x) if isinstance(x, torch.ScriptObject) else None
 
 
-def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: object = None) -> Any:
+def stands_for_work(wait: Callable[..., None], refuse: Callable[[], None], tensors: object = None) -> Private:
     """What stands for a collective that is under way: it is waited for by this function, also where somebody asks for its
     future, which has these tensors; without them that is refused."""
     return _standing_work()(wait, refuse, tensors)
@@ -211,7 +210,7 @@ def _standing_work() -> type:
             if self._tensors is None:
                 self._refuse()
             self._wait()
-            done: Any = torch.futures.Future()
+            done: torch.futures.Future[object] = torch.futures.Future()
             done.set_result(self._tensors)
             return done
 
@@ -239,7 +238,7 @@ def stop_coalescing(group: Private, device: torch.device | None) -> None:
             group._end_coalescing(device)
 
 
-def batch_of(frame: FrameType | None) -> list[Any] | None:
+def batch_of(frame: FrameType | None) -> list[Private] | None:
     """What `batch_isend_irecv` sends and receives, where this frame is of it or of what it calls."""
     for _ in range(4):  # the context manager that it enters, and contextlib's own code
         if frame is None:
@@ -287,7 +286,7 @@ def before_groups_end(call: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
-def _after(call: Callable[[], None], own: Any) -> Callable[..., object]:
+def _after(call: Callable[[], None], own: Private) -> Callable[..., object]:
     def end(self: object, *args: object, **kwargs: object) -> object:
         call()
         return own.__get__(self, type(self))(*args, **kwargs)

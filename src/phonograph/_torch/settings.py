@@ -79,7 +79,7 @@ def kept_settings() -> tuple[Any, Set[str]]:
     return (ctypes.c_char * (last + 1 - first)).from_address(at + first), places.keys()
 
 
-def _changed_by(setter: Any, at: int, now: bool) -> int:
+def _changed_by(setter: Private, at: int, now: bool) -> int:
     """Which byte of a copy of what is `at` an address is changed from `now`, and alone, where this sets it; -1 if none is."""
     copy = ctypes.create_string_buffer(ctypes.string_at(at, _LOOKED_AT), 16 * _LOOKED_AT)
     before = int.from_bytes(copy.raw, "little")

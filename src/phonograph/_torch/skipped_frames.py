@@ -19,6 +19,7 @@ from functools import cache, cached_property, partial
 from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
+from .dynamic import Private
 from .dynamo import not_compiled_by_itself
 
 __all__ = ["hide", "passes_on"]
@@ -57,7 +58,7 @@ def _ours(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == _PACKAGE
 
 
-def _codes(left: list[Any]) -> Iterator[CodeType]:
+def _codes(left: list[Private]) -> Iterator[CodeType]:
     """The code of our functions and classes to which these lead, and of functions that are made in them."""
     seen: set[int] = set()
     while left:

@@ -46,7 +46,7 @@ __all__ = [
 use_count: Callable[[int], int] = _c("_storage_Use_Count")
 """How many owners a storage has, by its `_cdata`: tensors, and its Python object."""
 
-TensorBase: Any = torch._C.TensorBase
+TensorBase: Private = torch._C.TensorBase
 """The class in C++ from which `torch.Tensor` inherits its attributes."""
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

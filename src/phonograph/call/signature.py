@@ -11,7 +11,7 @@ call runs live.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -40,6 +40,7 @@ __all__ = [
     "FOLLOWED",
     "HOOKS",
     "Call",
+    "Key",
     "aliases",
     "attributes",
     "describe",
@@ -54,6 +55,9 @@ __all__ = [
 
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
+
+Key: TypeAlias = tuple[Any, ...]
+"""What two calls have in common that one recording is for: compared and hashed."""
 
 
 class Call(NamedTuple):
@@ -71,7 +75,7 @@ class Call(NamedTuple):
     numbers: indices of leaves that are followed numbers, whose values are not in the key.
     """
 
-    key: tuple[Any, ...]
+    key: Key
     shape: Node | None
     leaves: Leaves
     tensors: list[torch.Tensor]
@@ -338,7 +342,7 @@ _MODES = 64  # such functions are kept, the last ones used
 _unchanged: dict[object, Callable[[], bool]] = {}
 
 
-def _unchanged_from(now: tuple[Any, ...]) -> Callable[[], bool]:
+def _unchanged_from(now: Reading) -> Callable[[], bool]:
     settings, cast, level, rare = now
     if rare or len(settings) != len(_GETTERS):
         return bool

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .._torch.dynamic import Leaves
-from ..call.signature import Call
+from ..call.signature import Call, Key
 from ..guards.attribute_effects import Left
 from ..guards.reliances import Reliances
 from ..guards.snapshot import Setting
@@ -216,7 +216,7 @@ class Recording:
     """
 
     name: str
-    key: tuple[Any, ...]
+    key: Key
     device: torch.device
     program: Program
     slots: tuple[Slot, ...]

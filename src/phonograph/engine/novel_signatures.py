@@ -18,7 +18,6 @@ from ..values.wording import Naming
 
 __all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
 
-Key: TypeAlias = tuple[Any, ...]
 
 _UNREPEATED = 64  # signatures that never come again...
 _NEARLY = 3  # ...among so many times as many calls

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlia
 import torch
 
 from .._torch import modules as torch_modules
+from .._torch.dynamic import Args, Kwargs
 from .._torch.dynamo import compiling
 from .._torch.skipped_frames import passes_on
 from ..call.signature import Call, modes, stands_in

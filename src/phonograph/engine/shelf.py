@@ -8,16 +8,13 @@ memory that they overwrite (two that take turns serve a loop which keeps its las
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
-from ..call.signature import Call
+from ..call.signature import Call, Key
 from ..memory.spans import Spans
 from .known_calls import KnownCalls
 from .player import Player
 
 __all__ = ["Found", "Key", "Shelf"]
-
-Key: TypeAlias = tuple[object, ...]
 
 
 class Found:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._torch.dynamic import Reading
 from ..errors import Refusal
 from ..guards import module_epochs as witness
 from ..guards.entries import Entries, relied, which
@@ -30,8 +31,6 @@ _SELDOM = 12  # ...and after which there is one at least, where nothing was foun
 _A_CALL = 3  # places that are compared in a call, on average (or eight values of one)...
 _HEARD_A_CALL = 12  # ...and values, where a change was heard of
 _MOST = 50_000  # values; what has more is not compared
-
-Values = tuple[Any, ...]
 
 
 class Standing(NamedTuple):
@@ -124,7 +123,7 @@ def grounds_of(refusal: Refusal) -> Grounds | None:
     return None
 
 
-def _kind_of(t: torch.Tensor) -> Values:
+def _kind_of(t: torch.Tensor) -> Reading:
     """What a tensor is, but for where its memory is."""
     return state_of(t)[1:]
 
@@ -136,11 +135,11 @@ def _entry(holder: Holder) -> list[object]:
     return [holder, read, saved]
 
 
-def _weakly(read: Callable[[], Values]) -> Callable[[], Values]:
+def _weakly(read: Callable[[], Reading]) -> Callable[[], Reading]:
     return lambda: _as_weak(read())
 
 
-def _as_weak(values: Values) -> Values:
+def _as_weak(values: Reading) -> Reading:
     """With references in the place of tensors. (There is only one weak reference to an object.)"""
     return tuple([weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in values])
 
@@ -154,7 +153,7 @@ def _without_changes(entry: list[Any]) -> bool:
         return holder.contents is None
     others = {i for i, (a, b) in enumerate(zip(saved, now, strict=True)) if a is not b}
 
-    def rest() -> Values:
+    def rest() -> Reading:
         return tuple([None if i in others else x for i, x in enumerate(read())])
 
     entry[1], entry[2] = rest, rest()

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
-from .._torch.dynamic import Args, Kwargs, Leaves
+from .._torch.dynamic import Args, Kwargs, Leaves, Reading
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from ..errors import Unseen
 from ..python.holders import Spot
@@ -81,13 +81,13 @@ class Dial(float, Followed):
     def __reduce__(self) -> tuple[object, ...]:
         return (float, (self.as_plain("is copied") if self.wide else self.formula(self.dials.values),))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> object:
         return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
 
-    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, function: object, method: str, *args: object, **kwargs: object) -> object:
         return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
-    def __array_function__(self, function: Any, types: object, args: Args, kwargs: Kwargs) -> Any:
+    def __array_function__(self, function: Callable[..., object], types: object, args: Args, kwargs: Kwargs) -> object:
         return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
 
     @property
@@ -275,20 +275,20 @@ class Dials:
         self._tallies: dict[int, Tally] = {}
         self._become: dict[int, Formula | int | float] = {}
         """What the call leaves at spots, where that is something else than what it has found there."""
-        self._leave: Callable[[Values], tuple[Any, ...]] = lambda values: ()
-        self._leaves: tuple[Any, ...] = ()  # what the next run leaves
+        self._leave: Callable[[Values], Reading] = lambda values: ()
+        self._leaves: Reading = ()  # what the next run leaves
         self._handed_out: list[Formula] = []
         self._counts_from = len(self._of) + len(self.spots)
         self._length = self._counts_from + len(set(counts.of))
         self.values: Values = (*self._settings, *self._at_spots, *(counts.values() or ()))
         self.formulas: dict[float, Formula] = {}
-        self._derived: dict[Any, Dial] = {}
+        self._derived: dict[object, Dial] = {}
         self.used: set[float] = set()
         self.lost = False
         self.read = False  # by code that is no optimizer's step
         self.in_step = False
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
-        self._conditions: dict[Any, tuple[Formula, Any]] = {}
+        self._conditions: dict[object, tuple[Formula, bool]] = {}
         self._touched: set[int] = set()
         classes = [self.source(k) for k in range(self._counts_from, self._length)]
         self._stand: list[Dial] = [classes[k] for k in counts.of]  # the dial for what each count is by now
@@ -301,7 +301,7 @@ class Dials:
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
         """The identities of the floats that were at those spots which the program follows."""
-        self.whole: set[tuple[int, Any]] = set()
+        self.whole: set[tuple[int, object]] = set()
         """Where there are whole numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
@@ -329,7 +329,7 @@ class Dials:
             self._tallies[i] = Tally(self, i, Given(len(self._of) + i, self._touched), self._seen_last[i])
         return self._tallies[i]
 
-    def derive_float(self, key: Any, formula: Formula) -> Dial:
+    def derive_float(self, key: object, formula: Formula) -> Dial:
         """The dial of what is worked out of a tally."""
         return self.derive(key, _probe, formula, wide=True)
 
@@ -359,7 +359,7 @@ class Dials:
         """Where replays leave other numbers."""
         return [self.spots[i] for i in self._become]
 
-    def derive(self, key: Any, probe: Callable[[], Any], formula: Formula, wide: bool = False) -> Dial:
+    def derive(self, key: object, probe: Callable[[], Any], formula: Formula, wide: bool = False) -> Dial:
         """The dial for a formula, of which the key says what it is: with this probe, if it is `_telling`."""
         known = self._derived.get(key)
         if known is not None:
@@ -415,13 +415,13 @@ class Dials:
             self.used.add(aliases[n])
         return aliases
 
-    def decide(self, key: Any, formula: Formula) -> bool:
+    def decide(self, key: object, formula: Formula) -> bool:
         """Decide by the real values, and keep the decision as a condition."""
         outcome = bool(formula(self.values))
         self._conditions.setdefault(key, (formula, outcome))
         return outcome
 
-    def may_fail(self, key: Any, formula: Worked) -> None:
+    def may_fail(self, key: object, formula: Worked) -> None:
         """Let an operation raise what it raises live: that is decided by the real values, too."""
         try:
             formula(self.values)
@@ -606,7 +606,7 @@ def _as_formula(x: Formula | int | float) -> Formula:
     return x if isinstance(x, (Given, Worked)) else Worked(lambda: x)
 
 
-def _none(values: Values) -> Iterable[tuple[float, Any]]:
+def _none(values: Values) -> Iterable[tuple[float, float]]:
     return ()
 
 
@@ -614,7 +614,9 @@ def _none_decided(values: Values) -> bool:
     return True
 
 
-def _numbers_of(probes: Iterable[float], formulas: Mapping[float, Formula]) -> Callable[[Values], Iterable[tuple[float, Any]]]:
+def _numbers_of(
+    probes: Iterable[float], formulas: Mapping[float, Formula]
+) -> Callable[[Values], Iterable[tuple[float, float]]]:
     """What these probes stand for."""
     names = [*probes]
     now = written([formulas[probe] for probe in names])
@@ -632,8 +634,8 @@ def _decisions(conditions: Iterable[tuple[Formula, bool]]) -> Callable[[Values],
 class _Settled(NamedTuple):
     """Of a capture that is over: the numbers and decisions that depend on counts, which are others at each replay; and all."""
 
-    turning: Callable[[Values], Iterable[tuple[float, Any]]] = _none
-    all_numbers: Callable[[Values], Iterable[tuple[float, Any]]] = _none
+    turning: Callable[[Values], Iterable[tuple[float, float]]] = _none
+    all_numbers: Callable[[Values], Iterable[tuple[float, float]]] = _none
     decided: Callable[[Values], bool] = _none_decided
     all_decided: Callable[[Values], bool] = _none_decided
 

@@ -27,7 +27,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch.dynamic import Reading, Table
+from .._torch.dynamic import Foreign, Reading, Table
 from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -190,7 +190,7 @@ class Objects:
         self._hold(kept(path, lambda: (*view, *view.values())))
         self._fixed(path, view.values())
 
-    def _array(self, path: str, array: Any) -> None:
+    def _array(self, path: str, array: Foreign) -> None:
         if array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
             self.arrays.append(path)
             return
@@ -569,7 +569,7 @@ def _live_place(path: str, group: dict[str, object], key: str) -> Holder:
                   dial=(identity(group), key), spot=lambda *_: item(group, key), inside=lambda: (group,))  # fmt: skip
 
 
-def _is_frozen(array: Any) -> bool:
+def _is_frozen(array: Foreign) -> bool:
     """Whether nobody can write an array: neither it nor what it is a view of, unless nobody else has that."""
     kind = sys.modules["numpy"].ndarray
     while type(array) is kind and not array.flags.writeable:

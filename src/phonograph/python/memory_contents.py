@@ -7,9 +7,10 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
 
-from .._torch.dynamic import Reading
+import torch
+
+from .._torch.dynamic import Foreign, Private, Reading
 from .holders import Holder, Part, kept
 
 __all__ = ["AT_ONCE", "array_of_numpys", "buffer", "frozen_array", "memory"]
@@ -18,7 +19,7 @@ AT_ONCE = 64 << 10
 """Bytes of an array, or of memory, that are all compared before each replay; of larger ones a part each time."""
 
 
-def buffer(path: str, thing: Any) -> Holder:
+def buffer(path: str, thing: Private) -> Holder:
     """The bytes of an object that lays its memory open in one piece: bytearray, array, ctypes, mmap. (No view of it is kept: it
     would keep a bytearray from growing.)"""
 
@@ -40,12 +41,12 @@ def buffer(path: str, thing: Any) -> Holder:
     return Holder(path, read, restore)
 
 
-def frozen_array(path: str, array: Any) -> Holder:
+def frozen_array(path: str, array: Foreign) -> Holder:
     """One that nobody can write: what it is."""
     return kept(path, lambda: (array.shape, array.dtype.str, array.strides, array.flags.writeable))
 
 
-def array_of_numpys(path: str, array: Any) -> Holder:
+def array_of_numpys(path: str, array: Foreign) -> Holder:
     """An array: what it is, and its bytes; of more than `AT_ONCE` a digest. A recording that relies on it looks at so many
     bytes of such a one each time, and so at all of it in some replays. It is read itself, and no view of it: that would keep
     its shape."""
@@ -81,7 +82,7 @@ def array_of_numpys(path: str, array: Any) -> Holder:
     return Holder(path, read, restore, part=part if array.nbytes > AT_ONCE else None)
 
 
-def memory(path: str, storage: Any, tensors: Sequence[Any]) -> Holder:
+def memory(path: str, storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> Holder:
     """The bytes of tensors on the CPU that share this storage; of more than `AT_ONCE` a part each time, and how often the
     tensors were written, which tells of all but what goes around torch."""
     n = storage.nbytes()
@@ -116,6 +117,6 @@ def _unnumbered(path: str, i: int, values: Reading) -> str:
     return path
 
 
-def _digest(array: Any) -> bytes:
+def _digest(array: Foreign) -> bytes:
     whole = array if array.flags.c_contiguous else array.copy()
     return hashlib.blake2b(memoryview(whole).cast("B"), digest_size=16).digest()

@@ -41,7 +41,7 @@ class Tally(Followed):
     __slots__ = ("__weakref__", "_key", "dials", "formula", "value")
     __array_ufunc__ = None  # NumPy's numbers leave arithmetic to this
 
-    def __init__(self, dials: Any, key: Any, formula: Formula, value: int) -> None:
+    def __init__(self, dials: Any, key: object, formula: Formula, value: int) -> None:
         self.dials, self._key, self.formula, self.value = dials, key, formula, value
 
     @property  # type: ignore[misc]
@@ -69,22 +69,22 @@ class Tally(Followed):
     def __deepcopy__(self, memo: dict[int, object]) -> Tally:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
         return int, (self.as_plain("is copied"),)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> object:
         return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.as_plain("is taken apart"), name)
 
-    def __divmod__(self, other: Any) -> Any:
+    def __divmod__(self, other: Any) -> object:
         return self // other, self % other
 
-    def __rdivmod__(self, other: Any) -> Any:
+    def __rdivmod__(self, other: Any) -> object:
         return other // self, other % self
 
-    def __round__(self, digits: Any = None) -> Any:
+    def __round__(self, digits: int | None = None) -> object:
         return self if digits is None else round(self.as_plain("is rounded"), digits)
 
 
@@ -116,7 +116,7 @@ def _formula(x: object) -> Any:
     return x.formula if isinstance(x, Followed) else x
 
 
-def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: Any, swapped: bool = False) -> object:
+def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: object, swapped: bool = False) -> object:
     """The result of an operation, with the formula of it."""
     of = [tally, *others][:: -1 if swapped else 1]
     formula = Worked(function, *map(_formula, of))
@@ -142,7 +142,7 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
 
 
 def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tally, object], object]:
-    def method(self: Tally, other: Any) -> object:
+    def method(self: Tally, other: object) -> object:
         if other is None:
             return NotImplemented
         if not _plain(other):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .._torch.dynamic import Private
 from .._torch.process_groups import groups_of, is_under_way
 from .._torch.tensors import has_memory, inner_names, is_ordinary, is_shape, storage_id
 from .keys import Identity, NoSignature, plain_key
@@ -50,12 +51,12 @@ def storages(t: torch.Tensor) -> list[int]:
 class Description(NamedTuple):
     """What a tensor is besides its parts, by which another can be made around other parts."""
 
-    kind: Any
+    kind: Private
     names: tuple[str, ...]
     """Of its attributes that are tensors."""
-    others: tuple[tuple[str, Any], ...]
+    others: tuple[tuple[str, object], ...]
     """What else it says that it is made of: a mesh of devices."""
-    context: Any
+    context: object
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +64,7 @@ class Description(NamedTuple):
     groups: tuple[Identity, ...]
 
     @classmethod
-    def of(cls, t: Any) -> Description:
+    def of(cls, t: Private) -> Description:
         inner, context = t.__tensor_flatten__()
         found = [(name, getattr(t, name)) for name in inner]
         names = tuple([name for name, x in found if isinstance(x, torch.Tensor)])
@@ -71,12 +72,12 @@ class Description(NamedTuple):
         return cls(type(t), names, others, context, t.size(), t.stride(), t.dtype, t.device,
                    (*map(Identity, groups_of(t)),))  # fmt: skip
 
-    def around(self, inner: Sequence[torch.Tensor]) -> Any:
+    def around(self, inner: Sequence[torch.Tensor]) -> Private:
         """Such a tensor, made of these."""
         made = dict(zip(self.names, inner, strict=True)) | dict(self.others)
         return self.kind.__tensor_unflatten__(made, self.context, self.size, self.stride)
 
-    def key(self) -> Any:
+    def key(self) -> object:
         """What identifies it.
 
         Raises:
@@ -89,7 +90,7 @@ class Description(NamedTuple):
                               f"another ({e})", "pass the tensors of which it is made") from None  # fmt: skip
 
 
-def _key(value: Any) -> object:
+def _key(value: Private) -> object:
     """As `plain_key`; and by what it says itself, if it says when it equals another: as torch.compile compares such things."""
     kind = type(value)
     if kind in (tuple, list):

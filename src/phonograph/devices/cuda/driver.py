@@ -33,12 +33,12 @@ class DriverError(RuntimeError):
 
 
 @cache
-def _library() -> Any:
+def _library() -> Private:
     return ctypes.CDLL("libcuda.so.1")
 
 
 @cache
-def _function(name: str, *types: Any) -> Any:
+def _function(name: str, *types: Private) -> Private:
     f = getattr(_library(), name)
     f.argtypes = types
     f.restype = ctypes.c_int
@@ -234,7 +234,7 @@ class _Memcpy:
         get = _function("cuGraphMemcpyNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
         _checked(get(node, ctypes.byref(self._params)), "cuGraphMemcpyNodeGetParams")
 
-    def words(self) -> list[Any]:
+    def words(self) -> list[Private]:
         """Both addresses."""
         return [ctypes.c_uint64.from_buffer(self._params, place.offset) for place in (_Memcpy3D.srcDevice, _Memcpy3D.dstDevice)]
 
@@ -259,7 +259,7 @@ class _Kernel:
         self._params = params
         self._node = node
 
-    def words(self) -> list[Any]:
+    def words(self) -> list[Private]:
         """The parameters as words of 8 bytes, which can be read and set."""
         rows = [(ctypes.c_uint64 * (len(b) // _WORD)).from_buffer(b) for b in self.buffers if len(b) >= _WORD]
         return [ctypes.c_uint64.from_buffer(row, at * _WORD) for row in rows for at in range(len(row))]
@@ -312,10 +312,10 @@ def reciprocal_of_single(x: float) -> float:
 _FORMS: tuple[Callable[[float], float], ...] = (lambda x: x, lambda x: -x, reciprocal_of_single, reciprocal)
 
 
-def _runs(buffer: Any, found: Sequence[tuple[int, Any]]) -> list[tuple[Any, ...]]:
+def _runs(buffer: Private, found: Sequence[tuple[int, Private]]) -> list[tuple[Private, ...]]:
     """Places in a buffer, in order, with what each holds: where the same stands several times on end (a kernel for many tensors
     has a number for each of them) as one place, and how many times."""
-    runs: list[tuple[Any, ...]] = []
+    runs: list[tuple[Private, ...]] = []
     for at, what in found:
         size = struct.calcsize(what[0])
         if runs and runs[-1][3:] == what and runs[-1][1] + runs[-1][2] * size == at:
@@ -360,7 +360,7 @@ class KernelNumbers:
         anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
         self._kernels: list[_Kernel] = []  # with the memory from which the parameters are put into the graph
         # Of each kernel: where its parameters hold which numbers, these, and what puts them into the graph.
-        self._places: list[tuple[list[Any], set[float], Callable[[], int]]] = []
+        self._places: list[tuple[list[Private], set[float], Callable[[], int]]] = []
         self._last: dict[float, float] = {}
         self.found: set[float] = set()
         for node in (n for n in nodes if kind(n) == _KERNEL):
