@@ -15,7 +15,7 @@ Leaves: TypeAlias = list[Any]
 Reading: TypeAlias = tuple[Any, ...]
 """What was read at a place at one time, in the form that the place's own `restore` takes."""
 Private: TypeAlias = Any
-"""A private object of torch's, whose attributes are probed before they are used, or one of ctypes'."""
+"""A private object of torch's or of Python's, whose attributes are probed before they are used, or one of ctypes'."""
 Context: TypeAlias = Any
 """The `ctx` of an `autograd.Function`, on which its forward leaves what its backward needs."""
 Table: TypeAlias = dict[Any, Any]

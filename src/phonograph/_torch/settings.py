@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Set
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -62,7 +61,7 @@ _KEPT = {
 _LOOKED_AT = 4 << 10  # bytes from where torch's settings begin
 
 
-def kept_settings() -> tuple[Any, Set[str]]:
+def kept_settings() -> tuple[Private, Set[str]]:
     """The memory where torch keeps most of its settings (in an `at::Context`), as an array whose `raw` are the bytes that are
     there now, and the names of those that get what is there. Where each of them lies is found by setting it in a copy of that
     memory; of none where that cannot be done."""
@@ -105,7 +104,7 @@ def kernel_getters() -> list[Callable[[], object]]:
     return [*found, lambda: tuple(order())]
 
 
-def kernel_setter(get: Callable[[], Any]) -> Callable[[object], object] | None:
+def kernel_setter(get: Callable[[], object]) -> Callable[[object], object] | None:
     """What sets a setting that one of these gets. None if there is none."""
     name = getattr(get, "__name__", "")
     names = name.replace("_get", "_set"), re.sub(r"_get_(\w+)_sdp_enabled", r"_set_sdp_use_\1", name)

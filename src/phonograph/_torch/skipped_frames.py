@@ -17,14 +17,14 @@ import sys
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 from types import CellType, CodeType, FunctionType, MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .dynamic import Private
 from .dynamo import not_compiled_by_itself
 
 __all__ = ["hide", "passes_on"]
 
-F = TypeVar("F", bound=Any)
+F = TypeVar("F", bound=Private)
 
 _PACKAGE = __name__.partition(".")[0]
 _Cached = type(cache(repr))

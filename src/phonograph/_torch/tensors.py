@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -55,13 +54,13 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 copy_all: Callable[..., None] = torch._foreach_copy_
 """Copy tensors into as many others, in few kernels."""
 
-make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+make_subclass: Callable[[type, torch.Tensor], Private] = torch.Tensor._make_subclass
 """The same memory as a tensor of a subclass, without history."""
 
 address: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 """`Tensor.data_ptr` without the look-up of the method."""
 
-alias: Callable[[Any], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+alias: Callable[[Private], torch.Tensor] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence, Set
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -126,7 +126,7 @@ class Flight:
         self.arguments: list[tuple[torch.Tensor, torch.Tensor]] = []  # that code keeps, after their slots
         self.looks: dict[int, Look] = {}  # by the numbers of the backwards that run
         self._joined: weakref.ref[Node] | None = None  # it has this
-        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, Any]]] = {}  # results on which others depend
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, object]]] = {}  # results on which others depend
 
     def watch(self, i: int, t: torch.Tensor) -> None:
         """From now on it is known what hooks a result gets, also once it is gone."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -167,7 +166,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     @ended_by
-    def backward(ctx: Context, *grads: Any) -> object:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
         flight: Flight = ctx.flight
         if flight.twice is not None or torch.is_grad_enabled():
             return (None, None, None, *again(flight, ctx, grads, [], []))
@@ -187,7 +186,7 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     @ended_by
-    def backward(ctx: Context, grad: Any) -> object:
+    def backward(ctx: Context, grad: torch.Tensor | None) -> object:
         flight: Flight = ctx.flight
         if grad is None or not ctx.others:
             return (None, None, None, grad, *[None] * ctx.others)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -49,9 +49,9 @@ class Source(torch.autograd.Function):
         return None, None, None
 
 
-SOURCE: Any = Source._backward_cls
+SOURCE: type[object] = Source._backward_cls
 """The class of the nodes of that function..."""
-REENTRANT: Any = CheckpointFunction._backward_cls
+REENTRANT: type[object] = CheckpointFunction._backward_cls
 """...and of those of parts that are recomputed by a backward of their own."""
 
 

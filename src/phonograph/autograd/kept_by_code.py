@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import gt, is_
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -23,7 +22,7 @@ from .._torch.tensors import has_memory, use_count
 from ..errors import Refusal
 from ..python.identity import identity
 
-NODE: Any = BackwardCFunction
+NODE: type[object] = BackwardCFunction
 """The class of the nodes of functions that are written in Python: it is their `ctx` as well."""
 
 __all__ = ["NODE", "Contents", "Kept", "kept"]
@@ -63,7 +62,7 @@ class Contents:
         """How many there are of each that leads to what is kept."""
         return [*map(sys.getrefcount, self._holders)]
 
-    def now(self) -> list[list[Any]]:
+    def now(self) -> list[list[object]]:
         return [list(_within(x)) for x in self._found]
 
     def changed(self, before: list[list[object]]) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
 from .._torch.autograd import backward_id, waits_for_all, when_backward_ends, will_run
+from .._torch.dynamic import Private
 from ..python.identity import identity
 
 __all__ = ["keep_quiet"]
@@ -49,7 +49,7 @@ def _keep_quiet(p: torch.Tensor, but: Set[int]) -> None:
     p.requires_grad_()
     asks = p.register_hook(lambda grad: given.append(grad is not None))
     p.requires_grad_(not frozen)
-    both: tuple[Any, Any] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
+    both: tuple[Private, Private] = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
     for hooks in both:
         own = {key: hook for key, hook in (hooks or {}).items() if key != asks.id and key not in but}
         if own:
@@ -58,7 +58,7 @@ def _keep_quiet(p: torch.Tensor, but: Set[int]) -> None:
     when_backward_ends(asks.remove)
 
 
-def _if_given(given: list[bool], hook: Callable[[torch.Tensor], object], before: bool, value: Any) -> object:
+def _if_given(given: list[bool], hook: Callable[[torch.Tensor], object], before: bool, value: Private) -> object:
     arrived = value is not None if before else given[-1:] == [True]
     return hook(value) if arrived else None
 

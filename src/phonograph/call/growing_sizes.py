@@ -5,7 +5,7 @@ Such calls have a signature each, and none comes again soon. Three in a row show
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from ..errors import Refusal
 from ..python.origin import users_line
 from ..values.pytree_paths import path_to
 from ..values.wording import Naming
-from .signature import Call
+from .signature import Call, Key
 
 __all__ = ["Growth"]
 
@@ -27,7 +27,7 @@ Steps = dict[tuple[int, int], int]
 class _Before(NamedTuple):
     """A call: its key, and the shapes of its tensors by their places among the leaves."""
 
-    key: Any
+    key: Key
     number: int
     shapes: dict[int, torch.Size]
 

@@ -265,7 +265,7 @@ class Recording:
     """Memory in which no argument may lie."""
     spoiled: list[str] = field(default_factory=list, repr=False)
     """Names of what it works with and has lost: its memory, mostly."""
-    rivals: list[tuple[int, int, object, int]] = field(default_factory=list, repr=False)
+    rivals: list[tuple[int, int, Callable[[], object], int]] = field(default_factory=list, repr=False)
     """Leases that playing it would overwrite, kept current by the pool."""
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +117,9 @@ def make_job(text: Tensor, steps: int, seed: int) -> Job:
 class Writer:
     """Greedy decoding, one byte a step. The position is a tensor and the step moves it on."""
 
-    def __init__(self, weights: list[Tensor], wrap: Callable[[Callable[..., Tensor]], Any] = lambda step: step) -> None:
+    def __init__(
+        self, weights: list[Tensor], wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda step: step
+    ) -> None:
         device = weights[0].device
         model = GPT().to(device).eval()
         model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))

@@ -30,9 +30,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from time import monotonic, sleep
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
+
+import torch
 
 from .._torch import process_groups as torch_process_groups
+from ..statistics import Counters
 from .store import Store, ask
 
 __all__ = ["OWN_THREADS", "Launches", "Mark", "Watched", "call_it", "launches", "unwatch", "watch"]
@@ -62,7 +65,7 @@ class Mark(Protocol):
 class Watched:
     """What communicates, for words: how many of which `collectives`, by the user's lines, and the process groups by name."""
 
-    device: Any
+    device: torch.device
     collectives: Mapping[str, int]
     groups: Collection[str]
     name: str = "a function"
@@ -138,7 +141,7 @@ def watch(program: object, what: Watched) -> None:
             _thread.start()
 
 
-def call_it(program: object, name: str, counters: Any) -> None:
+def call_it(program: object, name: str, counters: Counters) -> None:
     """It is a recording's of the function with this name, which counts its calls there."""
     if (what := _programs.get(program)) is not None:
         what.name, what.counters, what.made = name, counters, counters.calls

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from .._torch.autograd import share_version
+from .._torch.dynamic import Leaves
 from .._torch.tensors import storage_id
 from ..autograd.backward import Backward
 from ..autograd.saved_hooks import Tracing
@@ -30,7 +30,7 @@ _KEEPS = ("keeps a tensor for backward where it cannot be followed (an attribute
 
 
 def backward_of(
-    request: Request, grads: Grads, evidence: Evidence, leases: dict[int, Lease], leaves: Sequence[Any], plan: Sequence[Output],
+    request: Request, grads: Grads, evidence: Evidence, leases: dict[int, Lease], leaves: Leaves, plan: Sequence[Output],
 ) -> Backward | None:  # fmt: skip
     """The backward of those results that the plan attaches, if any are. Memory that code keeps by itself is added to `leases`:
     each replay writes it."""

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ class Binding:
 
     name: str
     options: Options
-    _function: Callable[..., Any]
+    _function: Callable[..., object]
     __call__: Callable[..., object]
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class Binding:
         return found is self
 
 
-def _plain_method(recorded: Any, instance: object) -> Callable[..., object]:
+def _plain_method(recorded: Binding, instance: object) -> Callable[..., object]:
     """An instance's method in compiled code, where it is a plain function."""
     return lambda *args, **kwargs: recorded(instance, *args, **kwargs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class Arguments:
         Raises:
             Opens: it is to be looked for in attributes of objects of these classes.
         """
-        now: list[Any] = []
+        now: Leaves = []
         shut = {identity(x) for x in self._call.leaves if not isinstance(x, torch.Tensor)}
         shape = flatten((self.args, self.kwargs), now, Opening(shut, by_attributes=self._opened))
         if shape == self._call.shape and len(now) == len(self._leaves) and all(map(is_, now, self._leaves)):
@@ -99,7 +98,7 @@ def _metadata(t: torch.Tensor) -> tuple[object, ...]:
     return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
 
 
-def _sealed(built: Sequence[Any], held: Sequence[Table | None]) -> list[Any]:
+def _sealed(built: Sequence[object], held: Sequence[Table | None]) -> Leaves:
     """What containers have in them that can change, and not by what they hold."""
     others = {identity(c) for c in built}
     found = []

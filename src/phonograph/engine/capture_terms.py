@@ -52,7 +52,7 @@ class Concessions:
 
     follow: tuple[str, ...] = (*LIVE, *CYCLED)
     """Hyper-parameters that are followed where possible; others are baked in."""
-    baked: frozenset[Any] = frozenset()
+    baked: frozenset[tuple[int, object]] = frozenset()
     """Places of numbers that are baked in, though they have changed."""
     retain: bool = False
     """Saved tensors are kept, though this is the last backward that reads them."""

@@ -12,7 +12,7 @@ others, and the older stays. Gradients that are held by then can be moved; a cal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,7 +57,7 @@ def obstructing(player: Player) -> list[Lease]:
 
 def _gradients(pool: Pool) -> dict[int, torch.Tensor]:
     """Those of all parameters of which a recorded backward has given gradients, by their storages."""
-    backwards: list[Any] = [r.backward for r in pool.recordings if r.backward is not None]
+    backwards = [r.backward for r in pool.recordings if r.backward is not None]
     parameters = [p for backward in backwards for p in (*backward.graph.parameters, *backward.graph.reentrant)]
     grads = [p.grad for p in parameters if p.is_leaf and p.grad is not None]
     plain = [g for g in grads if type(g) is torch.Tensor and g.layout is torch.strided and not g.requires_grad]

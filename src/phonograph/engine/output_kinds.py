@@ -12,7 +12,6 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ AS_IT_IS: AbstractContextManager[None] = nullcontext()
 class Value(Output):
     """A Python object, the same each time; a set is copied."""
 
-    value: Any
+    value: object
 
     def make(self, replay: Replay) -> object:
         return copy.copy(self.value) if type(self.value) is set else self.value

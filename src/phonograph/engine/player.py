@@ -385,7 +385,7 @@ def _behind(o: Output, outputs: Sequence[Output]) -> int:
     return 1 + _behind(outputs[o.of], outputs) if o.of >= 0 else 0
 
 
-def _any_held(rivals: Iterable[tuple[int, int, Any, int]]) -> bool:
+def _any_held(rivals: Iterable[tuple[int, int, Callable[[], object], int]]) -> bool:
     for key, own, python, owns in rivals:  # noqa: SIM110 - `any(... for ...)` costs half as much again
         if use_count(key) > own or _references(python()) > owns:
             return True

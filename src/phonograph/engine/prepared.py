@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
@@ -37,7 +37,7 @@ class Prepared:
     """Where the capture takes no memory."""
     spots: list[Spot]
     """The places of the numbers that are followed."""
-    numbers: list[Any]
+    numbers: Leaves
     """Those of them that are arguments."""
     buckets: list[torch.Tensor]
     """The memory in which gradients are averaged over ranks."""

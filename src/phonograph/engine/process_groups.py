@@ -18,6 +18,7 @@ from ..capture.recording import Program, Recording
 from ..devices import lock
 from ..distributed import agreement
 from ..distributed.watchdog import call_it
+from ..statistics import Counters
 
 __all__ = ["follow", "follow_program", "let_go"]
 
@@ -36,7 +37,7 @@ def follow_program(program: Program) -> None:
         atexit.register(let_go)
 
 
-def follow(recording: Recording, counters: object) -> None:
+def follow(recording: Recording, counters: Counters) -> None:
     """This one communicates; its function counts its calls there."""
     _recordings.add(recording)
     for program in getattr(recording.program, "programs", [recording.program]):

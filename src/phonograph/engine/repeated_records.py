@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import Refusal
 from ..python.origin import users_line
@@ -20,11 +20,11 @@ _EARLIER = 7  # in a row that went like this
 _WARM = 2  # calls at most that one of them had: it might be played in the next
 _PLACES = 256  # that are remembered
 
-_made: OrderedDict[Any, list[tuple[weakref.ref[object], Counters]]] = OrderedDict()
+_made: OrderedDict[object, list[tuple[weakref.ref[object], Counters]]] = OrderedDict()
 """By the code that is recorded and the line where it is: the last ones, and what they have counted. Empty: it has been said."""
 
 
-def made_anew(function: object, recorded: Recorded[Any, Any], counters: Counters) -> Refusal | None:
+def made_anew(function: object, recorded: Recorded[..., object], counters: Counters) -> Refusal | None:
     """What there is to be said where a function, or a module, is recorded once more."""
     function = getattr(function, "__func__", function)
     where = users_line()

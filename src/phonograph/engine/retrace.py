@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..autograd.saved_hooks import Tracing
 from ..capture.digest import Digest
@@ -29,7 +28,7 @@ class Retrace:
     """On which it was captured in the end."""
     traced: bool
     """Autograd was followed."""
-    spots: frozenset[Any]
+    spots: frozenset[tuple[int, object]]
     """The places of the numbers that it follows."""
 
     @classmethod

@@ -10,14 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .._torch.dynamic import Reading
 from ..errors import Refusal
 from ..guards import module_epochs as witness
-from ..guards.entries import Entries, relied, which
+from ..guards.entries import Entries, Entry, relied, which
 from ..guards.reachable import Reach
 from ..guards.reliances import is_heard_of
 from ..guards.tensor_states import state_of
@@ -144,7 +144,7 @@ def _as_weak(values: Reading) -> Reading:
     return tuple([weakref.ref(x) if isinstance(x, torch.Tensor) else x for x in values])
 
 
-def _without_changes(entry: list[Any]) -> bool:
+def _without_changes(entry: Entry) -> bool:
     """Leave out of the comparison what is another value than before; whether something remains."""
     holder, read, saved = entry
     now = read()

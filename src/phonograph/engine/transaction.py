@@ -61,7 +61,7 @@ class _HostRandom:
             b.random_raw()
         self._moved = self._numpys()
 
-    def _numpys(self) -> list[Any]:
+    def _numpys(self) -> list[torch.Tensor]:
         return [r.get_state(legacy=False) for r, _ in self._legacy] + [b.state for b, _ in self._bits]
 
     def restore(self, changed: str | None = None, where: str = "") -> None:

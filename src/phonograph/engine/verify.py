@@ -8,7 +8,7 @@ state is put in place, because that is the right one, and `Mismatch` is raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from ..memory.pool import row_of_bytes
 from ..state.reentrancy import Within
 from ..state.rng import put
 from ..values.pytree import Opening, flatten
+from ..values.pytree_nodes import Node
 from ..values.tensor_subclasses import parts
 
 __all__ = ["equal", "generators_in", "repeats", "verified"]
@@ -133,7 +134,7 @@ def _live(function: Callable[..., object], call: Call) -> object:
 
 
 class _Noted(NamedTuple):
-    shape: Any
+    shape: Node | None
     leaves: Leaves
     """Values; of tensors, copies."""
     made: Leaves

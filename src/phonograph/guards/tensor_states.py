@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any
 
 import torch
 
-from .._torch.dynamic import Leaves, Table
+from .._torch.dynamic import Leaves, Reading, Table
 from .._torch.tensors import TensorBase, address, has_memory, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
@@ -60,13 +59,13 @@ def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
 
 
 _Base = TensorBase
-_SAID: tuple[Callable[[Any], Any], ...] = (
+_SAID: tuple[Callable[[torch.Tensor], object], ...] = (
     _place, attrgetter("shape"), _Base.stride, attrgetter("dtype"), attrgetter("device"), _Base.is_conj, _Base.is_neg,
     _grad_dtype, attrgetter("requires_grad"), hook_values,
 )  # fmt: skip
 
 
-def states_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+def states_of(tensors: Sequence[torch.Tensor]) -> list[Reading]:
     """What tensors are, but for their values; in half of the time that it takes for each by itself."""
     return [*zip(*(map(say, tensors) for say in _SAID), strict=True)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ class View(NamedTuple):
     dtype: torch.dtype | None = None
     span: int = 0  # bytes, from the first to the last element
     lazy: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-    mode: Callable[[], AbstractContextManager[Any]] | None = None
+    mode: Callable[[], AbstractContextManager[object]] | None = None
     mould: torch.Tensor | None = None
 
     @staticmethod

@@ -15,10 +15,10 @@ import functools
 import inspect
 from itertools import pairwise
 from types import CodeType, FrameType, ModuleType
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Private
 from .bytecode import all_within
 from .code_cache import of_code
 from .origin import LIBRARY, STDLIB, is_ours, is_torchs, origin
@@ -249,7 +249,7 @@ def _is_torchs(frame: FrameType, path: tuple[str, ...]) -> bool:
     return module.split(".")[0] == "torch" or getattr(kind, "__qualname__", "") == "nullcontext"
 
 
-def _regions(code: CodeType, at: int) -> list[Any] | None:
+def _regions(code: CodeType, at: int) -> list[Private] | None:
     """The parts of the table of exceptions by which one that is raised at this instruction goes, the innermost first; None
     before Python 3.11."""
     left = _table(code)
@@ -264,7 +264,7 @@ def _regions(code: CodeType, at: int) -> list[Any] | None:
 
 
 @of_code
-def _table(code: CodeType) -> Any:
+def _table(code: CodeType) -> Private:
     return getattr(dis.Bytecode(code), "exception_entries", None)
 
 

@@ -160,7 +160,9 @@ def gradients() -> Unpadded:
 # -- what is padded
 
 
-def replaced(pads: Pads, args: Args, kwargs: Kwargs, make: Callable[[torch.Tensor, Sequence[Pad]], torch.Tensor]) -> Any:
+def replaced(
+    pads: Pads, args: Args, kwargs: Kwargs, make: Callable[[torch.Tensor, Sequence[Pad]], torch.Tensor]
+) -> tuple[Args, Kwargs]:
     """The arguments with others for those that are padded, and one for one that is given twice."""
     new_args, new_kwargs = list(args), dict(kwargs)
     made: dict[object, torch.Tensor] = {}

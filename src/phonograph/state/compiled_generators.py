@@ -16,11 +16,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import FrameType
 
 import torch
 
 from .._torch.cuda import OnStream
+from .._torch.dynamic import Private
 from .._torch.dynamo import compiled_call, kept_of_generators, number_of_call
 
 __all__ = ["Begins", "OwnGenerators", "among", "own_of", "own_of_caller", "settled"]
@@ -34,7 +35,7 @@ _NOWHERE = -1  # the number of no call
 class OwnGenerators:
     """Those of one compiled function."""
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept: Private) -> None:
         self._kept = kept
         self.begins: Begins = ()
         """Where those of the forward stood before the last replay that draws from them."""
@@ -115,7 +116,7 @@ def own_of(node: object) -> OwnGenerators | None:
     return _known[function]
 
 
-def own_of_caller(frame: Any) -> tuple[OwnGenerators, int] | None:
+def own_of_caller(frame: FrameType | None) -> tuple[OwnGenerators, int] | None:
     """Likewise, of the one that is being called, in the frames that lead to this one; and the number of the call."""
     node = compiled_call(frame)
     own = None if node is None else own_of(node)

@@ -267,7 +267,7 @@ class States:
     """The states that a capture has read, and that something still refers to."""
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], object]] = {}
 
     def read(self, state: torch.Tensor, meaning: object = None) -> None:
         self._read[identity(state)] = weakref.ref(state), meaning

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from itertools import islice
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -110,7 +110,7 @@ def listable(t: torch.Tensor, device: torch.device) -> bool:
     return plain and t.device == device and t.numel() <= _MOST
 
 
-def reading(numbers: Sequence[int], rebuild: Callable[[list[object]], object]) -> Callable[[Leaves], Any]:
+def reading(numbers: Sequence[int], rebuild: Callable[[list[object]], object]) -> Callable[[Leaves], object]:
     """What makes the result of a call of its leaves, some of which are read."""
 
     def rebuilt(leaves: Leaves) -> object:

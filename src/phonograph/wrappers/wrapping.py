@@ -73,7 +73,7 @@ def _traced(call: object) -> None:
         call.taken_as_plain()
 
 
-def _compiled(module: torch.nn.Module, before: Any) -> None:
+def _compiled(module: torch.nn.Module, before: object) -> None:
     """`module.compile()` was called: it puts the compiled code in the place of what was recorded. That is recorded then, as if
     the module had been compiled first."""
     if isinstance(before, Recorded):

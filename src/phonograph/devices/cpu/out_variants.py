@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,7 +46,8 @@ def variant_of(func: OpOverload, results: int) -> Variant | None:
 
 
 def tried(
-    variant: Variant, key: Any, args: Args, kwargs: Kwargs, results: list[torch.Tensor], before: dict[torch.Generator, Any]
+    variant: Variant, key: object, args: Args, kwargs: Kwargs, results: list[torch.Tensor],
+    before: dict[torch.Generator, torch.Tensor],
 ) -> Variant | None:  # fmt: skip
     """This variant of an operator, if it gives these `results` for these arguments. It is tried once for each `key`: the
     operator, and all that its behaviour may depend on besides the values.
@@ -87,7 +88,7 @@ def _found(func: OpOverload) -> Variant | None:
 
 
 def _agrees(
-    variant: Variant, args: Args, kwargs: Kwargs, results: list[torch.Tensor], before: dict[torch.Generator, Any]
+    variant: Variant, args: Args, kwargs: Kwargs, results: list[torch.Tensor], before: dict[torch.Generator, torch.Tensor]
 ) -> bool:
     memory = [torch.full((t.untyped_storage().nbytes(),), 0xA5, dtype=torch.uint8, device="cpu") for t in results]
     fixed = [storage_at(m.data_ptr(), m.nbytes, m.device) for m in memory]

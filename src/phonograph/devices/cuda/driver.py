@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
 
 __all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
            "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
@@ -351,7 +350,7 @@ class KernelNumbers:
     """
 
     def __init__(self, graph_exec: int, nodes: Set[int], numbers: Mapping[float, float]) -> None:
-        patterns: dict[bytes, Any] = {}
+        patterns: dict[bytes, Private] = {}
         for n, f, form in ((n, f, form) for n in numbers for f in "fd" for form in _FORMS):
             pattern = struct.pack(f, form(n))
             # Two forms that agree on the probe need not agree on the real number: then it is not known which was meant.

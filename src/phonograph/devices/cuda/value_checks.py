@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from typing import Any
 
 import torch
 
+from ..._torch.dynamic import Private
 from ..._torch.tensors import storage_at
 from ...capture.value_checks import Check, lookouts
 from ...errors import Refusal
@@ -31,7 +31,7 @@ class CudaChecks:
         self.device = device
         self.checks: list[Check] = []  # by their bytes
         self._page: torch.Tensor | None = None
-        self._bytes: Any = None
+        self._bytes: Private = None
         self._good = b""
 
     def answers(self) -> Answers:
