@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -185,7 +184,7 @@ def recomputed_part(x: object) -> bool:
 class _Code:
     """Holds what a backward calls."""
 
-    def __init__(self, *called: Any) -> None:
+    def __init__(self, *called: Private) -> None:
         self.called = called
 
 
@@ -201,7 +200,7 @@ def lend_code(part: Private) -> object:
     code = _Code(code_of(part))
     known = weakref.ref(code)
 
-    def run(*args: Any, **kwargs: Any) -> object:
+    def run(*args: object, **kwargs: object) -> object:
         own = known()
         assert own is not None
         return own.called[0](*args, **kwargs)
@@ -289,7 +288,7 @@ saved_tensors_hooks: Callable[[], tuple[Private, Private] | None] = partial(_hoo
 """The hooks through which tensors that autograd saves now go (`torch.autograd.graph.saved_tensors_hooks`), or None."""
 
 
-def unseen_by_checkpoint(pack: Callable[[torch.Tensor], Any], over: Private = None) -> Callable[[torch.Tensor], Any]:
+def unseen_by_checkpoint(pack: Callable[[torch.Tensor], object], over: Private = None) -> Callable[[torch.Tensor], object]:
     """A hook of ours for what autograd saves, as `checkpoint` marks its own; `over` is the one that it lies over. Any other it
     takes for the user's: from torch 2.14 on it warns of one where it recomputes selectively, and is to show it what it keeps
     itself."""

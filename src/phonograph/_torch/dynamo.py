@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 import torch.backends.mha
@@ -53,7 +52,7 @@ __all__ = [
 ]
 
 
-not_followed_by_dynamo: Callable[[Callable[..., Any]], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+not_followed_by_dynamo: Callable[[Callable[..., object]], Private] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 """What `torch.compiler.disable` is, and imports Dynamo only when what it is given is called."""
 
 
@@ -67,7 +66,7 @@ def not_compiled_by_itself(code: CodeType, *, nor_what_it_calls: bool = False) -
     return True
 
 
-def never_compiled(function: Callable[..., Any], why: str) -> Callable[..., object]:
+def never_compiled(function: Callable[..., object], why: str) -> Callable[..., object]:
     """The same for a function that is called without Dynamo as well: it does not import it at all. A graph of Dynamo's ends
     where this is called."""
     apart = not_followed_by_dynamo(function)
@@ -269,7 +268,7 @@ def number_of_call(node: object) -> int | None:
 class _Cells:
     """Some variables of functions, as attributes."""
 
-    def __init__(self, names: Sequence[str], *functions: Any) -> None:
+    def __init__(self, names: Sequence[str], *functions: Private) -> None:
         found = {n: c for f in functions for n, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)}
         self.__dict__["cells"] = {n: found[n] for n in names if n in found}
 

@@ -62,7 +62,7 @@ def goes_through(module: torch.nn.Module) -> Private:
     return module._compiled_call_impl
 
 
-def own_call(module: torch.nn.Module) -> Callable[..., Any]:
+def own_call(module: torch.nn.Module) -> Callable[..., object]:
     """A module's own call: its hooks, and `forward`."""
     call: Callable[..., object] = module._call_impl
     return call
@@ -71,7 +71,7 @@ def own_call(module: torch.nn.Module) -> Callable[..., Any]:
 _CALL: object = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
 
 
-def other_calling(frame: FrameType, owner: object) -> Callable[..., Any] | None:
+def other_calling(frame: FrameType, owner: object) -> Callable[..., Private] | None:
     """The own call of the module whose call this frame is, if that is another than `owner`: one that was given the attributes
     of that, and with them what its calls go through. So are the replicas of `torch.nn.DataParallel` made."""
     if frame.f_code is not _CALL:
@@ -152,7 +152,8 @@ def steps_captured(count: Callable[[object], float | None]) -> Iterator[None]:
     """During the block, steps of torch's optimizers may be captured: `count` gives what they read of a step count, or None
     where they have to read it; and none asks for the `capturable` mode."""
     base: object = torch.optim.Optimizer
-    places: list[tuple[Any, str, Any]] = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
+    places: list[tuple[object, str, Callable[[Private], object]]]
+    places = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
     modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
 
     def reads(read: Callable[[object], object]) -> Callable[[object], object]:

@@ -11,10 +11,10 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Private, Reading
 from .._torch.modes import autocast_is_on
 from .operators import Meaning
 
@@ -22,7 +22,7 @@ __all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
 _USUAL = torch.bfloat16, torch.float16, True
-USED_WHEN_ON: tuple[Callable[[], Any], ...] = (
+USED_WHEN_ON: tuple[Callable[[], object], ...] = (
     *(functools.partial(torch.get_autocast_dtype, kind) for kind in _KINDS), torch.is_autocast_cache_enabled
 )  # fmt: skip
 """What code in the function that turns it on goes by: to be asked where it is off as well."""
@@ -37,7 +37,7 @@ def autocast() -> tuple[object, ...]:
     return tuple(zip(map(torch.is_autocast_enabled, _KINDS), (of_cpu, of_cuda), strict=True)), cached
 
 
-def set_autocast(to: tuple[Any, ...]) -> None:
+def set_autocast(to: Reading) -> None:
     """Make it what `autocast` gave."""
     kinds, cached = to or (((False, _USUAL[0]), (False, _USUAL[1])), _USUAL[2])
     torch.set_autocast_cache_enabled(cached)
@@ -54,7 +54,7 @@ class Casts:
     def __init__(self) -> None:
         self._outside = autocast()
         self._thread = threading.get_ident()
-        self._regions: dict[int, list[tuple[Any, ...]]] = {self._thread: []}  # by threads: autograd has its own
+        self._regions: dict[int, list[Reading]] = {self._thread: []}  # by threads: autograd has its own
 
     def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
@@ -66,7 +66,7 @@ class Casts:
     @contextmanager
     def following(self) -> Iterator[None]:
         """The call runs inside the block."""
-        kind: Any = torch.amp.autocast_mode.autocast
+        kind: Private = torch.amp.autocast_mode.autocast
         begin, end = kind.__enter__, kind.__exit__
 
         @functools.wraps(begin)

@@ -8,11 +8,11 @@ here, each with its reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Kwargs
+from .._torch.dynamic import Args, Kwargs, Private
 from .._torch.operators import OpOverload
 from ..errors import Refusal
 from ..memory.pool import dense
@@ -171,7 +171,7 @@ def _meaning(func: OpOverload) -> Meaning:
     )
 
 
-def _may_be_resized(argument: Any) -> bool:
+def _may_be_resized(argument: Private) -> bool:
     """Whether a torch operator may give an argument that it writes another size: `out`, and minima and maxima so far, and no
     operand that it works on in place, or a list of those."""
     if argument.alias_info is None or not argument.alias_info.is_write:
@@ -179,7 +179,7 @@ def _may_be_resized(argument: Any) -> bool:
     return argument.kwarg_only or not (argument.name == "self" or str(argument.type).startswith("List"))
 
 
-def _is_nonzero(schema: Any) -> bool:
+def _is_nonzero(schema: Private) -> bool:
     """Whether it is `nonzero` by another name: `torch.where` with one argument does not say so."""
     return schema.name == "aten::nonzero_numpy" or (schema.name == "aten::where" and len(schema.arguments) == 1)
 
@@ -236,7 +236,7 @@ def bytes_written(m: Meaning, args: Sequence[object], kwargs: dict[str, object])
     return [t.untyped_storage().nbytes() for t in written_by(m, args, kwargs)]
 
 
-def reaches_beside(args: Sequence[Any], kwargs: dict[str, object]) -> bool:
+def reaches_beside(args: Args, kwargs: dict[str, object]) -> bool:
     """Whether `as_strided` with these arguments may show memory that the tensor itself does not."""
     return len(args) > 3 or "storage_offset" in kwargs or not dense(args[0])
 
@@ -261,7 +261,7 @@ def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 
-def check(m: Meaning, args: Sequence[Any], kwargs: Kwargs, said: Callable[[str], str] = at_work) -> None:
+def check(m: Meaning, args: Args, kwargs: Kwargs, said: Callable[[str], str] = at_work) -> None:
     """Refuse what no device can capture. An operator is `said` to be what it is for the user.
 
     Raises:
@@ -297,5 +297,5 @@ def reads_value(name: str = "aten::_local_scalar_dense", said: Callable[[str], s
     return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
 
 
-def _has_mask(indices: Any) -> bool:
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .._torch.autograd import backward_id, forget_recomputed, selected_anew
+from .._torch.dynamic import Private
 from .._torch.tensors import has_memory, is_ordinary
 from ..capture.dispatch import OperatorWatch
 from ..capture.origins import Origins
@@ -283,7 +284,9 @@ class Backward:
             found, _ = self._run([end for end, _ in ends], [grad for _, grad in ends])
         return [*map(self._own, found)]
 
-    def _grad(self, ends: list[GradientEdge], starts: list[GradientEdge], grads: list[torch.Tensor]) -> Sequence[Any]:
+    def _grad(
+        self, ends: list[GradientEdge], starts: list[GradientEdge], grads: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
         return torch.autograd.grad(
             ends, starts, grads, retain_graph=True, create_graph=self.request.differentiable, allow_unused=True
         )

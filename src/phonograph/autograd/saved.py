@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .._torch.dynamic import Private
 from .._torch.modes import without_modes
 from .._torch.tensors import alias
 from ..memory.pool import Lease
@@ -112,7 +113,7 @@ class Places:
         return any(t.untyped_storage()._cdata == storage for t in self.given)
 
     @contextmanager
-    def reading(self, arguments: Sequence[Any]) -> Iterator[None]:
+    def reading(self, arguments: Sequence[Private]) -> Iterator[None]:
         """A backward that is given these runs inside the block."""
         outer, self.given = self.given, arguments
         try:

@@ -38,7 +38,7 @@ from .._torch.autograd import (
     unseen_by_checkpoint,
     waits_for_all,
 )
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private
 from .._torch.process_groups import once_there
 from .._torch.tensors import alias, has_memory, is_ordinary, is_valueless, neg_view, storage_id, use_count
 from ..capture.effects import ANYONE, Effect, Starts
@@ -82,13 +82,13 @@ class Tracing:
         self._owned: set[int] = set()
         self._drawn = 0
         self.recomputes = False
-        self._hooks: list[Any] = []  # with which `checkpoint` keeps tensors from being saved
-        self._module_hooks: list[Any] = []  # what calls backward hooks of modules
+        self._hooks: list[Private] = []  # with which `checkpoint` keeps tensors from being saved
+        self._module_hooks: list[Private] = []  # what calls backward hooks of modules
         self.held: dict[int, torch.Tensor] = {}
         """By storage: memory of the capture that code keeps by itself, slots among it."""
         self._contents, self._keepsakes = Contents([]), list[torch.Tensor]()
-        self._parts: list[Any] = []  # what `checkpoint` knows of each part that is recomputed
-        self._selections: list[Any] = []  # where selective recompute keeps what it does not recompute
+        self._parts: list[Private] = []  # what `checkpoint` knows of each part that is recomputed
+        self._selections: list[Private] = []  # where selective recompute keeps what it does not recompute
         slots = [(i, t) for i, t in enumerate(arguments) if not isinstance(t, torch.nn.Parameter)]
         self._inputs = {storage_id(t): i for i, t in slots}
         self._slot_of = dict(slots)
@@ -101,8 +101,8 @@ class Tracing:
         self._views_held: set[int] = set()  # storages of arguments of which code keeps something else than what it has got
         self._sources: list[Start] = []
         self._given: list[torch.Tensor] = []
-        self._stands: dict[Any, tuple[torch.Tensor, Start]] = {}  # by their nodes
-        self._known: dict[Any, torch.Tensor] = {}
+        self._stands: dict[object, tuple[torch.Tensor, Start]] = {}  # by their nodes
+        self._known: dict[object, torch.Tensor] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self.saved: list[torch.Tensor] = []
         """By number: the tensor of the capture. One that several nodes have saved has several numbers."""
@@ -217,7 +217,7 @@ class Tracing:
         """What the backward needs of the capture, besides what is `held`."""
         return [t for t in self.saved if has_memory(t) and storage_id(t) not in self.held]
 
-    def _pack(self, t: torch.Tensor) -> Any:
+    def _pack(self, t: torch.Tensor) -> Private:
         t = once_there(t)
         if not is_ordinary(t) and consists_of_parts(t):
             of, first = Description.of(t), len(self.saved)
@@ -262,23 +262,23 @@ class Tracing:
             self._apart.add(number)
         self._meant[number] = candidates[0] if meant is None else meant
 
-    def _unpack(self, number: Any) -> Any:
+    def _unpack(self, number: Private) -> Private:
         if type(number) is tuple:
             of, inner = number
             return of.around([self._unpack(one) for one in inner])
         self._unpacked += 1
         return self.saved[number] if self._places is None else self._places.get(number)
 
-    def _numbered(self, found: Found) -> dict[Any, int]:
+    def _numbered(self, found: Found) -> dict[object, int]:
         """Nodes that have saved a Python number (of ``x * 2.0``), which goes through no hook, each with a number of its own.
         Autograd takes that from them, too, and cannot go through them a second time."""
         if self.recomputes:  # to show them, `checkpoint` would compute some anew; and such a part saves more
             return {}
-        nodes: list[tuple[Any, Any]] = [(node, type(node)) for node in found.nodes if not isinstance(node, NODE)]
+        nodes: list[tuple[Private, Private]] = [(node, type(node)) for node in found.nodes if not isinstance(node, NODE)]
         saving = [node for node, kind in nodes if any(self._is_unheard(node, name) for name in names_of_saved(kind))]
         return {node: _HELD - 1 - i for i, node in enumerate(saving)}
 
-    def _is_unheard(self, node: Any, name: str) -> bool:
+    def _is_unheard(self, node: Private, name: str) -> bool:
         before = self._unpacked
         try:
             return isinstance(getattr(node, name), torch.Tensor) and self._unpacked == before
@@ -402,7 +402,7 @@ class Tracing:
         self._inputs_held = self.held.keys() & self._inputs.keys()
         return Kept(self._contents, list(self.held.values()), self._keepsakes, slots, themselves)
 
-    def _recompute(self, python: list[Any]) -> Recompute:
+    def _recompute(self, python: list[Private]) -> Recompute:
         states = self._states.held()
         code = [lend_code(x) for x in (*self._parts, *(node for node in python if isinstance(node, REENTRANT)))]
         code += map(lend_module, self._module_hooks)

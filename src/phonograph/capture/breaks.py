@@ -9,13 +9,13 @@ again, it does not run a second time: what it gave and wrote is `Done` again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Args, Context, Kwargs, Leaves
+from .._torch.dynamic import Args, Context, Kwargs, Leaves, Private
 from .._torch.modes import below_autograd
 from .._torch.tensors import alias
 from ..aten.autocast import Casts
@@ -94,7 +94,7 @@ class Break:
             self._put(result)
         return ""
 
-    def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[Args, Kwargs]:
         leaves = [*self._leaves]
         for i, t in zip(self._places, inputs, strict=True):
             leaves[i] = t
@@ -169,7 +169,7 @@ class MarkedBreak(Break):
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             raise Refusal(f"{runs}, which keeps a tensor that others may write later", "let it keep a clone", self.where)
 
-    def run(self, done: list[Done], generators: Sequence[Any]) -> str:
+    def run(self, done: list[Done], generators: Sequence[Private]) -> str:
         with torch.no_grad():
             copies = [alias(copy_of(t)) for t in self._inputs]  # no views, which autograd would look after
         with torch.enable_grad():
@@ -239,13 +239,13 @@ class Done(NamedTuple):
     """What a marked function has done in a call: its result, the values after it of what it was given copies of, and of what it
     has written, by their places; and where the generators stood then."""
 
-    marked: Any
+    marked: Callable[..., object]
     result: object
     arguments: tuple[tuple[int, torch.Tensor], ...]
-    states: tuple[tuple[Any, torch.Tensor], ...]
+    states: tuple[tuple[torch.Generator, torch.Tensor], ...]
     own: frozenset[int]  # the tensors outside that it was given and has written, by identity
 
-    def again(self, args: Args, kwargs: Kwargs) -> Any:
+    def again(self, args: Args, kwargs: Kwargs) -> object:
         """The same, in a call with these arguments. Returns the result."""
         given: Leaves = []
         flatten((args, kwargs), given)

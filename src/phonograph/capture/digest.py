@@ -51,7 +51,7 @@ class Digest:
         self._name_of: Callable[[int], int | str | None] = _forgotten
         self._dials: Dials | None = None
         self._offsets: dict[int, int] = {}
-        self._fixed: tuple[Any, ...] = ()
+        self._fixed: tuple[float, ...] = ()
 
     def begin(self, name_of: Callable[[int], int | str | None], dials: Dials, slots: list[torch.Tensor]) -> None:
         """The call is going to run, with these slots for its arguments. Of a storage it is known how many others the call had

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs, Leaves
+from .._torch.dynamic import Args, Kwargs, Leaves, Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
 from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
@@ -73,7 +73,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         self.strangers: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
-        self.split: Set[Any] = frozenset()
+        self.split: Set[object] = frozenset()
         """Operators that run live between segments."""
         self.cutting: Callable[[Any, Any, Any], Any] | None = None
         """Ends a segment at such an operator, and runs it."""
@@ -127,7 +127,9 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         own = cls.__dict__.get("__torch_dispatch__")
         return own is not None and not not_compiled_by_itself(own.__code__, nor_what_it_calls=True)
 
-    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Private:
         if types and waits_by_itself(types):
             return NotImplemented  # such a tensor waits first, by an operator that comes here, and calls `func` on its result
         kwargs = kwargs or {}
@@ -435,7 +437,7 @@ def _unsaid(_: torch.Tensor) -> None:
     """Default of `met_outside`."""
 
 
-def _numbers_in(values: Any, dials: Dials) -> None:
+def _numbers_in(values: Iterable[Private], dials: Dials) -> None:
     for v in values:
         kind = type(v)
         if kind is float:

@@ -12,12 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .._torch.autograd import bump
-from .._torch.dynamic import Args, Kwargs, Leaves, Reading
+from .._torch.dynamic import Args, Kwargs, Leaves, Private, Reading
 from .._torch.modes import TorchDispatchMode, below_autograd, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order
 from .._torch.process_groups import stands_for_work
@@ -149,11 +149,11 @@ class Notes:
     segments. `done` is what marked functions have done in this call already, and `arrived` what collectives have brought.
     Hyper-parameters may be set, which the next segment follows; but where that has gone wrong, `strict`."""
 
-    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Any] = (),
+    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Private] = (),
                  strict: bool = False, decisive: Set[Site] = frozenset(), arrived: Iterable[Arrived] = ()) -> None:  # fmt: skip
         self._strict = strict
         self.decisive = decisive
-        self.numbers: dict[Site, list[Any]] = {}
+        self.numbers: dict[Site, Leaves] = {}
         self.operators = operators
         self.reach = reach
         self.marked = marked
@@ -221,7 +221,7 @@ class Notes:
         self._given += map(weakref.ref, tensors)
         return box[0]
 
-    def _run(self, function: Marked, args: Args, kwargs: Kwargs) -> Any:
+    def _run(self, function: Marked, args: Args, kwargs: Kwargs) -> object:
         self.within = True
         try:
             return function(*args, **kwargs)

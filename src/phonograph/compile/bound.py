@@ -93,7 +93,7 @@ class Bound:
         self.count = len(split.order)
         """How many arguments the graph takes."""
         self.state = state
-        self.recorded: Recorded[Any, Any] = Recorded(self, graph.options)
+        self.recorded: Recorded[..., object] = Recorded(self, graph.options)
         self.recorded.remarks = graph.remarks
 
     def reached(self) -> tuple[object, ...]:
@@ -107,7 +107,7 @@ class Bound:
     def __call__(self, *others: Any) -> object:
         return self._given((*self.state, *others))
 
-    def with_state(self, state: Sequence[object]) -> Callable[..., Any]:
+    def with_state(self, state: Sequence[object]) -> Callable[..., object]:
         """The same function, of other parameters and buffers."""
         return lambda *others: self._given((*state, *others))
 

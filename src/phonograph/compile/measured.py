@@ -8,7 +8,7 @@ past all of that.)
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -29,19 +29,19 @@ class Measured:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._call: Any = None
+        self._call: Callable[..., object] | None = None
         self._samples = Samples()
 
     def reached(self) -> tuple[object, ...]:
         """What it can reach, for a recorded function that calls it."""
         return self._graph.reached()
 
-    def __call__(self, *args: Any) -> object:
+    def __call__(self, *args: object) -> object:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or inside():
             return self._graph(*args)
         return self._call(*args) if self._call is not None else self._measure(args)
 
-    def _measure(self, args: tuple[object, ...]) -> Any:
+    def _measure(self, args: tuple[object, ...]) -> object:
         graph, samples = self._graph, self._samples
         samples.collect()
         if samples.count(False) >= SAMPLES and samples.count(True) >= SAMPLES:  # more, where several threads call

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private
 from ..capture.dispatch import OperatorWatch
 from ..capture.recording import Made, Program, Recording
 from ..guards.hyperparameters import Dials
@@ -26,7 +26,7 @@ __all__ = ["CapturePlan", "Captured", "Device"]
 class CapturePlan:
     """Parameters of one capture."""
 
-    call: Callable[[list[torch.Tensor], OperatorWatch], list[Any]]
+    call: Callable[[list[torch.Tensor], OperatorWatch], Leaves]
     """Runs the function on the slots, and returns the leaves of its result."""
     results: Callable[[Leaves], list[torch.Tensor]]
     """Tensors among these leaves, without gradients that are not moved."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.autograd import bump
-from .._torch.dynamic import Args, Kwargs, Leaves
+from .._torch.dynamic import Args, Kwargs, Leaves, Reading
 from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
@@ -59,15 +59,15 @@ class Cuts:
         self._in_backward = in_backward  # the call is one of what has been recorded as the backward of another
         self._reach = reach
         self._watch = watch
-        self._modes: tuple[Any, ...] = ()
+        self._modes: Reading = ()
         self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
         self._tensors = [(name, t, _is(t)) for name, t in reach.all_tensors] if notes is not None and notes.marked else []
         self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
         self._before = 0
         self._thread = threading.get_ident()
-        self._backwards: Any = nullcontext()
-        self._numbers: dict[Site, Iterator[Any]] = {}
+        self._backwards: AbstractContextManager[object] = nullcontext()
+        self._numbers: dict[Site, Iterator[object]] = {}
         self._left = 0  # how many are to come
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class Cuts:
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
 
-    def decide(self, t: torch.Tensor, site: Site) -> Any:
+    def decide(self, t: torch.Tensor, site: Site) -> object:
         """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before."""
         runs = "goes on by a number that it reads"
         for number in self._numbers.get(site, iter(())):
@@ -269,7 +269,7 @@ def _instead(operator: OpOverload | Marked) -> str:
     return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), COMPILED]))
 
 
-def _modes() -> tuple[Any, ...]:
+def _modes() -> Reading:
     """Those for which code between segments may ask, autocast first: but for the grad mode, which it finds as it was, and the
     hooks by which a capture or `checkpoint` keeps what autograd saves."""
     settings, autocast, *rest = modes()

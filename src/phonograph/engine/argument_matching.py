@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -121,7 +121,7 @@ class _Taking:
                 self._asked.append(f"(({known}v := {value}) is {known} or equal({known}v, {known}))")
 
 
-def _part(node: Node | None, leaves: Iterator[Any], slots: Set[int]) -> Any:
+def _part(node: Node | None, leaves: Iterator[object], slots: Set[int]) -> Any:
     if node is None:
         return _leaf(next(leaves), slots)
     plain = node.kind in (tuple, list, dict)
@@ -185,7 +185,7 @@ def _takes(part: _Part | _Object, x: Any, found: list[object], objects: list[obj
     return True
 
 
-def _equal_names(x: Any, names: tuple[str, ...]) -> bool:
+def _equal_names(x: Iterable[str], names: tuple[str, ...]) -> bool:
     """Whether these are its keys: those that stand in code are the very same objects, and others need not be."""
     return tuple(x) == names and all(type(name) is str for name in x)
 

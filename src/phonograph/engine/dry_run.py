@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .._torch.autograd import in_inference
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private
 from .._torch.dynamo import ran_compiled
 from .._torch.modes import transforms_undone
 from .._torch.process_groups import wait_for_all
@@ -232,11 +232,11 @@ class DryRun:
 
     def _call(
         self, args: Sequence[object], kwargs: dict[str, object], watch: OperatorWatch
-    ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
+    ) -> tuple[Private, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
         """Call the function where its effects are heard. Returns its result; pairs of a tensor that stood for a parameter of a
         graph, and that; and who has listened."""
         request, prepared, reach = self._request, self._prepared, self._request.reach
-        called: Any = request.function
+        called: Private = request.function
         tracing, backward = request.tracing, request.backward
         refused = tracing.refused() if tracing is not None else {}
         heard = together(watch.frames(), watch.histories.backwards(), prepared.begins, refused)
@@ -378,7 +378,7 @@ def _with_slots(result: Leaves, pairs: list[tuple[torch.Tensor, torch.Tensor]]) 
     own = {identity(t): slot for t, slot in pairs if t is not slot}
     if own.keys().isdisjoint(map(identity, leaves)):
         return result
-    rebuilt: list[Any] = unflatten(shape, iter([own.get(identity(leaf), leaf) for leaf in leaves]))
+    rebuilt: Leaves = unflatten(shape, iter([own.get(identity(leaf), leaf) for leaf in leaves]))
     return rebuilt
 
 

@@ -241,7 +241,7 @@ class KnownCalls:
         self._by_key, self._by_size, self._last = {}, {}, None
 
 
-def _size(args: object, kwargs: dict[str, object]) -> Any:
+def _size(args: object, kwargs: dict[str, object]) -> object:
     """The shape of the first argument, or of what it has in it first, if that is a tensor; otherwise of what kind it is."""
     found: Any = (args, kwargs) if args else kwargs
     for _ in range(_DEEP):
@@ -259,7 +259,7 @@ class Undescribed:
     arguments of the same classes is tried again."""
 
     def __init__(self) -> None:
-        self._kinds: Any = None
+        self._kinds: object = None
         self._refusal: Refusal | None = None
         self._row = self._pause = self._unlooked = 0
 

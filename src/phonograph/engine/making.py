@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._torch import ddp as torch_ddp
+from .._torch.dynamic import Private
 from ..autograd.backward import Backward, Forward
 from ..autograd.function import Joint
 from ..autograd.saved_hooks import Tracing
@@ -78,8 +79,8 @@ class Maker:
     """Makes the recordings of one function."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], options: Options, counters: Counters, describer: Describer, shelf: Shelf,
-        patience: Patience, stops: Stops,
+        self, name: str, function: Callable[..., object], options: Options, counters: Counters, describer: Describer,
+        shelf: Shelf, patience: Patience, stops: Stops,
     ) -> None:  # fmt: skip
         self._name, self._function, self._options, self._counters = name, function, options, counters
         self._describer, self._shelf, self._patience, self._stops = describer, shelf, patience, stops
@@ -141,13 +142,13 @@ class Maker:
         options = replace(self._options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
         return Joint(backward, self._recorded_backward(options, kind), device.joining)
 
-    def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Any]]:
+    def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Private]]:
         """Records a backward, and does not hold this."""
         known = self.backwards
         if options.live_backward:
             return lambda backward: backward
 
-        def recorded(function: Backward) -> Callable[..., Any]:
+        def recorded(function: Backward) -> Callable[..., Private]:
             backward = kind(function, options)
             known.add(backward)
             return backward

@@ -48,8 +48,8 @@ class Spot(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     offset: int
-    size: Any
-    stride: Any
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
 
     @classmethod
     def of(cls, t: torch.Tensor) -> Spot:
@@ -152,8 +152,8 @@ class Lease:
         self.owns = _references(self.python())
 
     def template(
-        self, dtype: torch.dtype, size: Any, stride: Any, offset: int, conjugate: bool = False, negative: bool = False,
-        inference: bool = False,
+        self, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int,
+        conjugate: bool = False, negative: bool = False, inference: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Make a tensor of the recording's own on this memory. It does not keep the lease alive."""
         with torch.inference_mode(inference):

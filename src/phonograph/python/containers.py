@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain, islice, repeat
 from operator import methodcaller
 from typing import Any
 
-from .._torch.dynamic import Leaves, Reading, Table
+from .._torch.dynamic import Leaves, Private, Reading, Table
 from .holders import Contents, Find, Holder, Part, Spot, kept, key_label
 from .identity import identity
 from .introspection import MISSING, own_dict
@@ -35,7 +35,7 @@ def item(d: Table, key: object) -> Spot:
     return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
 
 
-def by_key(spot: Callable[[Any], Spot]) -> Find:
+def by_key(spot: Callable[[Private], Spot]) -> Find:
     """How to find what lies in a dictionary that was read as (how many items, the keys, the values)."""
     return lambda i, values: spot(values[i - values[0]])
 
@@ -52,7 +52,7 @@ def keyed(path: str, i: int, values: Reading) -> str:
 
 
 def dictionary(path: str, d: Table, *, watched: bool = False) -> Holder:
-    kind: Any = OrderedDict if issubclass(type(d), OrderedDict) else dict
+    kind: Private = OrderedDict if issubclass(type(d), OrderedDict) else dict
     if type(d) is kind:
 
         def read() -> Reading:
@@ -91,7 +91,7 @@ def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -
     return kept(path, read)._replace(spot=spot)
 
 
-_values: Callable[[Any], Any] = methodcaller("values")
+_values: Callable[[Table], Iterable[object]] = methodcaller("values")
 
 
 def dictionaries(path: str, dicts: Sequence[Table], *, watched: bool) -> Holder:
@@ -219,7 +219,7 @@ def nested(path: str, d: Table, name: str, behind: object) -> Holder:
     return Holder(path, read, restore, named=named, part=part, tables=tables, behind=behind, spot=spot_of_all)
 
 
-def _told_of(spot: Spot, behind: Any) -> Spot:
+def _told_of(spot: Spot, behind: Private) -> Spot:
     """It lies behind a door: that is told where it is replaced."""
 
     def put(value: object) -> None:
@@ -244,7 +244,7 @@ def _put_together(items: Reading) -> Table:
 
 
 def ordered(path: str, values: Leaves | deque[object]) -> Holder:
-    kind: Any = list if issubclass(type(values), list) else deque
+    kind: Private = list if issubclass(type(values), list) else deque
 
     def restore(saved: Reading) -> None:
         kind.clear(values)
@@ -255,7 +255,7 @@ def ordered(path: str, values: Leaves | deque[object]) -> Holder:
         values = to
 
     def spot(i: int, _: Reading) -> Spot:
-        def get() -> Any:
+        def get() -> object:
             return kind.__getitem__(values, i) if i < kind.__len__(values) else MISSING
 
         return Spot((identity(values), i), get, lambda value: kind.__setitem__(values, i, value))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .._torch.dynamic import Reading, Table
+from .._torch.dynamic import Private, Reading, Table
 
 __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
@@ -15,7 +15,7 @@ __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 class Spot(NamedTuple):
     """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it."""
 
-    at: tuple[int, Any]
+    at: tuple[int, object]
     get: Callable[[], Any]
     put: Callable[[Any], None]
 
@@ -58,12 +58,12 @@ class Holder(NamedTuple):
     named: Callable[[str, int, Reading], str] | None = None
     dial: tuple[int, str] | None = None
     part: Part | None = None
-    owner: Any = None
+    owner: object = None
     contents: Contents | None = None
     tables: Callable[[], Iterable[Table]] = tuple
-    behind: Any = None
+    behind: Private = None
     spot: Find | None = None
-    inside: Callable[[], Sequence[Any]] | None = None
+    inside: Callable[[], Sequence[object]] | None = None
 
     def label(self, i: int, values: Reading) -> str:
         """A name for the i-th of the values read."""

@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from functools import cache, lru_cache
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
-def written_out(expression: str, names: dict[str, object]) -> Any:
+def written_out(expression: str, names: dict[str, object]) -> Private:
     """The value of a Python expression that this library has made: code that it defines is code of this library."""
     return eval(_code_of(expression), names)
 

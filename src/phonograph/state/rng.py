@@ -21,10 +21,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Private
 from .._torch.dynamo import puts_own_generators
 from ..errors import Refusal
 from ..python.identity import identity
@@ -277,7 +277,7 @@ class States:
         ref, _ = self._read.get(identity(t), (None, None))
         return ref is not None and ref() is t
 
-    def meaning(self, state: torch.Tensor) -> Any:
+    def meaning(self, state: torch.Tensor) -> Private:
         """What was noted of this state.
 
         Raises:

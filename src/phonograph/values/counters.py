@@ -112,11 +112,11 @@ def _plain(x: object) -> bool:
     return isinstance(x, Followed) or type(x) in (int, float, bool)
 
 
-def _formula(x: object) -> Any:
+def _formula(x: object) -> object:
     return x.formula if isinstance(x, Followed) else x
 
 
-def _worked(tally: Tally, name: str, function: Callable[..., Any], *others: object, swapped: bool = False) -> object:
+def _worked(tally: Tally, name: str, function: Callable[..., object], *others: object, swapped: bool = False) -> object:
     """The result of an operation, with the formula of it."""
     of = [tally, *others][:: -1 if swapped else 1]
     formula = Worked(function, *map(_formula, of))
@@ -141,7 +141,7 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
     return method
 
 
-def _comparison(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Tally, object], object]:
+def _comparison(name: str, function: Callable[[object, object], object]) -> Callable[[Tally, object], object]:
     def method(self: Tally, other: object) -> object:
         if other is None:
             return NotImplemented

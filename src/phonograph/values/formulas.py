@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .._torch.dynamic import Reading
 from ..python.identity import identity
 from ..python.origin import written_out
 
@@ -51,12 +52,12 @@ _SIGNS: dict[object, str] = {
 }  # fmt: skip
 
 
-def written(formulas: Iterable[Formula]) -> Callable[[Values], tuple[Any, ...]]:
+def written(formulas: Iterable[Formula]) -> Callable[[Values], Reading]:
     """One function that gives what all of these are. It raises what any of them does."""
     writing = _Writing()
     results = [writing.name(formula) for formula in formulas]
     steps = "".join(f"{step}, " for step in writing.steps)
-    found: Callable[[Values], tuple[Any, ...]] = written_out(
+    found: Callable[[Values], Reading] = written_out(
         f"lambda v: ({steps}({''.join(f'{name}, ' for name in results)}),)[-1]", writing.constants
     )
     return found
@@ -67,7 +68,7 @@ class _Writing:
 
     def __init__(self) -> None:
         self.steps: list[str] = []
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, object] = {}
         self._names: dict[int, str] = {}
 
     def name(self, x: object) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .._torch.dynamic import Private
 from .._torch.process_groups import groups_of_ranks
 from ..python.identity import identity
 from .object_layout import layout_of, parts_of
@@ -83,7 +84,7 @@ _FOR_CLASS = {
 }
 
 
-def plain_key(value: Any) -> object:
+def plain_key(value: Private) -> object:
     """What identifies a Python value.
 
     Raises:
@@ -117,7 +118,7 @@ def plain_key(value: Any) -> object:
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
 
 
-def argument_key(value: Any) -> object:
+def argument_key(value: Private) -> object:
     """The same for an argument, of which what can change counts as it is now: of a partial function, or an array."""
     kind = type(value)
     if kind is partial:
@@ -128,7 +129,7 @@ def argument_key(value: Any) -> object:
     return plain_key(value)
 
 
-def nested_key(value: Any, of_object: Callable[[object], object] = plain_key) -> object:
+def nested_key(value: Private, of_object: Callable[[object], object] = plain_key) -> object:
     """The same for what may be nested in tuples, lists and dictionaries; a tensor in them stands for itself, and for an object
     what `of_object` says."""
     kind = type(value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Table
+from .._torch.dynamic import Leaves, Private, Table
 from ..python.introspection import MISSING, has_attributes, own_dict, slots_of
 
 __all__ = ["Layout", "layout_of", "made_of", "parts_of", "put_into", "replace"]
@@ -32,7 +32,7 @@ _KNOWN_OF = frozenset({"torch.nn.attention.flex_attention"})  # BlockMask
 class Layout(NamedTuple):
     """What makes an object of a class: attributes in a dictionary, in these slots, items."""
 
-    slots: tuple[tuple[str, Any], ...]
+    slots: tuple[tuple[str, Private], ...]
     items: bool
 
 
@@ -87,7 +87,7 @@ def parts_of(thing: Any, layout: Layout) -> Parts:
     return Parts((*attributes,), [*attributes.values()], items, itself)
 
 
-def made_of(kind: Any) -> object:
+def made_of(kind: Private) -> object:
     """A new object of this class, without anything in it."""
     return kind.__new__(kind)
 
@@ -115,7 +115,7 @@ def put_into(thing: Any, attributes: dict[str, object], items: dict[object, obje
         replace(own, attributes)
 
 
-def replace(d: Any, items: Table) -> None:
+def replace(d: Table, items: Table) -> None:
     """Let a dictionary have these items, in this order."""
     if list(dict.keys(d)) != list(items)[: dict.__len__(d)]:
         dict.clear(d)

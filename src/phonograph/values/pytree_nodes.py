@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.introspection import slots_of
 from .keys import nested_key, structure
@@ -102,7 +102,7 @@ DICTS = (dict, OrderedDict, defaultdict)
 _FACTORIES = (None, list, dict, set, tuple, int, float, str, bool)  # of which nothing more need be known
 
 
-def _is_dict(tree: Any) -> bool:
+def _is_dict(tree: Private) -> bool:
     """Whether there is nothing to it but its items."""
     kind = type(tree)
     if kind is defaultdict:
@@ -110,7 +110,7 @@ def _is_dict(tree: Any) -> bool:
     return kind is dict or kind is OrderedDict
 
 
-def taken_apart(tree: Any) -> tuple[tuple[object, ...], list[object]] | None:
+def taken_apart(tree: Private) -> tuple[tuple[object, ...], list[object]] | None:
     """What the children of a container are called, and the children; None for what is a leaf, or can only be opened."""
     kind = type(tree)
     if kind is torch.Size:
@@ -162,14 +162,14 @@ class Key:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._of = None
+        self._of: object = None
 
     def _identity(self) -> object:
         if self._of is None:
             self._of = self._described()
         return self._of
 
-    def _described(self) -> Any:
+    def _described(self) -> object:
         return nested_key(self.value)
 
     def __eq__(self, other: object) -> bool:
@@ -185,7 +185,7 @@ class _Context(Key):
     __slots__ = ()
     of_pytree = True
 
-    def _described(self) -> Any:
+    def _described(self) -> object:
         return nested_key(self.value, structure)
 
 
@@ -194,7 +194,7 @@ class Made(Key):
 
     __slots__ = ()
 
-    def _described(self) -> Any:
+    def _described(self) -> object:
         return self.value.key()
 
 
@@ -217,7 +217,7 @@ def key_of(name: object) -> object:
     return name.value if isinstance(name, Key) else name
 
 
-def build(node: Node, values: Leaves) -> Any:
+def build(node: Node, values: Leaves) -> object:
     """A container of this kind with these children."""
     kind: Callable[..., object] = node.kind
     if kind in (tuple, list) or _is_structseq(node.kind):
@@ -231,7 +231,7 @@ def build(node: Node, values: Leaves) -> Any:
         filled.update(zip(map(key_of, node.names[:-1]), values, strict=True))
         return filled
     if kind in DICTS:
-        build: Callable[..., Any] = node.kind
+        build: Callable[..., Private] = node.kind
         extra = node.names[-1].value if node.names and type(node.names[-1]) is _Attributes else None
         n = len(node.names) - (extra is not None)
         made = build(zip(map(key_of, node.names[:n]), values[:n], strict=True))

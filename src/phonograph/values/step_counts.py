@@ -16,10 +16,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
+from .._torch.dynamic import Private
 from ..python.identity import identity
 
 __all__ = ["StepCounts", "begins", "single"]
@@ -27,7 +28,7 @@ __all__ = ["StepCounts", "begins", "single"]
 _KEPT = ("step", "mu_product")  # what is kept so; the latter by NAdam, the product of its momenta
 _KEEPING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad",
                   "RMSprop", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
-_CELLS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+_CELLS: dict[torch.dtype, Private] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 _DEVICES = ("cpu", "cuda")
 

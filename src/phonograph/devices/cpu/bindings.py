@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs
+from ..._torch.dynamic import Args, Kwargs, Private
 from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import OpOverload, bindings
 from ...guards.sameness import same
@@ -37,11 +36,11 @@ def spelled(calls: Sequence[partial[object]]) -> list[partial[object]]:
         return [_shortest(call, listener) if isinstance(call.func, OpOverload) else call for call in calls]
 
 
-_found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}  # by an overload's identity, and types
+_found: dict[tuple[object, ...], Private] = {}  # by an overload's identity, and types
 
 
-def _shortest(call: partial[Any], listener: _Listener) -> partial[object]:
-    func: Any = call.func
+def _shortest(call: partial[Private], listener: _Listener) -> partial[object]:
+    func: Private = call.func
     sort = identity(func), *map(_sort_of, call.args), *call.keywords, *map(_sort_of, call.keywords.values())
     if (binding := _found.get(sort, func)) is None:
         return partial(func._op, *call.args, **call.keywords)
@@ -90,7 +89,7 @@ class _Listener(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # no compiled code runs under it, and a shield against it costs 3 us a call
 
-    def hears(self, spelling: Callable[[], object], call: Any, written: Sequence[object]) -> bool:
+    def hears(self, spelling: Callable[[], object], call: Private, written: Sequence[object]) -> bool:
         """Whether the spelling makes this very call, once, and no other. It is answered with what the call has `written`."""
         returned = written[: len(call.func._schema.returns)]
         self._answer = returned[0] if len(returned) == 1 else tuple(returned) or None

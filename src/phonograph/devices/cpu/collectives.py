@@ -13,12 +13,11 @@ tape's is written late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..._torch.autograd import bump
-from ..._torch.dynamic import Args, Kwargs
+from ..._torch.dynamic import Args, Kwargs, Private
 from ..._torch.modes import below_autograd, without_modes
 from ..._torch.operators import OpOverload
 from ..._torch.process_groups import rank_in, unboxed_work
@@ -39,7 +38,7 @@ class Exchange:
     def __init__(self, func: OpOverload) -> None:
         self.at_once = False
         self._func, self._meaning = func, operators.meaning(func)
-        self._work: Any = None
+        self._work: Private = None
         self._arriving: list[torch.Tensor] = []
 
     def begin(self, args: Args, kwargs: Kwargs, places: Sequence[torch.Tensor]) -> None:
@@ -83,7 +82,7 @@ class UnderWay:
     ) -> None:  # fmt: skip
         self.exchange, self.name, self.where = exchange, name, where
         self.step, self.places, self.results, self.tensors = step, places, results, tensors
-        self.work: Any = None  # what has been handed out for it
+        self.work: Private = None  # what has been handed out for it
 
     def has(self, t: torch.Tensor) -> bool:
         """Whether something arrives to where this tensor lies."""
@@ -113,7 +112,7 @@ def stand_in(m: operators.Meaning, args: Args, written: Sequence[torch.Tensor], 
             bump([t for t in written if not t.is_inference()])
 
 
-def _copied(value: object, copies: dict[int, torch.Tensor] | None) -> Any:
+def _copied(value: object, copies: dict[int, torch.Tensor] | None) -> Private:
     """The same with copies of the tensors; or, without `copies`, with tensors that have no memory."""
     if isinstance(value, torch.Tensor):
         if copies is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Leaves
+from ..._torch.dynamic import Args, Kwargs, Leaves, Private
 from ..._torch.tensors import neg_view, storage_at
 from .out_variants import Variant
 
@@ -23,7 +23,7 @@ class Place:
         self.planned = planned
         self.anchor: torch.UntypedStorage | None = None
 
-    def storage(self) -> Any:
+    def storage(self) -> torch.UntypedStorage:
         if self.anchor is not None:
             return self.anchor
         return storage_at(self.address, self.nbytes, torch.device("cpu"))
@@ -55,14 +55,14 @@ class Step:
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
-        self, func: Any, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
+        self, func: Private, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
         casts: tuple[object, ...] = (),
     ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
         self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
 
 
-def described(noted: object) -> Leaves:
+def described(noted: Iterable[object]) -> Leaves:
     """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
     them."""
     found, plain = list[object](), list[object]()
@@ -70,7 +70,7 @@ def described(noted: object) -> Leaves:
     return [*found, repr(plain)] if plain else found
 
 
-def _describe(values: Any, found: list[object], plain: list[object]) -> None:
+def _describe(values: Iterable[object], found: list[object], plain: list[object]) -> None:
     for value in values:
         if type(value) is Operand:
             found.append(value.kind)

@@ -10,11 +10,10 @@ import os
 import sys
 from collections.abc import Sequence, Set
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs
+from ..._torch.dynamic import Args, Kwargs, Private
 from ..._torch.modes import without_modes
 from ..._torch.operators import OpOverload
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
@@ -125,7 +124,7 @@ class Tape(OperatorWatch):
             refusal.device = device
             raise refusal
 
-    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Any:
+    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Private:
         if m.communicates:
             return self._exchange(func, m, args, kwargs)
         if m.constant:
@@ -135,7 +134,7 @@ class Tape(OperatorWatch):
         if may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._may_raise(at_work(m.name), operators.written_by(m, args, kwargs))
         reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
-        noted: tuple[Any, Any] = (), {}
+        noted: tuple[Args, Kwargs] = (), {}
         if not reads_only:
             self._save(operators.written_by(m, args, kwargs))
             noted = self._note(args), self._note(kwargs)
@@ -204,7 +203,7 @@ class Tape(OperatorWatch):
             raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
 
-    def _exchange(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Any:
+    def _exchange(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Private:
         """A collective, which does not run now. Returns what stands for its result."""
         if called(m.name) == "wait_tensor":
             if m.name.endswith("_autograd"):
@@ -235,7 +234,7 @@ class Tape(OperatorWatch):
             return None
         return found if "List" in returns[0] else found[0]
 
-    def _wait(self, one: UnderWay, timeout: Any = None) -> None:
+    def _wait(self, one: UnderWay, timeout: object = None) -> None:
         """The call waits for a collective."""
         listening = unheard()
         try:
@@ -350,7 +349,7 @@ class Tape(OperatorWatch):
         if place is not None and place.planned:
             self._arena.give(place.address)
 
-    def _note(self, value: Any) -> Any:
+    def _note(self, value: Private) -> Private:
         if isinstance(value, torch.Tensor):
             place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
             if place is None:
@@ -380,7 +379,7 @@ class Tape(OperatorWatch):
         for generator, state in self._generator_states if self.drew else ():
             generator.set_state(state)
 
-    def program(self, footprint: Spans, slots: list[torch.Tensor], keep: Any) -> Program:
+    def program(self, footprint: Spans, slots: list[torch.Tensor], keep: object) -> Program:
         """What a replay runs: the steps, in segments if operators run live between."""
         ends = [n for n, *_ in self._cuts]
         pieces = [*enumerate(zip([0, *ends], [*ends, len(self._steps)], strict=True))]

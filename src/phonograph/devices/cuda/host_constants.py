@@ -91,7 +91,7 @@ def moves(m: Meaning) -> bool:
     return m.name in _MOVING
 
 
-def given(room: Room, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
+def given(room: Room, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> tuple[OpOverload, Args, Kwargs]:
     """What is captured instead of an operator of which some arguments lie on the host: an operator, and its arguments. (A
     number that is not copied is a parameter of what it launches.)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ _BUFFERS = {_FORWARD: 15, _BACKWARD: 19}  # the places of the buffer among the a
 _NETWORKS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-def buffer_of(name: str, args: Sequence[Any]) -> torch.Tensor | None:
+def buffer_of(name: str, args: Args) -> torch.Tensor | None:
     """The buffer that an operator is given, if it is one of cuDNN's recurrent networks, and torch has made it by now."""
     place = _BUFFERS.get(name)
     return args[place] if place is not None and isinstance(args[place], torch.Tensor) else None
@@ -43,7 +42,7 @@ def draws(name: str, args: Sequence[object]) -> bool:
     return name == _FORWARD and bool(args[11] and args[12])
 
 
-def begins_anew(name: str, args: Sequence[Any], frame: FrameType | None) -> bool:
+def begins_anew(name: str, args: Args, frame: FrameType | None) -> bool:
     """Whether an operator draws the seed for a new buffer. The code of `frame` has called what runs it."""
     if name != "aten::random_" or args[0].dim() or args[0].dtype is not torch.int64 or not args[0].is_cuda:
         return False
@@ -104,7 +103,7 @@ def forgotten(device: int) -> torch.Tensor | None:
 
 
 @functools.cache
-def _question(device: int) -> tuple[_Asking, tuple[Any, ...]]:
+def _question(device: int) -> tuple[_Asking, Args]:
     with torch.inference_mode(False):
         made = [torch.zeros(size, dtype=torch.float32, device=f"cuda:{device}") for size in ((1, 1, 1), (4, 1), (4, 1), 4, 4)]
     x, *weights = made
