@@ -19,11 +19,11 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ._torch.dynamic import Private
+from ._torch.dynamic import Private, Thing
 from .values.tensor_subclasses import consists_of_parts, parts
 
 __all__ = ["aliasing", "assert_same", "assert_same_aliasing", "tensors_in"]
@@ -178,7 +178,7 @@ def _optimizer_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return {**values, "state": states}
 
 
-def _count_or_value(name: str, value: Any) -> object:
+def _count_or_value(name: str, value: Thing) -> object:
     return float(value) if name == "step" else value
 
 
@@ -191,7 +191,7 @@ def _assert_same_exception(actual: BaseException, expected: BaseException, where
     _assert_same(actual.args, expected.args, where.at(".args"))
 
 
-def _assert_same_object(actual: Any, expected: Any, where: _Place) -> None:
+def _assert_same_object(actual: Thing, expected: Thing, where: _Place) -> None:
     """By the class's own `==` where it has one, through `__dict__` otherwise; iterators and the like not at all."""
     if dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         for field in dataclasses.fields(expected):
@@ -216,7 +216,7 @@ def _nothing_to_compare(actual: object, expected: object, where: _Place) -> None
 
 
 # In order: the first class that fits decides. Enums before numbers and strings, which they may also be.
-_COMPARISONS: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any, _Place], None]], ...] = (
+_COMPARISONS: tuple[tuple[type | tuple[type, ...], Callable[[Thing, Thing, _Place], None]], ...] = (
     (torch.Tensor, _assert_same_tensor),
     (torch.nn.Module, _assert_same_module),
     (torch.optim.Optimizer, _assert_same_optimizer),

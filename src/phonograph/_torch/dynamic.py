@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["Args", "Context", "Foreign", "Kwargs", "Leaves", "Private", "Reading", "Table"]
+__all__ = ["Args", "Context", "Foreign", "Kwargs", "Leaves", "Private", "Reading", "Table", "Thing"]
 
 Args: TypeAlias = tuple[Any, ...]
 """What a function or an operator is called with, by position: its schema says what that is."""
@@ -22,3 +22,5 @@ Table: TypeAlias = dict[Any, Any]
 """A dictionary of the user's: keys and values of any class."""
 Foreign: TypeAlias = Any
 """An object of a package that need not be there: an array of NumPy's, a symbol of Thunder's."""
+Thing: TypeAlias = Any
+"""An object of anybody's, which is looked into as its class allows: the check of the class comes before."""

@@ -18,11 +18,11 @@ import os
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Thing
 from ..python.handlers import is_caught_by_torch
 from ..python.identity import identity
 from ..python.origin import is_torchs, users_line
@@ -282,7 +282,7 @@ def _without_tensors(value: object, given: list[torch.Tensor]) -> object:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _with_tensors(value: Any, given: Leaves) -> Any:
+def _with_tensors(value: Thing, given: Leaves) -> Thing:
     if isinstance(value, _Number):
         return given[value.n]
     if isinstance(value, _Object):

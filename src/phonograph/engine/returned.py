@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Thing
 from ..python.identity import identity
 from ..values.container_edits import Edit
 from ..values.pytree import Opening, can_be_opened
@@ -21,7 +21,7 @@ class Given(NamedTuple):
     the call."""
 
     number: int
-    thing: Any = None
+    thing: Thing = None
 
 
 class Returned(NamedTuple):

@@ -11,10 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Foreign, Thing
 from ..call.signature import modes, put_back
 from ..errors import Refusal
 from ..guards.gradients import Grads
@@ -53,7 +53,7 @@ class _HostRandom:
         numpy: object = sys.modules.get("numpy.random")
         legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
         self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
-        bits = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
+        bits: list[Foreign] = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
         self._bits = [(b, b.state) for b in bits if hasattr(b, "random_raw")]
         for r, _ in self._legacy:
             r.bytes(1)
@@ -88,7 +88,7 @@ def _draws_at(reach: Reach) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _same_state(a: object, b: Any) -> bool:
+def _same_state(a: object, b: Thing) -> bool:
     """Whether two states of a NumPy generator are equal: dictionaries of numbers and arrays."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same_state(a[k], b[k]) for k in a)

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from operator import is_, is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Reading, Table
+from .._torch.dynamic import Leaves, Reading, Table, Thing
 from .._torch.tensors import has_memory, storage_id
 from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
@@ -56,8 +56,8 @@ class Put(NamedTuple):
     it has `APPENDED` to a list, or all the `CONTENTS` of one."""
 
     path: str
-    of: Any
-    name: Any
+    of: Thing
+    name: Thing
     new: object = None
 
 
@@ -88,7 +88,7 @@ class Left(NamedTuple):
 
 
 _Table = tuple[Holder, object, Table]
-_List = tuple[Holder, Any, tuple[object, ...]]
+_List = tuple[Holder, Thing, tuple[object, ...]]
 
 
 class Found(NamedTuple):
@@ -111,7 +111,7 @@ def before(holders: Sequence[Holder]) -> Found:
 
 def left_by(
     found: Found, ran: Ran, carried: Carried, touched: Set[int], handed_on: Set[int] | None, appended: Mapping[int, int],
-    called: Callable[[Any], tuple[str, bool]], traced: bool,
+    called: Callable[[object], tuple[str, bool]], traced: bool,
 ) -> Left:  # fmt: skip
     """What a call in which this code ran has left in attributes and containers, where it had `found` this; they are as before
     now. Of some of them it is known that they are `carried`. The call has read the storages `touched`, and `handed_on` those;
@@ -215,7 +215,7 @@ def _path(holder: Holder, name: object) -> str:
     return f"{holder.path}.{name}" if isinstance(name, str) else f"{holder.path}[{key_label(name)}]"
 
 
-def _is_again(old: Any, new: Any) -> bool:
+def _is_again(old: Thing, new: Thing) -> bool:
     """Whether a list or dictionary has what another had, each in its place."""
     if type(old) is not type(new) or type(new) not in (list, dict) or len(old) != len(new):
         return False
@@ -268,7 +268,7 @@ def advance(counts: Sequence[Count]) -> None:
         own[count.name] += count.by
 
 
-def putting(left: Left, rebuild: Callable[[Leaves], Any], *, more: int = 0) -> Callable[[Leaves], Any]:
+def putting(left: Left, rebuild: Callable[[Leaves], Thing], *, more: int = 0) -> Callable[[Leaves], object]:
     """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
     many `more` such pairs."""
     where = [(put.of, put.name) for put in left.puts]

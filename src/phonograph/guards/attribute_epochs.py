@@ -23,12 +23,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch.autograd import hearing
+from .._torch.dynamic import Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import ASKS_NO_SUBCLASS
 from .._torch.tensors import TensorBase, is_ordinary, use_count
@@ -100,7 +100,7 @@ class _Replaced:
 def _telling(opened: Callable[[], None]) -> Callable[[object], object]:
     """What makes of a function one after which a door has been `opened`."""
 
-    def make(function: Any) -> Any:
+    def make(function: Private) -> Private:
         @functools.wraps(function)
         def run(*args: object, **kwargs: object) -> object:
             try:
@@ -116,7 +116,7 @@ def _telling(opened: Callable[[], None]) -> Callable[[object], object]:
 class _Asked:
     """How often a cache that holds nothing has been asked, where that cannot be read more quickly."""
 
-    def __init__(self, counts: Any) -> None:
+    def __init__(self, counts: Private) -> None:
         self._counts = counts
 
     @property
@@ -124,14 +124,14 @@ class _Asked:
         return int(self._counts.cache_info().misses)
 
 
-def _counting(function: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
+def _counting(function: Callable[..., Private]) -> tuple[Callable[..., Private], object]:
     """The same function, without a line of Python around it, and the number of its calls: a cache that holds nothing counts how
     often it is asked."""
     counts = functools.lru_cache(maxsize=0)(function)
     return counts, _word_that_counts(counts) or _Asked(counts)
 
 
-def _word_that_counts(counts: Any) -> object:
+def _word_that_counts(counts: Private) -> object:
     """Where the number of calls lies in this object, which is read in a tenth of the time; None if that is not found."""
     if sys.implementation.name != "cpython":
         return None
@@ -146,8 +146,8 @@ def _word_that_counts(counts: Any) -> object:
     return word if word is not None and word.value == counts.cache_info().misses else None
 
 
-_inherited: Any = TensorBase.grad
-gradient: Callable[[Any], Any] = _inherited.__get__
+_inherited: Private = TensorBase.grad
+gradient: Callable[[torch.Tensor], Private] = _inherited.__get__
 """`Tensor.grad`, unheard."""
 _get, _got = _counting(gradient)
 _give, _given = _counting(_inherited.__set__)
@@ -211,7 +211,7 @@ class _Gradients(Door):
         _get(None, torch.Tensor)
 
     @staticmethod
-    def now(got: Any = _got, given: Any = _given) -> tuple[int, int]:
+    def now(got: Private = _got, given: Private = _given) -> tuple[int, int]:
         """The epoch: something else whenever somebody may have gone through since."""
         return got.value, given.value
 
@@ -221,7 +221,7 @@ gradients: _Gradients = _Gradients()
 
 def may_have_door(t: torch.Tensor) -> bool:
     """Whether it is heard, while the door is there and leads to such, who reads or sets its gradient."""
-    kind: Any = type(t)
+    kind: Private = type(t)
     asked = _found(kind, "__torch_function__")
     plain = kind.__torch_function__ is ASKS_NO_SUBCLASS or asked is vars(torch.Tensor)["__torch_function__"]
     comes = torch.nn.Parameter in kind.__mro__ or kind.__module__.startswith("torch.distributed.")
@@ -271,7 +271,7 @@ class Room:
         self._optimizer = weakref.ref(optimizer)
 
     @property
-    def _inside(self) -> Any:
+    def _inside(self) -> Private:
         optimizer = self._optimizer()
         return None if optimizer is None else optimizer.__dict__.get(_STATE)
 
@@ -293,7 +293,7 @@ class Room:
         inside, (outer, inner) = self._inside, _free_dictionaries()
         return sys.getrefcount(inside) <= outer and all(n <= inner for n in map(sys.getrefcount, dict.values(inside)))
 
-    def read(self) -> list[tuple[Any, tuple[int, ...]]]:
+    def read(self) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
         """Of each parameter, what is there, by identity."""
         return [(p, self.of(p)) for p in dict.keys(self._inside)]
 
@@ -301,7 +301,7 @@ class Room:
         """Something in it is replaced."""
         states.opened()
 
-    def of(self, p: Any) -> tuple[int, ...]:
+    def of(self, p: torch.Tensor) -> tuple[int, ...]:
         """What is there of one parameter, by identity."""
         found = dict.get(self._inside, p)
         return tuple(map(identity, dict.values(found))) if isinstance(found, dict) else (identity(found),)
@@ -317,7 +317,7 @@ many.)"""
 @functools.cache
 def _free_dictionaries() -> tuple[int, int]:
     """How many references there are, as `Room.alone` counts them, if nobody has any."""
-    own: dict[str, Any] = {_STATE: {0: dict.fromkeys("a")}}
+    own: dict[str, Private] = {_STATE: {0: dict.fromkeys("a")}}
     inside = own[_STATE]
     return sys.getrefcount(inside), max(map(sys.getrefcount, dict.values(inside)))
 
@@ -349,7 +349,7 @@ class _Unseen(type):
         return super().__getattribute__(name)
 
 
-def _read(_: object, optimizer: object, kind: type) -> Any:
+def _read(_: object, optimizer: object, kind: type) -> Private:
     try:
         found = optimizer.__dict__[_STATE]
     except (AttributeError, KeyError):
@@ -391,7 +391,7 @@ _restore = _Replaced(torch.optim.Optimizer, "__setstate__", _telling(lambda: sta
 
 def _hang_states() -> None:
     """From now on it is heard who reads or sets the state of an optimizer."""
-    optimizers: Any = torch.optim.Optimizer
+    optimizers: Private = torch.optim.Optimizer
     if _STATE not in vars(optimizers):
         for function in _ways.values():
             not_compiled_by_itself(function.__code__)
@@ -400,7 +400,7 @@ def _hang_states() -> None:
 
 
 def _take_states_away() -> None:
-    optimizers: Any = torch.optim.Optimizer
+    optimizers: Private = torch.optim.Optimizer
     if vars(optimizers).get(_STATE) is _state:
         del optimizers.state
     _restore.back()

@@ -18,11 +18,11 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Private, Thing
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
@@ -43,7 +43,7 @@ def is_filled(of: object) -> bool:
     return is_table(of) or type(of) in _LISTS
 
 
-def put(of: Any, name: object, value: object) -> None:
+def put(of: Thing, name: object, value: object) -> None:
     """Let this stand there: an attribute, an item, or all that a list holds."""
     if name is CONTENTS:
         of.clear()
@@ -59,8 +59,8 @@ class Place(NamedTuple):
     may be read."""
 
     path: str
-    of: Any
-    name: Any
+    of: Thing
+    name: Thing
     read: bool
 
 
@@ -75,8 +75,8 @@ class Carries(Exception):
 
 class _Known(NamedTuple):
     label: str
-    of: Callable[[], Any]
-    name: Any
+    of: Callable[[], Thing]
+    name: Thing
     read: bool
 
 
@@ -125,7 +125,7 @@ class Carried:
             path += "'"
         return path
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, Private]:
         """What stands there, as arguments: tensors that are read; of everything else, what it is like."""
         return {known.label: _as_argument(known) for known in self._known.values()}
 
@@ -204,7 +204,7 @@ def _value(known: _Known) -> object:
     return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
 
 
-def _is(value: Any, other: Any, name: Any) -> bool:
+def _is(value: Thing, other: Thing, name: object) -> bool:
     """Whether this is what stood in a place of that name: of a list, the same in it."""
     return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
 

@@ -7,7 +7,7 @@ from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
 
-from .._torch.dynamic import Reading, Table
+from .._torch.dynamic import Leaves, Private, Reading, Table
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.holders import Holder
 from ..python.identity import identity, reading_list
@@ -62,7 +62,7 @@ class Entries:
     def _moved_to(self, saved: tuple[object, ...], now: tuple[object, ...]) -> bool:
         """Whether all that differs are containers in the place of equal ones. If so, it is the contents of these that are
         compared from now on."""
-        new: list[tuple[Any, Any]] = []
+        new: list[tuple[object, object]] = []
         try:
             if not all(may_stand_for(a, b, new) for a, b in zip(saved, now, strict=True)):
                 return False
@@ -116,7 +116,7 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
     return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
 
 
-def _lies_at(spot: Any, i: int, values: tuple[object, ...], places: Set[object]) -> bool:
+def _lies_at(spot: Private, i: int, values: tuple[object, ...], places: Set[object]) -> bool:
     """Whether the i-th of these values is one of those that lie there. (How many there are of something lies nowhere.)"""
     try:
         return spot(i, values).at in places
@@ -124,19 +124,19 @@ def _lies_at(spot: Any, i: int, values: tuple[object, ...], places: Set[object])
         return False
 
 
-def read_together(reads: Sequence[Callable[[], Reading] | list[Any] | set[Any]]) -> Callable[[], list[Any]]:
+def read_together(reads: Sequence[Callable[[], Reading] | Entry | set[object]]) -> Callable[[], list[Reading]]:
     """A function that reads several places into one list, each after a mark of its own: ``lambda: [m0, *r0(), m1, ...]``. One
     comparison then does for all. What is itself a list, or a set, is read without a call: ``*r0``."""
     names = {f"r{i}": read for i, read in enumerate(reads)} | {f"m{i}": object() for i in range(len(reads))}
     parts = ", ".join(f"m{i}, *r{i}" + "()" * (type(read) not in _PLAINLY) for i, read in enumerate(reads))
-    together: Callable[[], list[Any]] = written_out(f"lambda: [{parts}]", names)
+    together: Callable[[], list[Reading]] = written_out(f"lambda: [{parts}]", names)
     return together
 
 
 _PLAINLY = (list, set)  # a subclass may have an `__iter__` of its own
 
 
-def reader_of(entry: Entry) -> Any:
+def reader_of(entry: Entry) -> Private:
     """What reads a place before each replay: a function, or a list or a set that is read itself."""
     values = None if entry[0].contents is None else entry[0].contents.now()
     if type(values) is list and len(values) >= _LONG:
@@ -144,7 +144,7 @@ def reader_of(entry: Entry) -> Any:
     return values if type(values) in _PLAINLY and entry[1] is entry[0].read else entry[1]
 
 
-def in_pieces(things: list[Any], size: int) -> list[Entry]:
+def in_pieces(things: Leaves, size: int) -> list[Entry]:
     return [things[i : i + size] for i in range(0, len(things), size)]
 
 

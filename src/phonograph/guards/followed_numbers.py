@@ -26,18 +26,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .._torch.dynamic import Args, Kwargs
+from .._torch.dynamic import Args, Kwargs, Private, Thing
 from .._torch.dynamo import ran_compiled, uncompiled
+from ..call.signature import Call
 from ..errors import Refusal
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
+from ..values.pytree_nodes import Node
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
 
@@ -90,11 +91,11 @@ class Following:
         self._failed: Counter[At] = Counter()
         self.why: dict[str, str] = {}
         """By the names of those that cannot be followed: why."""
-        self.arguments: set[Any] = set()
+        self.arguments: set[tuple[Node | None, int]] = set()
         """Those that are arguments: (the structure of all arguments, the place)."""
         self._advanced: set[At] = set()
-        self._fixed: set[Any] = set()
-        self._differed: Counter[object] = Counter()
+        self._fixed: set[tuple[Node | None, int]] = set()
+        self._differed: Counter[tuple[Node | None, int]] = Counter()
 
     @classmethod
     def only(cls, spots: Iterable[At]) -> Following:
@@ -104,12 +105,12 @@ class Following:
         made._advanced = set(made._wanted)
         return made
 
-    def want_arguments(self, places: Iterable[object]) -> None:
+    def want_arguments(self, places: Iterable[tuple[Node | None, int]]) -> None:
         """A call has come that differs in these from the one before: a third number makes one that changes."""
         self._differed.update(places)
         self.arguments |= {place for place, n in self._differed.items() if n >= _TRIES} - self._fixed
 
-    def fix(self, places: Iterable[object]) -> None:
+    def fix(self, places: Iterable[tuple[Node | None, int]]) -> None:
         """These arguments are to be part of the signature again."""
         self._fixed |= {*places}
         self.arguments -= self._fixed
@@ -157,7 +158,7 @@ class Unfollowed(Exception):
         self.spots = spots
 
 
-def of_arguments(call: Any) -> tuple[list[Spot], list[object]]:
+def of_arguments(call: Call) -> tuple[list[Spot], list[object]]:
     """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
     or played."""
     found = [call.leaves[at] for at in call.numbers]
@@ -215,7 +216,7 @@ def takes(dials: Dials, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
     return tuple([_with(x, aliases) for x in args]), {k: _with(x, aliases) for k, x in kwargs.items()}
 
 
-def _floats(values: Any) -> Iterator[float]:
+def _floats(values: Iterable[Thing]) -> Iterator[float]:
     for v in values:
         kind = type(v)
         if kind is float:
@@ -224,7 +225,7 @@ def _floats(values: Any) -> Iterator[float]:
             yield from _floats(v)
 
 
-def _with(value: Any, numbers: dict[float, float]) -> object:
+def _with(value: Thing, numbers: dict[float, float]) -> object:
     kind = type(value)
     if kind is float:
         return numbers.get(value, value)
@@ -242,7 +243,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> Private:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:  # in which the user's hooks may run
             with self:
@@ -261,12 +262,16 @@ class _Guard(TorchFunctionMode):
 
 
 def _backward(
-    self: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    self: torch.Tensor,
+    gradient: Private = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Private = None,
 ) -> None:
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _dials_in(value: Any) -> Iterator[Dial | Tally]:
+def _dials_in(value: Thing) -> Iterator[Dial | Tally]:
     if type(value) in (Dial, Tally):
         yield value
     elif type(value) in (list, tuple):
@@ -299,7 +304,7 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
                 space[name] = f
 
 
-def _derived(dials: Dials, function: Any) -> object:
+def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
     """A function of math, which gives a dial where it is given one."""
 
     @wraps(function)

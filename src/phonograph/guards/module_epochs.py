@@ -17,12 +17,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.autograd import forget_accumulation
+from .._torch.dynamic import Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
@@ -121,7 +121,7 @@ def _note(thing: object) -> None:
         epoch += 1
 
 
-def _noting(method: Callable[..., object]) -> Callable[..., Any]:
+def _noting(method: Callable[..., object]) -> Callable[..., Private]:
     @functools.wraps(method)
     def noted(self: object, *args: object, **kwargs: object) -> object:
         _note(self)
@@ -134,12 +134,12 @@ def _noting(method: Callable[..., object]) -> Callable[..., Any]:
     return noted
 
 
-def _reshaping(method: Callable[..., object]) -> Callable[..., Any]:
+def _reshaping(method: Callable[..., object]) -> Callable[..., Private]:
     """Of a leaf that gets another shape, autograd has to forget the node that adds up its gradient. In eager that goes with
     the last graph; a recording has one, and the node takes gradients of the old shape only."""
 
     @functools.wraps(method)
-    def reshaped(self: Any, *args: object, **kwargs: object) -> object:
+    def reshaped(self: Private, *args: object, **kwargs: object) -> object:
         if identity(self) not in _watched or not has_memory(self):  # it may have no shape yet (`LazyLinear`)
             return method(self, *args, **kwargs)
         shape = self.shape
@@ -182,7 +182,7 @@ def _reshaping_property(own: Any) -> property:
 
 def _noting_any(removed: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(removed)
-    def remove(self: Any) -> None:
+    def remove(self: Private) -> None:
         global epoch
         if not torch.compiler.is_compiling():
             epoch += 1

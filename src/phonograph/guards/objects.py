@@ -22,12 +22,12 @@ from contextvars import ContextVar
 from enum import Enum
 from mmap import mmap
 from types import CellType, MappingProxyType, ModuleType
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch.dynamic import Foreign, Reading, Table
+from .._torch.dynamic import Foreign, Private, Reading, Table, Thing
 from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -67,7 +67,7 @@ _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 BUILTINS = vars(builtins)
 
-Enter = Callable[[Any, str, Any], None]
+Enter = Callable[[Private, str, Private], None]
 """How to enter an object, which lies at a path."""
 
 
@@ -91,7 +91,7 @@ class Objects:
         self.remembered: dict[int, Room] = {}  # tensors in optimizers' states that lie behind a door, by identity
         self.generators: list[torch.Generator] = []
         self.streams: list[torch.Stream] = []
-        self.host_rngs: list[Any] = []
+        self.host_rngs: list[Thing] = []
         self.iterators: list[str] = []
         self.arrays: list[str] = []
         self.works: list[str] = []  # collectives that are under way, or were
@@ -110,10 +110,10 @@ class Objects:
         self._objects: list[object] = []
         self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
-        self._selected: list[tuple[str, Any, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
-        self._said: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(
+        self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
             list
         )  # those that say what they are, by how they do
         self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
@@ -183,7 +183,7 @@ class Objects:
         if torch.Tensor in map(type, place.read()):
             self.mentions.asks_identity = True
 
-    def _tuple(self, path: str, values: Any) -> None:
+    def _tuple(self, path: str, values: Thing) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
 
     def _view(self, path: str, view: MappingProxyType[object, object]) -> None:
@@ -207,7 +207,7 @@ class Objects:
         """A row of an array of records: what is written to one is seen in the other."""
         self._array(path, sys.modules["numpy"].asarray(row))
 
-    def _buffer(self, path: str, thing: Any) -> None:
+    def _buffer(self, path: str, thing: Thing) -> None:
         if memoryview(thing).nbytes > _BUFFER or not memoryview(thing).c_contiguous:
             self.arrays.append(path)
         else:
@@ -314,7 +314,7 @@ class Objects:
         self._hold(kept(path, lambda: (ref() is None,)))
         self._work.append((path, ref()))
 
-    def _proxy(self, path: str, proxy: Any) -> None:
+    def _proxy(self, path: str, proxy: Thing) -> None:
         with suppress(ReferenceError, AttributeError):  # it may stand for nothing any more
             self._work.append((path, proxy.__init__.__self__))
 
@@ -347,7 +347,7 @@ class Objects:
             self._hold(place)
             self._fixed(path, place.read())
 
-    def _recorded(self, path: str, recorded: Any) -> None:
+    def _recorded(self, path: str, recorded: Thing) -> None:
         """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
         attributes, own = recorded.__dict__, recorded.own
 
@@ -486,7 +486,7 @@ class Objects:
         def restore(values: tuple[object, ...]) -> None:
             group.update(zip([k for k in group if k not in followed], values, strict=True))
 
-        def spot(i: int, _: Any) -> Spot:
+        def spot(i: int, _: object) -> Spot:
             return item(group, [k for k in group if k not in followed][i])
 
         def named(path: str, i: int, _: object) -> str:
@@ -539,7 +539,7 @@ class Objects:
     def _what_tensors_say(self) -> None:
         """One place for each class, or a few: parameters, where they are many, what optimizers remember, and the rest."""
         for (_, slots, apart), found in self._said.items():
-            groups: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+            groups: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(list)
             many = len(found) > FEW
             for path, t in found:
                 room = self.remembered.get(identity(t)) if identity(t) not in self.shared else None
@@ -597,7 +597,7 @@ def _references(it: object) -> int:
 _ITS_OWN = _references(iter([]))
 _ITS_BASE = 3  # references to an array: a view's, a local variable's and that of the call which counts
 
-_CONTENTS: list[tuple[Any, Enter]] = [
+_CONTENTS: list[tuple[type | tuple[type, ...], Enter]] = [
     (dict, Objects._dict),
     ((list, deque), Objects._list),
     (set, Objects._set),

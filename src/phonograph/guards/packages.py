@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Reading
+from .._torch.dynamic import Private, Reading, Thing
 from ..errors import Refusal
 from ..python import containers
 from ..python.bytecode import names_in
@@ -61,15 +61,15 @@ class Value(NamedTuple):
     """What has this `name` in a dictionary or in a class; or all that is in a list or a set, and all keys of a dictionary."""
 
     path: str
-    of: Any
-    name: Any = _All
+    of: Thing
+    name: object = _All
 
     @property
     def key(self) -> Key:
         return identity(self.of), self.name
 
     @property
-    def space(self) -> Any:
+    def space(self) -> Thing:
         return vars(self.of) if isinstance(self.of, type) else self.of
 
 
@@ -88,7 +88,7 @@ def is_anothers(thing: ModuleType | type) -> bool:
 _NEVER = ("builtins", "phonograph")
 
 
-def _is(value: object, kind: Any) -> bool:
+def _is(value: object, kind: Private) -> bool:
     """As `isinstance`, without asking the value, which may be a proxy."""
     return issubclass(type(value), kind)
 
@@ -191,7 +191,7 @@ def functions_in(others: Iterable[Named], following: Following) -> Iterator[Valu
 
 def _named_in(
     path: str, module: ModuleType, following: Following, seen: set[tuple[int, str]]
-) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+) -> Iterator[tuple[str, Thing, dict[str, object]]]:
     """What such code names of a module that is called so, and of modules in it: the name, what it is now, and the globals."""
     called, space = path.rpartition(".")[2], vars(module)
     if (identity(module), called) in seen:  # they refer to each other
@@ -220,7 +220,7 @@ class _Methods(dict[type, frozenset[int]]):
         return found
 
 
-def _globals(space: dict[str, Any], names: Set[str], ran: Set[int], methods: _Methods) -> Iterator[Value]:
+def _globals(space: dict[str, Thing], names: Set[str], ran: Set[int], methods: _Methods) -> Iterator[Value]:
     """What code of a module that uses these names may read of what lies in it. It is their code that has the names of what all
     classes in it have, and objects of which a method `ran` (code, by identity)."""
     module = str(space.get("__name__"))
@@ -249,7 +249,7 @@ def _ran_for(thing: object, ran: Set[int], methods: _Methods) -> bool:
     return not all(ran.isdisjoint(methods[base]) for base in kind.__mro__ if base is not object)
 
 
-def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
+def _inside(path: str, value: Thing, names: Set[str]) -> Iterator[Value]:
     """What is in a container; which plain attributes an object has."""
     if type(value) in _TABLES:
         if len(value) <= _SHORT:
@@ -263,7 +263,7 @@ def _inside(path: str, value: Any, names: Set[str]) -> Iterator[Value]:
         yield from _attributes(path, value, names)
 
 
-def _attributes(path: str, thing: Any, names: Set[str]) -> Iterator[Value]:
+def _attributes(path: str, thing: Thing, names: Set[str]) -> Iterator[Value]:
     """Those of a class or an object that are plain."""
     kind: type = thing if _is(thing, type) else type(thing)
     if kind is not thing and not has_attributes(kind):
@@ -290,7 +290,7 @@ def _code_of(member: object) -> list[CodeType]:
     return [f.__code__ for f in functions_of(member) if isinstance(f, FunctionType)]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Thing) -> bool:
     kind = type(value)
     if kind is tuple:
         return all(map(_is_plain, value))
@@ -313,7 +313,7 @@ def together(values: Iterable[Value]) -> list[Holder]:
 def as_they_are(values: Iterable[Value]) -> Holder:
     """Functions and classes, which are there and are seldom replaced: read as whether each still is what it was."""
     each = list(values)
-    spaces: dict[int, tuple[Any, list[str]]] = {}
+    spaces: dict[int, tuple[Thing, list[str]]] = {}
     for v in each:
         spaces.setdefault(identity(v.of), (v.space, []))[1].append(str(v.name))
     single, at, parts, before = _named(each), dict[str, object](), "", list[object]()
@@ -350,7 +350,7 @@ def _named(values: list[Value]) -> Holder:
     return Holder("packages", read, restore, named=lambda path, i, _: values[i].path, inside=lambda: inside)
 
 
-def _container(path: str, thing: Any) -> Holder:
+def _container(path: str, thing: Thing) -> Holder:
     if type(thing) in _TABLES:
 
         def restore(before: Reading) -> None:
@@ -365,7 +365,7 @@ class Packages:
     """What packages' own code reads of plain values, in the captures of one function."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, tuple[Value, Any]] = {}
+        self._known: dict[Key, tuple[Value, object]] = {}
         self._restless: set[Key] = set()
 
     def before(self) -> None:
@@ -418,5 +418,5 @@ def _same(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and _is_plain(a) and bool(a == b))
 
 
-def _read(value: Value) -> Any:
+def _read(value: Value) -> object:
     return tuple(value.of) if value.name is _All else value.space.get(value.name, MISSING)

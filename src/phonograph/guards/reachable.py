@@ -42,7 +42,6 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
-from .._torch.dynamic import Leaves, Reading
+from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import without_subclasses
 from ..call.live_function import is_marked
 from ..errors import Overlooked, Refusal
@@ -298,7 +297,7 @@ class Reach(Objects):
         if not is_users(code.co_filename) or (code.co_filename == "<string>" and not _runs_for_the_user(frame)):
             return None
         first: object = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        kind: Any = first if issubclass(type(first), type) else type(first)
+        kind: Thing = first if issubclass(type(first), type) else type(first)
         if code.co_name in CONSTRUCTORS and is_users_class(kind) and kind not in self._kinds:
             return Overlooked(frozenset(), [kind])  # whose methods and attributes count as well
         if not self.mentions.unknown(code) or (code.co_name == EVALUATED and not self._lasts(frame.f_globals)):
@@ -321,7 +320,7 @@ class Reach(Objects):
         of_module = own_dict(sys.modules.get(str(space.get("__name__")))) is space
         return identity(space) in self._spaces or (of_module and not getattr(space.get("__spec__"), "_initializing", False))
 
-    def _visit(self, path: str, thing: Any) -> None:
+    def _visit(self, path: str, thing: Thing) -> None:
         kind = type(thing)
         if kind in LEAVES:
             return
@@ -351,7 +350,7 @@ class Reach(Objects):
         self._dict(path, p.keywords)
         self._object(path, p)
 
-    def _alias(self, path: str, alias: Any) -> None:
+    def _alias(self, path: str, alias: Thing) -> None:
         """`Class[int]`, by which objects of the class are made, and its attributes read."""
         self._work.append((path, getattr(alias, "__origin__", None)))
         self._fixed(path, alias.__args__)
@@ -370,7 +369,7 @@ class Reach(Objects):
         if f.__name__ == "__subclasses__":
             self.mentions.names.add(f.__name__)
 
-    def _descriptor(self, path: str, f: Any) -> None:
+    def _descriptor(self, path: str, f: Thing) -> None:
         """A method of a built-in class, such as `object.__getattribute__`."""
         self.mentions.add_lookup(f.__name__)
 
@@ -433,7 +432,7 @@ class Reach(Objects):
             found = ", ".join(f"of({n!r}, builtin({n!r}))" for n in hidden)
             read = written_out(f"lambda: ({found},)", {"of": g.get, "builtin": BUILTINS.get})
             self._hold(kept("builtins", read))
-        function: Any = f  # not every version of the types knows that it has builtins
+        function: Thing = f  # not every version of the types knows that it has builtins
         if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
 
@@ -486,7 +485,7 @@ class Reach(Objects):
         self._module_of_the_user(path, module)
         self._modules_flow = self._modules_flow or identity(module) in self._python_modules
 
-    def _module_of_the_user(self, path: str, module: Any) -> None:
+    def _module_of_the_user(self, path: str, module: Thing) -> None:
         space = own_dict(module)  # and no attributes, for which it may have a `__getattr__`
         if not issubclass(type(module), ModuleType) or space is None:
             self._work.append((path, module))  # `sys.modules` may have anything
@@ -507,7 +506,7 @@ class Reach(Objects):
         elif packages.is_anothers(module):
             self._of_others(path, module)
 
-    def _members(self, space: dict[str, Any], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
+    def _members(self, space: dict[str, Thing], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
         """Those attributes of a Python module of the user's that some code names and that are not held yet; or `any_of_them`:
         then functions are not looked into, which is done where they run."""
         named = self.mentions.names | {"__getattr__"}
@@ -599,7 +598,7 @@ class Reach(Objects):
         space = vars(kind)
 
         def read() -> Reading:
-            own: Any = space
+            own: Thing = space
             if "__slotnames__" in own or "__annotations_cache__" in own:
                 own = {n: v for n, v in own.items() if n not in _KEPT_BY_PYTHON}
             return (len(own), *own, *own.values())
@@ -652,7 +651,7 @@ def _runs_for_the_user(frame: FrameType) -> bool:
     return True
 
 
-def _may_be_module(path: str, space: dict[str, Any]) -> bool:
+def _may_be_module(path: str, space: dict[str, Thing]) -> bool:
     """Whether this global (of `Used.around`) may be one of the user's modules."""
     name, _, rest = path.partition(".")
     value = space[name]

@@ -22,10 +22,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import cycle
 from operator import is_
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Private, Reading
 from ..call.signature import modes
 from ..python.holders import Holder
 from ..python.identity import identity
@@ -87,7 +87,7 @@ class Reliances(Entries):
         """What is looked at before each replay, and what the witness hears of."""
         self._behind = [entry for entry in self._held if entry[0].behind is not None]
         self._shut: tuple[int, list[int]] | None = None  # the epoch, and what was where, when nobody had any of it
-        self._turn: Iterator[tuple[Any, Any, tuple[int, ...]]] = iter(())
+        self._turn: Iterator[tuple[Private, Private, tuple[int, ...]]] = iter(())
         held = [(entry, is_heard_of(entry[0])) for entry in self._held if entry[0].behind is None]
         self._hot = [entry for entry, is_watched in held if not is_watched]
         self._watched = [entry for entry, is_watched in held if is_watched]
@@ -96,7 +96,7 @@ class Reliances(Entries):
         told = {identity(entry) for entries in self._told for entry in entries}
         self._read = [entry for entry in self._hot if identity(entry) not in told]
         self._read_hot = read_together([*map(reader_of, self._read)])
-        self._last_hot: list[Any] = []  # what was read when all of it was found unchanged
+        self._last_hot: list[Reading] = []  # what was read when all of it was found unchanged
         self._moved_places = False
         kinds = [*[_PLACES][: len(self._watched)], *self._laps, *[_STATE][: len(self._behind)]]
         self._kinds: Iterator[str | None] = cycle([*kinds, *[None] * (_LAP - len(kinds))])
@@ -243,7 +243,7 @@ class Reliances(Entries):
             self._epoch = -1
         return changed
 
-    def _moved(self, tensors: Sequence[tuple[torch.Tensor, tuple[Any, ...]]]) -> str | None:
+    def _moved(self, tensors: Sequence[tuple[torch.Tensor, Reading]]) -> str | None:
         states = states_of([t for t, _ in tensors])
         return next((self._names[identity(t)] for (t, state), now in zip(tensors, states, strict=True) if now != state), None)
 

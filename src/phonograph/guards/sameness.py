@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 from types import FunctionType
-from typing import Any
 
 import torch
 
+from .._torch.dynamic import Thing
 from ..state.rng import share_state
 from ..values.keys import NoSignature, plain_key
 
 __all__ = ["all_same", "equal", "may_stand_for", "same"]
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Thing, b: Thing) -> bool:
     """Whether two held values are the same to a program: one object, equal plain values of one type, or functions that the same
     line has made and that hold nothing."""
     if a is b:
@@ -45,7 +45,7 @@ def all_same(old: Sequence[object], now: Sequence[object]) -> bool:
     return len(old) == len(now) and (all(map(is_, old, now)) or all(map(same, old, now)))
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal(a: Thing, b: Thing) -> bool:
     """Whether one value may stand for the other from now on: equal, and nothing that can change by itself."""
     if a is b:
         return True
@@ -54,7 +54,7 @@ def equal(a: Any, b: Any) -> bool:
     return (type(a) is not tuple or (len(a) == len(b) and all(map(equal, a, b)))) and same(a, b)
 
 
-def may_stand_for(old: Any, now: Any, containers: list[tuple[Any, Any]]) -> bool:
+def may_stand_for(old: Thing, now: Thing, containers: list[tuple[object, object]]) -> bool:
     """Whether one value is equal to another, down to what its containers hold; adds the containers that are not the same to
     `containers`, with those that stand there now, inner ones first."""
     if old is now:

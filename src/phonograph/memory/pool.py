@@ -26,10 +26,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from .._torch.dynamic import Private
 from .._torch.tensors import copy_all, neg_view, storage_at, use_count
 from ..python.identity import identity
 from .loans import Loan
@@ -197,9 +198,9 @@ class Shares(Protocol):
     @property
     def spoiled(self) -> list[str]: ...
     @property
-    def backward(self) -> Any: ...
+    def backward(self) -> Private: ...
     @property
-    def program(self) -> Any: ...
+    def program(self) -> Private: ...
 
 
 class Pool:

@@ -10,9 +10,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain, islice, repeat
 from operator import methodcaller
-from typing import Any
 
-from .._torch.dynamic import Leaves, Private, Reading, Table
+from .._torch.dynamic import Leaves, Private, Reading, Table, Thing
 from .holders import Contents, Find, Holder, Part, Spot, kept, key_label
 from .identity import identity
 from .introspection import MISSING, own_dict
@@ -24,7 +23,7 @@ __all__ = ["by_key", "cache", "dictionaries", "dictionary", "dictionary_without"
 # -- dictionaries. Read as (how many items, the keys, the values).
 
 
-def pairs(values: Reading, at: int) -> Iterator[tuple[Any, Any]]:
+def pairs(values: Reading, at: int) -> Iterator[tuple[Thing, Thing]]:
     """The items of the dictionary that was read into `values`, from `at` on."""
     n = values[at] if values else 0
     return zip(values[at + 1 : at + 1 + n], values[at + 1 + n : at + 1 + 2 * n], strict=True)

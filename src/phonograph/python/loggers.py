@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Container, Iterable
 from logging import Logger, LoggerAdapter
 from types import FrameType
-from typing import Any
 
+from .._torch.dynamic import Thing
 from .holders import Holder, kept
 from .identity import identity
 from .introspection import MISSING, own_dict
@@ -58,7 +58,7 @@ def levels(questions: Iterable[Question]) -> Holder:
     return kept("what a logger lets through", lambda: tuple([answer for ask in asks for answer in ask()]))
 
 
-def _asks(asks: Any, level: int | None) -> Callable[[], tuple[object, ...]]:
+def _asks(asks: Thing, level: int | None) -> Callable[[], tuple[object, ...]]:
     """A function that asks again. It runs no code of a class of the user's, and raises nothing: what cannot be asked any more
     is something else than it was."""
     if isinstance(asks, LoggerAdapter):

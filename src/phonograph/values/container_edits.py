@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from .._torch.dynamic import Table
+from .._torch.dynamic import Table, Thing
 from .._torch.pytree import SUPPORTED_NODES
 from .object_layout import Layout, layout_of, parts_of, put_into, replace
 from .pytree_nodes import DICTS, is_dataclass, taken_apart
@@ -13,7 +13,7 @@ from .pytree_nodes import DICTS, is_dataclass, taken_apart
 __all__ = ["Edit", "entries"]
 
 
-def entries(container: Any, by_attributes: Container[type] = ()) -> dict[tuple[bool, Any], Any] | None:
+def entries(container: Thing, by_attributes: Container[type] = ()) -> dict[tuple[bool, Any], Any] | None:
     """What a container holds, by what it is called: (whether that is an item, its key or name). None if it cannot be set. An
     object of the classes `by_attributes` holds these."""
     kind = type(container)
@@ -33,7 +33,7 @@ def entries(container: Any, by_attributes: Container[type] = ()) -> dict[tuple[b
     return {(False, n): v for n, v in zip(names, values, strict=True)} | {(True, k): v for k, v in (items or {}).items()}
 
 
-def _mapped(container: Any, values: list[object]) -> dict[tuple[bool, object], object] | None:
+def _mapped(container: Thing, values: list[object]) -> dict[tuple[bool, object], object] | None:
     """What an object of a class that is registered with pytree holds, if it does so under the keys that it has."""
     if not issubclass(type(container), MutableMapping):
         return None
@@ -59,7 +59,7 @@ class Edit(NamedTuple):
         new = tuple([at for at, value in now.items() if at not in before or before[at] is not value])
         return cls(number, tuple(now), new, by_attributes) if new or list(before) != list(now) else None
 
-    def repeat(self, container: Any, values: Sequence[object]) -> None:
+    def repeat(self, container: Thing, values: Sequence[object]) -> None:
         """Do the same to another container that held the same, with these new values."""
         found, new = entries(container, self.by_attributes) or {}, dict(zip(self.new, values, strict=True))
         now = {at: new[at] if at in new else found[at] for at in self.all}

@@ -18,11 +18,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Container
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType, WrapperDescriptorType
-from typing import Any
 
 import torch
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Private, Thing
 from .._torch.process_groups import groups_of_ranks
 from ..python.identity import identity
 from .object_layout import layout_of, parts_of
@@ -48,7 +47,7 @@ class Identity:
 
     __slots__ = ("_hash", "_of")
 
-    def __init__(self, thing: Any) -> None:
+    def __init__(self, thing: Thing) -> None:
         self._hash = identity(thing)
         self._of = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
 

@@ -12,11 +12,11 @@ import enum
 import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Private, Table
+from .._torch.dynamic import Leaves, Private, Table, Thing
 from ..python.introspection import MISSING, has_attributes, own_dict, slots_of
 
 __all__ = ["Layout", "layout_of", "made_of", "parts_of", "put_into", "replace"]
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
     itself: bool
 
 
-def parts_of(thing: Any, layout: Layout) -> Parts:
+def parts_of(thing: Thing, layout: Layout) -> Parts:
     own = own_dict(thing)
     itself = own is not None and own is thing
     attributes = {} if own is None or itself else dict(own)
@@ -92,7 +92,7 @@ def made_of(kind: Private) -> object:
     return kind.__new__(kind)
 
 
-def put_into(thing: Any, attributes: dict[str, object], items: dict[object, object] | None, itself: bool) -> None:
+def put_into(thing: Thing, attributes: dict[str, object], items: dict[object, object] | None, itself: bool) -> None:
     """Let an object have these attributes, and items, and no others."""
     layout = layout_of(type(thing))
     assert layout is not None

@@ -12,9 +12,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Leaves, Thing
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.identity import identity
 from ..python.origin import written_out
@@ -63,7 +62,7 @@ class Opening:
         ended = {identity(thing) for thing, _, _ in self.spans}
         return next((c for c in self.containers if self.is_opened(c) and identity(c) not in ended), None)
 
-    def flatten(self, tree: Any, leaves: list[object]) -> Node | None:
+    def flatten(self, tree: Thing, leaves: list[object]) -> Node | None:
         kind = type(tree)
         if kind in LEAVES or identity(tree) in self.shut or (identity(tree) in self.lasts and kind not in _PLAIN):
             leaves.append(tree)
@@ -131,7 +130,7 @@ def flatten(tree: object, leaves: list[object], opening: Opening | None = None) 
     return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
 
 
-def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] | None = None) -> Any:
+def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] | None = None) -> Thing:
     """Rebuild the tree of shape `node` from `leaves`. Its containers are added to `built`, each before what is in it."""
     return next(leaves) if node is None else _unflatten(node, leaves, [] if built is None else built)
 
@@ -152,7 +151,7 @@ def _unflatten(node: Node | None, leaves: Iterator[object], built: Leaves) -> ob
     return built[at]
 
 
-def rebuilding(node: Node | None, given: int) -> Callable[[Leaves], Any]:
+def rebuilding(node: Node | None, given: int) -> Callable[[Leaves], Thing]:
     """`unflatten` of one shape, for a list of its leaves, `given` as many, which may be more than it has. It is called in each
     replay, and so it is written out, ``lambda m: (m[0], [m[1], m[2]])``, or where it can be left to Python altogether."""
     if node is None:
@@ -163,7 +162,7 @@ def rebuilding(node: Node | None, given: int) -> Callable[[Leaves], Any]:
         return lambda leaves: unflatten(node, iter(leaves))
     names: dict[str, object] = {}
     expression, _ = _written(node, 0, names, 0)
-    rebuild: Callable[[Leaves], Any] = written_out(f"lambda m: {expression}", names)
+    rebuild: Callable[[Leaves], Thing] = written_out(f"lambda m: {expression}", names)
     return rebuild
 
 

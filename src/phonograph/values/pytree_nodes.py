@@ -9,11 +9,11 @@ import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Private
+from .._torch.dynamic import Leaves, Private, Thing
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.introspection import slots_of
 from .keys import nested_key, structure
@@ -28,7 +28,7 @@ class Node(NamedTuple):
     """One container of a tree: its type, what its children are called, and the children's own nodes (None: a leaf)."""
 
     kind: type
-    names: tuple[Any, ...]
+    names: tuple[Private, ...]
     children: tuple[Node | None, ...]
 
 
@@ -61,7 +61,7 @@ def fill(made: object, names: tuple[object, ...], values: list[object]) -> None:
     put_into(made, dict(zip(own, values, strict=False)), items, bool(itself))
 
 
-def divided(names: tuple[Any, ...]) -> tuple[tuple[str, ...], bool | None, list[object]]:
+def divided(names: tuple[Private, ...]) -> tuple[tuple[str, ...], bool | None, list[object]]:
     """The attributes of an opened object, whether its items are that, and their keys; None if it has none."""
     at = next((i for i, name in enumerate(names) if type(name) is bool), None)
     return (names, None, []) if at is None else (names[:at], names[at], [*map(key_of, names[at + 1 :])])
@@ -77,7 +77,7 @@ def is_tensor(node: Node) -> bool:
     return bool(node.names) and type(node.names[-1]) is Made
 
 
-def _fresh(context: Any) -> Any:
+def _fresh(context: Thing) -> Thing:
     """A context of its own for each object that is made from it."""
     if type(context) in (tuple, list):
         return type(context)(map(_fresh, context))
@@ -160,7 +160,7 @@ class Key:
     """Whether what is built from it has a copy."""
     of_pytree = False
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Thing) -> None:
         self.value = value
         self._of: object = None
 
