@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._torch.dynamic import Private, Thing
+from ._torch.dynamic import Thing
 from .values.tensor_subclasses import consists_of_parts, parts
 
 __all__ = ["aliasing", "assert_same", "assert_same_aliasing", "tensors_in"]
@@ -104,7 +104,7 @@ def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: _Pl
     )
 
 
-def _made_of(tensor: Private) -> str:
+def _made_of(tensor: Thing) -> str:
     return repr(tensor.__tensor_flatten__())
 
 
@@ -132,7 +132,7 @@ def _excerpt(tensor: torch.Tensor) -> str:
     return f"{values}{' …' if tensor.numel() > 8 else ''}"
 
 
-def _assert_same_mapping(actual: Mapping[Private, object], expected: Mapping[Private, object], where: _Place) -> None:
+def _assert_same_mapping(actual: Mapping[Thing, object], expected: Mapping[Thing, object], where: _Place) -> None:
     _equal(list(actual), list(expected), where.at(": keys in order"))
     for key in expected:
         _assert_same(actual[key], expected[key], where.at(f"[{key!r}]"))

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .._torch.autograd import saved_tensors_hooks
-from .._torch.dynamic import Leaves, Private, Reading
+from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
 from .._torch.tensors import has_memory, is_shape, kind_of
@@ -80,7 +80,7 @@ class Call(NamedTuple):
     leaves: Leaves
     tensors: list[torch.Tensor]
     places: tuple[int, ...]
-    like: Private = None
+    like: Thing = None
     again: tuple[tuple[int, int], ...] = ()
     lent: dict[int, Borrowed] = {}  # noqa: RUF012 - the default is never written
     containers: Sequence[Any] = ()

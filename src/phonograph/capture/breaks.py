@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Args, Context, Kwargs, Leaves, Private
+from .._torch.dynamic import Args, Context, Kwargs, Leaves, Thing
 from .._torch.modes import below_autograd
 from .._torch.tensors import alias
 from ..aten.autocast import Casts
@@ -169,7 +169,7 @@ class MarkedBreak(Break):
         if any(i in self._keeps and rewritten for i, (rewritten,) in zip(self._places, self._rewritten, strict=True)):
             raise Refusal(f"{runs}, which keeps a tensor that others may write later", "let it keep a clone", self.where)
 
-    def run(self, done: list[Done], generators: Sequence[Private]) -> str:
+    def run(self, done: list[Done], generators: Sequence[Thing]) -> str:
         with torch.no_grad():
             copies = [alias(copy_of(t)) for t in self._inputs]  # no views, which autograd would look after
         with torch.enable_grad():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs, Leaves, Private
+from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
 from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
@@ -129,7 +129,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Private:
+    ) -> Thing:
         if types and waits_by_itself(types):
             return NotImplemented  # such a tensor waits first, by an operator that comes here, and calls `func` on its result
         kwargs = kwargs or {}
@@ -437,7 +437,7 @@ def _unsaid(_: torch.Tensor) -> None:
     """Default of `met_outside`."""
 
 
-def _numbers_in(values: Iterable[Private], dials: Dials) -> None:
+def _numbers_in(values: Iterable[Thing], dials: Dials) -> None:
     for v in values:
         kind = type(v)
         if kind is float:

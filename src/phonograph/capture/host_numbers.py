@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
@@ -72,7 +72,7 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
         refusal.site = site
         raise self.located(refusal)
 
-    def decided(self, t: torch.Tensor, site: Site) -> Private:
+    def decided(self, t: torch.Tensor, site: Site) -> Thing:
         """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
         if site not in self.decisive or not readable(t, self.device):
             return None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .._torch.autograd import bump
-from .._torch.dynamic import Args, Kwargs, Leaves, Private, Reading
+from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
 from .._torch.modes import TorchDispatchMode, below_autograd, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order
 from .._torch.process_groups import stands_for_work
@@ -149,7 +149,7 @@ class Notes:
     segments. `done` is what marked functions have done in this call already, and `arrived` what collectives have brought.
     Hyper-parameters may be set, which the next segment follows; but where that has gone wrong, `strict`."""
 
-    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Private] = (),
+    def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Thing] = (),
                  strict: bool = False, decisive: Set[Site] = frozenset(), arrived: Iterable[Arrived] = ()) -> None:  # fmt: skip
         self._strict = strict
         self.decisive = decisive

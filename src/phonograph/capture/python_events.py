@@ -40,7 +40,7 @@ from typing import Protocol
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from ..errors import Overlooked, Refusal
 from ..python.gc_control import telling_collections
 from ..python.identity import identity
@@ -149,7 +149,7 @@ class Listener:
         if identity(frame.f_code) in self.caching:
             self._judge(Effect(f"fills the cache of {frame.f_code.co_name}", "fill it before", ANYONE), frame, final=False)
 
-    def returned(self, frame: FrameType, value: Private) -> None:
+    def returned(self, frame: FrameType, value: Thing) -> None:
         """One of `READS` returns."""
         if self.concerned():
             with self._refusing(frame):
@@ -203,7 +203,7 @@ class Listener:
 
 # -- sys.monitoring
 
-_monitors: Private = getattr(sys, "monitoring", None)
+_monitors: Thing = getattr(sys, "monitoring", None)
 HEARS_ALL_THREADS = _monitors is not None
 """Whether what autograd calls on threads of its own is heard as well."""
 
@@ -221,7 +221,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     events, disable = _monitors.events, _monitors.DISABLE
     heard: list[CodeType] = []
 
-    def started(code: CodeType, offset: int) -> Private:
+    def started(code: CodeType, offset: int) -> Thing:
         if listener.is_new(code):
             if not listener.concerned():
                 listener.elsewhere[identity(code)] = code
@@ -241,7 +241,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             return disable
         return listener.started(sys._getframe(1))
 
-    def called(code: CodeType, offset: int, function: Private, first: object) -> None:
+    def called(code: CodeType, offset: int, function: Thing, first: object) -> None:
         kind = type(function)
         if kind is MethodType:  # of C++ objects, methods are built-in functions that are bound like Python's
             function = function.__func__
@@ -250,7 +250,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             owner = first if kind in _OF_TYPES else function.__self__
             listener.called(function, owner, sys._getframe(1))
 
-    def returned(code: CodeType, offset: int, value: Private) -> None:
+    def returned(code: CodeType, offset: int, value: Thing) -> None:
         listener.returned(sys._getframe(1), value)
 
     _monitors.use_tool_id(tool, "phonograph")
@@ -297,11 +297,11 @@ def unheard() -> Callable[..., object] | None:
 @contextmanager
 def _profiling(listener: Listener) -> Iterator[None]:
     global _ours
-    before: Private = sys.getprofile()
+    before: Thing = sys.getprofile()
     outer, starts, caching = _ours, listener.starts, listener.caching
     met, there = listener.by_identity, listener.outer
 
-    def profile(frame: FrameType, event: str, arg: Private) -> None:
+    def profile(frame: FrameType, event: str, arg: Thing) -> None:
         if event == "c_call":
             if arg.__name__ in told_names:
                 owner = arg.__self__

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.passes.split_module import split_module
 
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import depends_on_data, fake_mode_of, unbacked
 from .._torch.modes import TorchDispatchMode
 from .._torch.operators import OpOverload, OpOverloadPacket
@@ -66,7 +66,7 @@ class Part:
     reasons: list[str]
     single: bool  # it gives one value, and its graph a tuple of that
 
-    def called(self, function: Callable[..., Private]) -> Callable[..., object]:
+    def called(self, function: Callable[..., Thing]) -> Callable[..., object]:
         """What the other parts call, where `function` stands for the graph."""
         return (lambda *args: function(*args)[0]) if self.single else function
 
@@ -138,7 +138,7 @@ def _part(graph: GraphModule, values: dict[str, object], live: bool, reasons: li
     return Part(graph, inputs, live, reasons, single)
 
 
-def _as_input(value: Private) -> object:
+def _as_input(value: Thing) -> object:
     """A fake value as the compiler of a part is given it: where it was made is another part's business."""
     if not isinstance(value, torch.Tensor) or value.is_leaf:
         return value
@@ -208,7 +208,7 @@ class _Looking(TorchDispatchMode):
 class _Facts(Interpreter):
     """What the nodes of a graph do: they run, with fake tensors."""
 
-    def __init__(self, gm: GraphModule, mode: Private) -> None:
+    def __init__(self, gm: GraphModule, mode: Thing) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._known: set[int] = set()
         self.seen: dict[Node, _Seen] = {}

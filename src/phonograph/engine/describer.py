@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .._torch import autograd as torch_autograd
 from .._torch import modes as torch_modes
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from ..call.recurring_objects import Regulars
 from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
@@ -49,7 +49,7 @@ class Describer:
         self.carried = Carried()
         self.heard: frozenset[str] = frozenset()
         """Names by which code that ran may have read what was overlooked."""
-        self._met: list[weakref.ref[Private]] = []  # functions that ran, classes and objects to which nothing leads from here
+        self._met: list[weakref.ref[Thing]] = []  # functions that ran, classes and objects to which nothing leads from here
         self._naming: Naming | None = None
         self.reset()
 

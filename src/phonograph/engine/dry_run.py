@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from .._torch.autograd import in_inference
-from .._torch.dynamic import Leaves, Private
+from .._torch.dynamic import Leaves, Thing
 from .._torch.dynamo import ran_compiled
 from .._torch.modes import transforms_undone
 from .._torch.process_groups import wait_for_all
@@ -232,11 +232,11 @@ class DryRun:
 
     def _call(
         self, args: Sequence[object], kwargs: dict[str, object], watch: OperatorWatch
-    ) -> tuple[Private, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
+    ) -> tuple[Thing, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
         """Call the function where its effects are heard. Returns its result; pairs of a tensor that stood for a parameter of a
         graph, and that; and who has listened."""
         request, prepared, reach = self._request, self._prepared, self._request.reach
-        called: Private = request.function
+        called: Thing = request.function
         tracing, backward = request.tracing, request.backward
         refused = tracing.refused() if tracing is not None else {}
         heard = together(watch.frames(), watch.histories.backwards(), prepared.begins, refused)

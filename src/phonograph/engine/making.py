@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._torch import ddp as torch_ddp
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from ..autograd.backward import Backward, Forward
 from ..autograd.function import Joint
 from ..autograd.saved_hooks import Tracing
@@ -142,13 +142,13 @@ class Maker:
         options = replace(self._options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
         return Joint(backward, self._recorded_backward(options, kind), device.joining)
 
-    def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Private]]:
+    def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Thing]]:
         """Records a backward, and does not hold this."""
         known = self.backwards
         if options.live_backward:
             return lambda backward: backward
 
-        def recorded(function: Backward) -> Callable[..., Private]:
+        def recorded(function: Backward) -> Callable[..., Thing]:
             backward = kind(function, options)
             known.add(backward)
             return backward

@@ -15,7 +15,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 import torch
 
 from .._torch.autograd import share_version
-from .._torch.dynamic import Leaves, Private
+from .._torch.dynamic import Leaves, Thing
 from .._torch.process_groups import waits_by_itself
 from .._torch.tensors import has_memory, is_shape, kind_of, neg_view, storage_id
 from ..autograd.kept_by_code import NODE
@@ -102,7 +102,7 @@ def _lasting(returned: Returned, reach: Reach) -> None:
         raise Refusal("returns an object that holds a container which pytree does not look into", "return new objects")
 
 
-def _is_made_again(label: Private, x: object) -> bool:
+def _is_made_again(label: Thing, x: object) -> bool:
     """Whether this, as a label or in one, is of a kind that is found anew each time the object is taken apart."""
     return type(x) in _NESTS or (label.of_pytree and layout_of(type(x)) is not None)
 
@@ -115,7 +115,7 @@ def _outlives(leaf: object, reach: Reach) -> bool:
     return _is_plain(leaf) or _is_global(leaf) or any(leaf is x for x in reach.met)
 
 
-def _value(leaf: Private, reach: Reach) -> Output:
+def _value(leaf: Thing, reach: Reach) -> Output:
     if type(leaf) is Given:
         kind = Outside if isinstance(leaf.thing, torch.Tensor) else Value
         return Container(leaf.number) if leaf.number >= 0 else kind(leaf.thing)
@@ -259,7 +259,7 @@ def _share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not (a.is_inference() or b.is_inference()) and share_version(a, b)
 
 
-def _lazy(t: torch.Tensor) -> Private:
+def _lazy(t: torch.Tensor) -> Thing:
     return torch.Tensor.conj if t.is_conj() else neg_view if t.is_neg() else None
 
 
@@ -314,7 +314,7 @@ def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
     """Whether between this view and its base autograd has nothing but views, and no code (a function that gives a view, a hook
     of a module); and whether no other result depends on it, whose gradient would be a part of this one's."""
     base, start = t._base, (t.grad_fn, t.output_nr)
-    edge: tuple[Private, int] = start
+    edge: tuple[Thing, int] = start
     while base is not None and edge != (base.grad_fn, base.output_nr):
         before = [e for e in edge[0].next_functions if e[0] is not None]
         if isinstance(edge[0], NODE) or len(before) != 1:
@@ -327,7 +327,7 @@ def _edges(tensors: list[torch.Tensor]) -> set[object]:
     """What is between the nodes of the graph behind these: each a node, and which of its outputs."""
     found: set[object] = set()
     seen = {t.grad_fn for t in tensors if t.grad_fn is not None}
-    work: list[Private] = [*seen]
+    work: list[Thing] = [*seen]
     while work:
         edges = [edge for edge in work.pop().next_functions if edge[0] is not None]
         found.update(edges)
@@ -366,7 +366,7 @@ def _faithful(t: torch.Tensor, captured: Captured, behaviour: Behaviour, traced:
         raise Refusal("returns a new leaf tensor that requires grad", "call .requires_grad_() on the result")
 
 
-def _consumed(node: Private) -> bool:
+def _consumed(node: Thing) -> bool:
     """Whether backward through this node would raise because it already ran: saved tensors are gone. The nearest ones tell;
     further on there may be a `checkpoint`, which would compute them anew to show them."""
     work, seen = deque([node]), {node}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlia
 import torch
 
 from .._torch import modules as torch_modules
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import compiling
 from .._torch.skipped_frames import passes_on
 from ..call.signature import Call, modes, stands_in
@@ -91,7 +91,7 @@ class Recorded(Parts, Generic[P, R]):
         self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
     @property
-    def _kind(self) -> Callable[[Private, Options], Recorded[..., object]]:
+    def _kind(self) -> Callable[[Thing, Options], Recorded[..., object]]:
         return Recorded
 
     def again(self, function: Callable[..., Any]) -> Recorded[Any, Any]:

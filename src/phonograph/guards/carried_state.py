@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Private, Thing
+from .._torch.dynamic import Leaves, Thing
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
@@ -125,7 +125,7 @@ class Carried:
             path += "'"
         return path
 
-    def now(self) -> dict[str, Private]:
+    def now(self) -> dict[str, Thing]:
         """What stands there, as arguments: tensors that are read; of everything else, what it is like."""
         return {known.label: _as_argument(known) for known in self._known.values()}
 

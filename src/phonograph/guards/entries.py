@@ -7,7 +7,7 @@ from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
 
-from .._torch.dynamic import Leaves, Private, Reading, Table
+from .._torch.dynamic import Leaves, Reading, Table, Thing
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.holders import Holder
 from ..python.identity import identity, reading_list
@@ -116,7 +116,7 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
     return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
 
 
-def _lies_at(spot: Private, i: int, values: tuple[object, ...], places: Set[object]) -> bool:
+def _lies_at(spot: Thing, i: int, values: tuple[object, ...], places: Set[object]) -> bool:
     """Whether the i-th of these values is one of those that lie there. (How many there are of something lies nowhere.)"""
     try:
         return spot(i, values).at in places
@@ -136,7 +136,7 @@ def read_together(reads: Sequence[Callable[[], Reading] | Entry | set[object]]) 
 _PLAINLY = (list, set)  # a subclass may have an `__iter__` of its own
 
 
-def reader_of(entry: Entry) -> Private:
+def reader_of(entry: Entry) -> Thing:
     """What reads a place before each replay: a function, or a list or a set that is read itself."""
     values = None if entry[0].contents is None else entry[0].contents.now()
     if type(values) is list and len(values) >= _LONG:

@@ -30,7 +30,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .._torch.dynamic import Args, Kwargs, Private, Thing
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import ran_compiled, uncompiled
 from ..call.signature import Call
 from ..errors import Refusal
@@ -243,7 +243,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Private:
+    ) -> Thing:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:  # in which the user's hooks may run
             with self:
@@ -263,10 +263,10 @@ class _Guard(TorchFunctionMode):
 
 def _backward(
     self: torch.Tensor,
-    gradient: Private = None,
+    gradient: Thing = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Private = None,
+    inputs: Thing = None,
 ) -> None:
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._torch.dynamic import Private, Reading
+from .._torch.dynamic import Reading, Thing
 from .._torch.process_groups import GATHERED
 from ..python import object_attributes
 from ..python.holders import Holder
@@ -27,7 +27,7 @@ _NONE_YET = object()  # for any empty dictionary: another takes its place in eac
 
 def attributes(path: str, thing: object) -> Holder:
     """All that an object of `fully_shard`'s has."""
-    own: dict[str, Private] = thing.__dict__
+    own: dict[str, Thing] = thing.__dict__
     place = object_attributes.attributes(path, thing)._replace(owner=None)
     renewed = {name: d for name, d in own.items() if is_renewed(d)}
     if not renewed:

@@ -12,7 +12,7 @@ from operator import is_
 import torch
 
 from .._torch.autograd import bump
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.tensors import address, has_memory, is_ordinary, use_count
 from ..python.identity import identity
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
@@ -44,7 +44,7 @@ class _Kept:
 class _Ghosts:
     """A gradient from before the call that consists of parts, not kept alive: brought back as these are."""
 
-    def __init__(self, grad: torch.Tensor, of: Description, ghosts: Sequence[Private]) -> None:
+    def __init__(self, grad: torch.Tensor, of: Description, ghosts: Sequence[Thing]) -> None:
         self._ref, self._of, self._parts = weakref.ref(grad), of, ghosts
         self.storages = frozenset[int]().union(*[ghost.storages for ghost in ghosts])
 
@@ -236,7 +236,7 @@ class Grads:
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
-        self._before: list[Private] = [None if g is None else _from_before(g, outlives) for g in self.read()]
+        self._before: list[Thing] = [None if g is None else _from_before(g, outlives) for g in self.read()]
         self._gathered = [t for t in gathered if _may_have_gradient(t)]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []

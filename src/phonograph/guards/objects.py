@@ -27,7 +27,7 @@ from typing import Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch.dynamic import Foreign, Private, Reading, Table, Thing
+from .._torch.dynamic import Foreign, Reading, Table, Thing
 from .._torch.process_groups import sharding_of
 from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -67,7 +67,7 @@ _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 BUILTINS = vars(builtins)
 
-Enter = Callable[[Private, str, Private], None]
+Enter = Callable[[Thing, str, Thing], None]
 """How to enter an object, which lies at a path."""
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Private, Reading, Thing
+from .._torch.dynamic import Reading, Thing
 from ..errors import Refusal
 from ..python import containers
 from ..python.bytecode import names_in
@@ -88,7 +88,7 @@ def is_anothers(thing: ModuleType | type) -> bool:
 _NEVER = ("builtins", "phonograph")
 
 
-def _is(value: object, kind: Private) -> bool:
+def _is(value: object, kind: Thing) -> bool:
     """As `isinstance`, without asking the value, which may be a proxy."""
     return issubclass(type(value), kind)
 

@@ -25,7 +25,7 @@ from operator import is_
 
 import torch
 
-from .._torch.dynamic import Private, Reading
+from .._torch.dynamic import Reading, Thing
 from ..call.signature import modes
 from ..python.holders import Holder
 from ..python.identity import identity
@@ -87,7 +87,7 @@ class Reliances(Entries):
         """What is looked at before each replay, and what the witness hears of."""
         self._behind = [entry for entry in self._held if entry[0].behind is not None]
         self._shut: tuple[int, list[int]] | None = None  # the epoch, and what was where, when nobody had any of it
-        self._turn: Iterator[tuple[Private, Private, tuple[int, ...]]] = iter(())
+        self._turn: Iterator[tuple[Thing, Thing, tuple[int, ...]]] = iter(())
         held = [(entry, is_heard_of(entry[0])) for entry in self._held if entry[0].behind is None]
         self._hot = [entry for entry, is_watched in held if not is_watched]
         self._watched = [entry for entry, is_watched in held if is_watched]

@@ -15,7 +15,7 @@ from operator import is_
 import torch
 
 from .._torch.autograd import bump, share_version
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import not_followed_by_dynamo
 from .._torch.modes import without_subclasses
 from .._torch.tensors import alias, has_memory, make_subclass
@@ -73,7 +73,7 @@ class Borrowed(torch.Tensor):
     """A tensor on borrowed memory. Views of it are borrowed too; anything computed from it is an ordinary tensor."""
 
     loan: Loan
-    inner: Private  # the ordinary tensor behind it
+    inner: Thing  # the ordinary tensor behind it
 
     @staticmethod
     def lend(t: torch.Tensor, loan: Loan) -> Borrowed:
@@ -98,7 +98,7 @@ class Borrowed(torch.Tensor):
     @not_followed_by_dynamo
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Private:
+    ) -> Thing:
         loans: dict[int, Loan] = {}
         change = _own if func in _EXPOSE else plain if func in _NAME_THE_CLASS else _as_it_is
         args, kwargs = _looked_at(args, loans, change), _looked_at(kwargs or {}, loans, change)
@@ -133,7 +133,7 @@ def _as_it_is(t: Borrowed) -> torch.Tensor:
     return t
 
 
-def _looked_at(value: Private, loans: dict[int, Loan], change: Callable[[Borrowed], torch.Tensor]) -> Private:
+def _looked_at(value: Thing, loans: dict[int, Loan], change: Callable[[Borrowed], torch.Tensor]) -> Thing:
     """What a function is given, and the loans in it, by their memory."""
     if isinstance(value, Borrowed):
         value.loan.check()
@@ -148,7 +148,7 @@ def _looked_at(value: Private, loans: dict[int, Loan], change: Callable[[Borrowe
     return value
 
 
-def _lent(value: Private, loans: dict[int, Loan]) -> Private:
+def _lent(value: Thing, loans: dict[int, Loan]) -> Thing:
     """What a function gives, which lies on the memory of these loans or not."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, Borrowed):

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.tensors import copy_all, neg_view, storage_at, use_count
 from ..python.identity import identity
 from .loans import Loan
@@ -198,9 +198,9 @@ class Shares(Protocol):
     @property
     def spoiled(self) -> list[str]: ...
     @property
-    def backward(self) -> Private: ...
+    def backward(self) -> Thing: ...
     @property
-    def program(self) -> Private: ...
+    def program(self) -> Thing: ...
 
 
 class Pool:

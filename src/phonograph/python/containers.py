@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain, islice, repeat
 from operator import methodcaller
 
-from .._torch.dynamic import Leaves, Private, Reading, Table, Thing
+from .._torch.dynamic import Leaves, Reading, Table, Thing
 from .holders import Contents, Find, Holder, Part, Spot, kept, key_label
 from .identity import identity
 from .introspection import MISSING, own_dict
@@ -34,7 +34,7 @@ def item(d: Table, key: object) -> Spot:
     return Spot((identity(d), key), lambda: dict.get(d, key, MISSING), lambda value: dict.__setitem__(d, key, value))
 
 
-def by_key(spot: Callable[[Private], Spot]) -> Find:
+def by_key(spot: Callable[[Thing], Spot]) -> Find:
     """How to find what lies in a dictionary that was read as (how many items, the keys, the values)."""
     return lambda i, values: spot(values[i - values[0]])
 
@@ -51,7 +51,7 @@ def keyed(path: str, i: int, values: Reading) -> str:
 
 
 def dictionary(path: str, d: Table, *, watched: bool = False) -> Holder:
-    kind: Private = OrderedDict if issubclass(type(d), OrderedDict) else dict
+    kind: Thing = OrderedDict if issubclass(type(d), OrderedDict) else dict
     if type(d) is kind:
 
         def read() -> Reading:
@@ -218,7 +218,7 @@ def nested(path: str, d: Table, name: str, behind: object) -> Holder:
     return Holder(path, read, restore, named=named, part=part, tables=tables, behind=behind, spot=spot_of_all)
 
 
-def _told_of(spot: Spot, behind: Private) -> Spot:
+def _told_of(spot: Spot, behind: Thing) -> Spot:
     """It lies behind a door: that is told where it is replaced."""
 
     def put(value: object) -> None:
@@ -243,7 +243,7 @@ def _put_together(items: Reading) -> Table:
 
 
 def ordered(path: str, values: Leaves | deque[object]) -> Holder:
-    kind: Private = list if issubclass(type(values), list) else deque
+    kind: Thing = list if issubclass(type(values), list) else deque
 
     def restore(saved: Reading) -> None:
         kind.clear(values)

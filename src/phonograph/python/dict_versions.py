@@ -18,7 +18,7 @@ from itertools import count
 from operator import is_
 from typing import Any
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.tensors import dict_version
 
 __all__ = ["Versions", "at_one_glance", "of_class", "tell"]
@@ -49,7 +49,7 @@ class _Probe:
     pass
 
 
-def _ways() -> Iterable[tuple[dict[str, Private], Callable[[Private], None]]]:
+def _ways() -> Iterable[tuple[dict[str, Thing], Callable[[Thing], None]]]:
     """Dictionaries, and ways to change the value of `a` in them."""
     probe, plain = _Probe(), {"a": 0}
     probe.a = 0  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def _are_counted_together() -> bool:
     return _clock.now() != before
 
 
-def of_class(kind: type) -> Private:
+def of_class(kind: type) -> Thing:
     """The dictionary behind `vars` of a class. (Those of `ctypes` have one of a class of its own.)"""
     return next((x for x in gc.get_referents(vars(kind)) if isinstance(x, dict)), None)
 
@@ -109,7 +109,7 @@ class Versions:
 
     def __init__(self, dictionaries: list[dict[object, object]], find: list[Callable[[], dict[object, object]]]) -> None:
         self._dictionaries, self._find = dictionaries, find
-        self._own: list[Private] = [None] * len(find)
+        self._own: list[Thing] = [None] * len(find)
         self._versions = [-1] * (len(dictionaries) + len(find))
         self._epoch = -1
         self._new: Any = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .._torch.dynamic import Private, Reading, Table
+from .._torch.dynamic import Reading, Table, Thing
 
 __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
@@ -61,7 +61,7 @@ class Holder(NamedTuple):
     owner: object = None
     contents: Contents | None = None
     tables: Callable[[], Iterable[Table]] = tuple
-    behind: Private = None
+    behind: Thing = None
     spot: Find | None = None
     inside: Callable[[], Sequence[object]] | None = None
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributions
 import torch.utils.data
 
-from .._torch.dynamic import Private, Table
+from .._torch.dynamic import Table, Thing
 from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
@@ -89,7 +89,7 @@ def functions_with(code: CodeType) -> list[FunctionType]:
     return [f for f in gc.get_referrers(code) if type(f) is FunctionType and f.__code__ is code]
 
 
-def functions_of(member: object) -> list[Private]:
+def functions_of(member: object) -> list[Thing]:
     """What runs when a member of a class is used: of a property, the getter, the setter and the deleter."""
     if isinstance(member, (staticmethod, classmethod)):
         return [member.__func__]
@@ -139,7 +139,7 @@ def _is_builtin(kind: type) -> bool:
     return kind.__module__ == "builtins" and not kind.__flags__ & _HEAP_TYPE  # `exec` in a bare dict makes heap types
 
 
-def own_dict(thing: object) -> dict[str, Private] | None:
+def own_dict(thing: object) -> dict[str, Thing] | None:
     """An object's own attributes; None if it has no dictionary for them."""
     try:
         found = vars(thing) if issubclass(type(thing), threading.local) else object.__getattribute__(thing, "__dict__")
@@ -156,6 +156,6 @@ def is_table(thing: object) -> bool:
     return type(thing) in _TABLES
 
 
-def table_of(thing: Private) -> Table | None:
+def table_of(thing: Thing) -> Table | None:
     """The dictionary in which an object has its attributes, or which it is."""
     return thing if is_table(thing) else own_dict(thing)

@@ -11,7 +11,7 @@ from functools import partial
 from operator import attrgetter
 from types import CellType
 
-from .._torch.dynamic import Private, Reading
+from .._torch.dynamic import Reading, Thing
 from .containers import by_key, item, keyed, pairs
 from .holders import Holder, Part, Spot
 from .identity import identity
@@ -28,7 +28,7 @@ def _attribute(thing: object, find: Callable[[], dict[str, object]], name: str) 
 def attributes(path: str, thing: object, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:
     """The attributes that an object has in its dictionary, which may be replaced as a whole. With `names` a recording relies on
     the values of these only, and on which others there are."""
-    find: Callable[[], Private] = partial(object.__getattribute__, thing, "__dict__")
+    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
     if issubclass(type(thing), threading.local):
         find = partial(vars, thing)
     before = find()
@@ -69,7 +69,7 @@ def attributes(path: str, thing: object, names: Sequence[str] | None = None, *, 
 
 def some(path: str, thing: object, names: Set[str]) -> Holder:
     """Those attributes of an object that have one of these names, whether or not they are there."""
-    find: Callable[[], Private] = partial(object.__getattribute__, thing, "__dict__")
+    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
 
     def read() -> Reading:
         d = find()
@@ -85,10 +85,10 @@ def some(path: str, thing: object, names: Set[str]) -> Holder:
     return Holder(path, read, restore, named=keyed, spot=by_key(lambda name: _attribute(thing, find, name)))
 
 
-def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Private]]) -> Holder:
+def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Thing]]) -> Holder:
     """The attributes that an object has in slots, given as (name, descriptor) pairs."""
 
-    def get(descriptor: Private) -> object:
+    def get(descriptor: Thing) -> object:
         try:
             return descriptor.__get__(thing)
         except AttributeError:
@@ -112,7 +112,7 @@ def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Private]]) 
 
 
 def of_tensors(
-    path: str, tensors: Sequence[tuple[str, object]], descriptors: Sequence[tuple[str, Private]], names: Sequence[str]
+    path: str, tensors: Sequence[tuple[str, object]], descriptors: Sequence[tuple[str, Thing]], names: Sequence[str]
 ) -> Holder:  # fmt: skip
     """What tensors of one class, which say of what they consist, have in slots, and what other attributes of theirs give. Read
     one attribute of all of them after the other."""

@@ -75,7 +75,7 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
-def written_out(expression: str, names: dict[str, object]) -> Private:
+def written_out(expression: str, names: dict[str, object]) -> Thing:
     """The value of a Python expression that this library has made: code that it defines is code of this library."""
     return eval(_code_of(expression), names)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.tensors import has_memory
 from ..call.signature import Call, describe
 from ..devices import lock, owned
@@ -70,7 +70,7 @@ class Padded(Recorded[..., object]):
         self._describer.carried = Carried(learns=False)  # what is carried would have to be padded as well
 
     @property
-    def _kind(self) -> Callable[[Private, Options], Recorded[..., object]]:
+    def _kind(self) -> Callable[[Thing, Options], Recorded[..., object]]:
         return Padded
 
     # -- a call
@@ -216,7 +216,7 @@ class Padded(Recorded[..., object]):
         """Those of the declared arguments that a call has: where, what, and the sizes of those dimensions that there are."""
         for name, position, dims in self._declared:
             at: int | str = name if name in kwargs else position
-            t: Private = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+            t: Thing = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
             if type(t) in _TENSORS and has_memory(t):
                 yield at, t, [(dim, sizes) for dim, sizes in dims if dim < t.dim()]
 

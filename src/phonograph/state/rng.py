@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.dynamo import puts_own_generators
 from ..errors import Refusal
 from ..python.identity import identity
@@ -277,7 +277,7 @@ class States:
         ref, _ = self._read.get(identity(t), (None, None))
         return ref is not None and ref() is t
 
-    def meaning(self, state: torch.Tensor) -> Private:
+    def meaning(self, state: torch.Tensor) -> Thing:
         """What was noted of this state.
 
         Raises:

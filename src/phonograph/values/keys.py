@@ -21,7 +21,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Metho
 
 import torch
 
-from .._torch.dynamic import Private, Thing
+from .._torch.dynamic import Thing
 from .._torch.process_groups import groups_of_ranks
 from ..python.identity import identity
 from .object_layout import layout_of, parts_of
@@ -83,7 +83,7 @@ _FOR_CLASS = {
 }
 
 
-def plain_key(value: Private) -> object:
+def plain_key(value: Thing) -> object:
     """What identifies a Python value.
 
     Raises:
@@ -117,7 +117,7 @@ def plain_key(value: Private) -> object:
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
 
 
-def argument_key(value: Private) -> object:
+def argument_key(value: Thing) -> object:
     """The same for an argument, of which what can change counts as it is now: of a partial function, or an array."""
     kind = type(value)
     if kind is partial:
@@ -128,7 +128,7 @@ def argument_key(value: Private) -> object:
     return plain_key(value)
 
 
-def nested_key(value: Private, of_object: Callable[[object], object] = plain_key) -> object:
+def nested_key(value: Thing, of_object: Callable[[object], object] = plain_key) -> object:
     """The same for what may be nested in tuples, lists and dictionaries; a tensor in them stands for itself, and for an object
     what `of_object` says."""
     kind = type(value)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Private, Table, Thing
+from .._torch.dynamic import Leaves, Table, Thing
 from ..python.introspection import MISSING, has_attributes, own_dict, slots_of
 
 __all__ = ["Layout", "layout_of", "made_of", "parts_of", "put_into", "replace"]
@@ -32,7 +32,7 @@ _KNOWN_OF = frozenset({"torch.nn.attention.flex_attention"})  # BlockMask
 class Layout(NamedTuple):
     """What makes an object of a class: attributes in a dictionary, in these slots, items."""
 
-    slots: tuple[tuple[str, Private], ...]
+    slots: tuple[tuple[str, Thing], ...]
     items: bool
 
 
@@ -87,7 +87,7 @@ def parts_of(thing: Thing, layout: Layout) -> Parts:
     return Parts((*attributes,), [*attributes.values()], items, itself)
 
 
-def made_of(kind: Private) -> object:
+def made_of(kind: Thing) -> object:
     """A new object of this class, without anything in it."""
     return kind.__new__(kind)
 

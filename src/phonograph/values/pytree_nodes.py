@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Private, Thing
+from .._torch.dynamic import Leaves, Thing
 from .._torch.pytree import SUPPORTED_NODES
 from ..python.introspection import slots_of
 from .keys import nested_key, structure
@@ -28,7 +28,7 @@ class Node(NamedTuple):
     """One container of a tree: its type, what its children are called, and the children's own nodes (None: a leaf)."""
 
     kind: type
-    names: tuple[Private, ...]
+    names: tuple[Thing, ...]
     children: tuple[Node | None, ...]
 
 
@@ -61,7 +61,7 @@ def fill(made: object, names: tuple[object, ...], values: list[object]) -> None:
     put_into(made, dict(zip(own, values, strict=False)), items, bool(itself))
 
 
-def divided(names: tuple[Private, ...]) -> tuple[tuple[str, ...], bool | None, list[object]]:
+def divided(names: tuple[Thing, ...]) -> tuple[tuple[str, ...], bool | None, list[object]]:
     """The attributes of an opened object, whether its items are that, and their keys; None if it has none."""
     at = next((i for i, name in enumerate(names) if type(name) is bool), None)
     return (names, None, []) if at is None else (names[:at], names[at], [*map(key_of, names[at + 1 :])])
@@ -102,7 +102,7 @@ DICTS = (dict, OrderedDict, defaultdict)
 _FACTORIES = (None, list, dict, set, tuple, int, float, str, bool)  # of which nothing more need be known
 
 
-def _is_dict(tree: Private) -> bool:
+def _is_dict(tree: Thing) -> bool:
     """Whether there is nothing to it but its items."""
     kind = type(tree)
     if kind is defaultdict:
@@ -110,7 +110,7 @@ def _is_dict(tree: Private) -> bool:
     return kind is dict or kind is OrderedDict
 
 
-def taken_apart(tree: Private) -> tuple[tuple[object, ...], list[object]] | None:
+def taken_apart(tree: Thing) -> tuple[tuple[object, ...], list[object]] | None:
     """What the children of a container are called, and the children; None for what is a leaf, or can only be opened."""
     kind = type(tree)
     if kind is torch.Size:
@@ -231,7 +231,7 @@ def build(node: Node, values: Leaves) -> object:
         filled.update(zip(map(key_of, node.names[:-1]), values, strict=True))
         return filled
     if kind in DICTS:
-        build: Callable[..., Private] = node.kind
+        build: Callable[..., Thing] = node.kind
         extra = node.names[-1].value if node.names and type(node.names[-1]) is _Attributes else None
         n = len(node.names) - (extra is not None)
         made = build(zip(map(key_of, node.names[:n]), values[:n], strict=True))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Private
+from .._torch.dynamic import Thing
 from .._torch.process_groups import groups_of, is_under_way
 from .._torch.tensors import has_memory, inner_names, is_ordinary, is_shape, storage_id
 from .keys import Identity, NoSignature, plain_key
@@ -51,7 +51,7 @@ def storages(t: torch.Tensor) -> list[int]:
 class Description(NamedTuple):
     """What a tensor is besides its parts, by which another can be made around other parts."""
 
-    kind: Private
+    kind: Thing
     names: tuple[str, ...]
     """Of its attributes that are tensors."""
     others: tuple[tuple[str, object], ...]
@@ -64,7 +64,7 @@ class Description(NamedTuple):
     groups: tuple[Identity, ...]
 
     @classmethod
-    def of(cls, t: Private) -> Description:
+    def of(cls, t: Thing) -> Description:
         inner, context = t.__tensor_flatten__()
         found = [(name, getattr(t, name)) for name in inner]
         names = tuple([name for name, x in found if isinstance(x, torch.Tensor)])
@@ -72,7 +72,7 @@ class Description(NamedTuple):
         return cls(type(t), names, others, context, t.size(), t.stride(), t.dtype, t.device,
                    (*map(Identity, groups_of(t)),))  # fmt: skip
 
-    def around(self, inner: Sequence[torch.Tensor]) -> Private:
+    def around(self, inner: Sequence[torch.Tensor]) -> Thing:
         """Such a tensor, made of these."""
         made = dict(zip(self.names, inner, strict=True)) | dict(self.others)
         return self.kind.__tensor_unflatten__(made, self.context, self.size, self.stride)
@@ -90,7 +90,7 @@ class Description(NamedTuple):
                               f"another ({e})", "pass the tensors of which it is made") from None  # fmt: skip
 
 
-def _key(value: Private) -> object:
+def _key(value: Thing) -> object:
     """As `plain_key`; and by what it says itself, if it says when it equals another: as torch.compile compares such things."""
     kind = type(value)
     if kind in (tuple, list):

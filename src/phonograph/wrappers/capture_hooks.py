@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from .._torch.autograd import made_when, will_run
-from .._torch.dynamic import Args, Kwargs, Private
+from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.skipped_frames import passes_on
 from ..autograd.backward import Backward
 from ..call.signature import Call
@@ -56,7 +56,7 @@ class CaptureHooks:
     """Called with the gradients of the arguments that require one, and those of the results."""
 
     @classmethod
-    def of(cls, owner: object, given: Mapping[str, Private] | None) -> CaptureHooks:
+    def of(cls, owner: object, given: Mapping[str, Thing] | None) -> CaptureHooks:
         """Check hooks as Transformer Engine takes them: for each kind a dict of hooks by any name.
 
         Raises:
@@ -80,7 +80,7 @@ class CaptureHooks:
                 )
 
 
-def _hooks(kind: str, given: Mapping[str, Private]) -> tuple[Hook, ...]:
+def _hooks(kind: str, given: Mapping[str, Thing]) -> tuple[Hook, ...]:
     """The hooks of one kind, all to be called with keyword arguments where the kind knows them."""
     named, full = given.get(kind) or {}, given.get(f"{kind}_with_kwargs") or {}
     if not isinstance(named, Mapping) or not all(map(callable, named.values())):
@@ -185,7 +185,7 @@ class Hooked(Recorded[..., object]):
             _LiveBackward(self._hooks, result, [t for t in call.tensors if _is_input(t)])
         return result
 
-    def _record(self, call: Call, blocked: int, *, apart: bool) -> Private:
+    def _record(self, call: Call, blocked: int, *, apart: bool) -> Thing:
         self._begin(*call.like)
         return super()._record(call, blocked, apart=apart)
 
@@ -201,13 +201,13 @@ class _HookedBackward(Hooked):
         self._this_call.runs = True
         self._hooks.call(self._hooks.backward_pre, self._backward.gradients(args))
 
-    def _end(self, args: Args, kwargs: Mapping[str, object], result: Private) -> None:
+    def _end(self, args: Args, kwargs: Mapping[str, object], result: Thing) -> None:
         (found, _), backward = result, self._backward
         self._hooks.call(self._hooks.backward, tuple(found[: len(backward.graph.arguments)]), backward.gradients(args))
 
     @property
     def _backward(self) -> Backward:
-        function: Private = self._function
+        function: Thing = self._function
         return function  # type: ignore[no-any-return]
 
 

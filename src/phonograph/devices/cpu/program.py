@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Private, Reading
+from ..._torch.dynamic import Args, Kwargs, Reading, Thing
 from ..._torch.modes import below_autograd, without_autocast
 from ..._torch.operators import OpOverload
 from ..._torch.tensors import copy_all, maker
@@ -135,7 +135,7 @@ class TapeProgram:
             return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
-    def _real(self, value: Private) -> Private:
+    def _real(self, value: Thing) -> Thing:
         if isinstance(value, Operand):
             return self._operand(value)
         if isinstance(value, (list, tuple)):
@@ -162,7 +162,7 @@ def _asks_for_modes(func: object) -> bool:
     return func is aten.mkldnn_rnn_layer.default or (isinstance(func, OpOverload) and operators.meaning(func).others)
 
 
-def _in_modes(enabled: bool, casts: Reading, op: Private, *args: object, **kwargs: object) -> object:
+def _in_modes(enabled: bool, casts: Reading, op: Thing, *args: object, **kwargs: object) -> object:
     with torch.set_grad_enabled(enabled), Casts.restored(casts):
         return op(*args, **kwargs)
 
@@ -181,7 +181,7 @@ def _numbers(value: object) -> Iterator[float]:
         yield from _numbers(list(value.values()))
 
 
-def _replaced(value: object, numbers: Mapping[float, float]) -> Private:
+def _replaced(value: object, numbers: Mapping[float, float]) -> Thing:
     if type(value) is float:
         return numbers.get(value, value)
     if isinstance(value, (list, tuple)):
@@ -191,7 +191,7 @@ def _replaced(value: object, numbers: Mapping[float, float]) -> Private:
     return value
 
 
-def _run_and_copy(op: Private, args: Args, kwargs: Kwargs, outs: list[torch.Tensor | None]) -> None:
+def _run_and_copy(op: Thing, args: Args, kwargs: Kwargs, outs: list[torch.Tensor | None]) -> None:
     for out, result in zip(outs, operators.tensors_in(op(*args, **kwargs), []), strict=True):
         if out is not None:
             if out.shape != result.shape or out.dtype is not result.dtype:  # copy_ would broadcast, and convert

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Leaves, Private
+from ..._torch.dynamic import Args, Kwargs, Leaves, Thing
 from ..._torch.tensors import neg_view, storage_at
 from .out_variants import Variant
 
@@ -55,7 +55,7 @@ class Step:
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
 
     def __init__(
-        self, func: Private, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
+        self, func: Thing, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
         casts: tuple[object, ...] = (),
     ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Private
+from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
 from ..._torch.operators import OpOverload
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
@@ -124,7 +124,7 @@ class Tape(OperatorWatch):
             refusal.device = device
             raise refusal
 
-    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Private:
+    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Thing:
         if m.communicates:
             return self._exchange(func, m, args, kwargs)
         if m.constant:
@@ -203,7 +203,7 @@ class Tape(OperatorWatch):
             raise refusal(name, ", and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
 
-    def _exchange(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Private:
+    def _exchange(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Thing:
         """A collective, which does not run now. Returns what stands for its result."""
         if called(m.name) == "wait_tensor":
             if m.name.endswith("_autograd"):
@@ -349,7 +349,7 @@ class Tape(OperatorWatch):
         if place is not None and place.planned:
             self._arena.give(place.address)
 
-    def _note(self, value: Private) -> Private:
+    def _note(self, value: Thing) -> Thing:
         if isinstance(value, torch.Tensor):
             place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
             if place is None:
