@@ -117,7 +117,7 @@ class Pair:
         """Two deep copies of `value`, which keep its inner aliasing."""
         return cls(copy.deepcopy(value), copy.deepcopy(value))
 
-    def each(self, function: Callable[[object], object]) -> Pair:
+    def each(self, function: Callable[[Any], object]) -> Pair:
         """`function` of both sides, for instance `pair.each(torch.Tensor.detach)`."""
         return Pair(function(self.recorded), function(self.live))
 
@@ -232,7 +232,7 @@ class SideBySide:
         for i, held in enumerate(self.held):
             held.check(f"{at}: result {i}, held", tolerance=tolerance)
 
-    def change(self, function: Callable[[object], object]) -> None:
+    def change(self, function: Callable[[Any], object]) -> None:
         """Apply `function` to the state of each side, from equal random generators."""
         start = _rng_state()
         function(self.live_state)
