@@ -21,7 +21,6 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .._torch.autograd import backward_id, forget_recomputed, selected_anew
-from .._torch.dynamic import Private
 from .._torch.tensors import has_memory, is_ordinary
 from ..capture.dispatch import OperatorWatch
 from ..capture.origins import Origins

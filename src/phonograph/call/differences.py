@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..values.pytree import Node, path_to
+from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to
 from ..values.wording import Naming
 from .signature import Call, setting_names
 

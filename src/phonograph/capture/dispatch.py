@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._torch.dynamic import Leaves, Private
+from .._torch.dynamic import Leaves
 from ..capture.dispatch import OperatorWatch
 from ..capture.recording import Made, Program, Recording
 from ..guards.hyperparameters import Dials

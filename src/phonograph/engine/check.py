@@ -22,7 +22,7 @@ from ..call.signature import Call
 from ..errors import Refusal, RunsLive
 from ..options import Options
 from ..values.keys import NoSignature
-from ..values.pytree import path_to
+from ..values.pytree_paths import path_to
 from .contained import Contained
 from .describer import Describer
 from .findings import Findings, Obstacle

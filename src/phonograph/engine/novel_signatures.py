@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ..call.differences import differing
-from ..call.signature import FOLLOWED, Call
+from ..call.signature import FOLLOWED, Call, Key
 from ..errors import Refusal
 from ..guards.followed_numbers import Following
 from ..python.origin import users_line

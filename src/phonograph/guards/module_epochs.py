@@ -17,6 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from enum import Enum
 from mmap import mmap
 from types import CellType, MappingProxyType, ModuleType
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import cycle
 from operator import is_
+from typing import Any
 
 import torch
 

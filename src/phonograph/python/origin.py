@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
+from .._torch.dynamic import Thing
 from .places import place
 from .projects import is_of_another, is_the_users
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
 
+from ..._torch.dynamic import Private
+
 __all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
            "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
            "unsafe_calls", "waits_for"]  # fmt: skip
