@@ -11,7 +11,7 @@ import torch
 from phonograph.call.signature import describe
 from phonograph.capture.recording import BEGINS_ANEW, MEMORY
 from phonograph.engine import policy as rules
-from phonograph.engine.patience import ATTEMPTS, CHANGES, FORGIVEN, PATIENCE, UNLUCKY, Patience
+from phonograph.engine.backoff import ATTEMPTS, CHANGES, FIRST_WAIT, FORGIVEN, UNLUCKY, Backoff
 from phonograph.engine.player import GRAD, uses
 from phonograph.engine.policy import RULES, Policy, Step
 from phonograph.engine.shelf import Shelf
@@ -66,14 +66,14 @@ class Function:
         self.counters, self.options = Counters(), Options(**options)
         self.shelf = Shelf(self.options.max_recordings)
         self.described = Described()
-        self.patience = Patience(self.options, self.counters, self.shelf, self.described, frozenset())
-        self.policy = Policy(self.patience, self.options, self.counters, self.shelf, self.described,
+        self.backoff = Backoff(self.options, self.counters, self.shelf, self.described, frozenset())
+        self.policy = Policy(self.backoff, self.options, self.counters, self.shelf, self.described,
                              watches_sizes=watches_sizes)  # fmt: skip
         self.refused = None
         self.why, self.captured = [], []  # the reasons of refused calls; the numbers of those that were captured
 
     def history(self, n=3):
-        return self.patience.history(describe((torch.ones(n),), {}).key)
+        return self.backoff.history(describe((torch.ones(n),), {}).key)
 
     def call(self, n=3, broken=None, blocked=0, obstructed=False):
         """What becomes of a call with so many numbers."""
@@ -83,9 +83,9 @@ class Function:
             players[0].play()
             self.counters.replayed += 1
             return "P"
-        history = self.patience.history(call.key)
+        history = self.backoff.history(call.key)
         try:
-            standing = self.patience.refused(history)
+            standing = self.backoff.refused(history)
             if standing is not None:
                 raise standing
             case = self.policy.case(call, history, broken, blocked, obstructed)
@@ -102,13 +102,13 @@ class Function:
         self.captured.append(self.counters.calls)
         self.policy.raise_unrewarded(case.history)
         if self.refused is not None:
-            self.patience.capture_failed(case.call, self.refused, case.history, changed=case.broken is not None)
+            self.backoff.capture_failed(case.call, self.refused, case.history, changed=case.broken is not None)
             if self.refused.failed:
-                self.patience.live_run_succeeded(self.refused)
+                self.backoff.live_run_succeeded(self.refused)
             raise self.refused
         self.shelf.drop(case.call.key, lambda _: case.broken is not None)
         self.shelf.add(case.call.key, Recording(case.call.key))
-        self.patience.alike.made()
+        self.backoff.alike.made()
         self.counters.replayed += 1
 
     def calls(self, times, *args, **kwargs):
@@ -168,9 +168,9 @@ def test_c18_what_changes_again_and_again_waits_twice_as_long_each_time():
     f = Function()
     f.calls(2)
     assert f.calls(2 * CHANGES, broken="model.scale") == "LR" * CHANGES
-    assert f.calls(PATIENCE, broken="model.scale") == "-" * PATIENCE
+    assert f.calls(FIRST_WAIT, broken="model.scale") == "-" * FIRST_WAIT
     assert f.why[0] == "model.scale changes from call to call"
-    assert f.calls(2 * PATIENCE + 3, broken="model.scale") == "LR" + "-" * (2 * PATIENCE) + "L"
+    assert f.calls(2 * FIRST_WAIT + 3, broken="model.scale") == "LR" + "-" * (2 * FIRST_WAIT) + "L"
 
 
 def test_c18_changes_are_counted_without_warm_ups_too():
@@ -183,7 +183,7 @@ def test_c18_changes_are_forgotten_while_a_refusal_stands():
     f.calls(2)
     f.calls(2 * CHANGES, broken="model.scale")
     f.shelf.clear()
-    f.patience.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
     assert f.calls(CHANGES * FORGIVEN) == "-" * CHANGES * FORGIVEN
     change[0] = "model.training"
     assert f.calls(3) == "LRP"
@@ -237,7 +237,7 @@ def test_c11_what_has_not_run_yet_is_tried_after_more_and_more_calls():
 def test_c11_a_refusal_stands_while_its_grounds_hold():
     f, change = Function(), [None]
     f.calls(1)
-    f.patience.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
     assert f.calls(5) == "-----"
     change[0] = "model.training"
     assert f.calls(3) == "LRP"  # as what has changed since a recording
@@ -268,7 +268,7 @@ def test_c18_of_signatures_that_are_new_nearly_each_time_none_is_recorded():
     words = "".join(f.call(3 + 37 * n % 101) for n in range(70))
     assert words == "L" * 64 + "-" * 6
     assert "nearly each time" in f.why[0]
-    assert "had a signature of their own" in next(f.patience.explain())
+    assert "had a signature of their own" in next(f.backoff.explain())
 
 
 def test_c18_signatures_in_rotation_keep_their_recordings():
@@ -284,7 +284,7 @@ def test_c18_recordings_that_nobody_plays_again_are_not_made_for_ever():
     f = Function(watches_sizes=False, max_recordings=2)
     sizes = [5, 3, 9, 4, 17, 8, 23, 6]
     assert "".join(f.calls(2, n) for n in sizes) == "LR" * 2 * rules.UNPLAYED
-    assert f.calls(PATIENCE + 3, 40) == "L" + "-" * PATIENCE + "RP"  # it comes again that often
+    assert f.calls(FIRST_WAIT + 3, 40) == "L" + "-" * FIRST_WAIT + "RP"  # it comes again that often
 
 
 # -- what is in the way
@@ -322,10 +322,10 @@ def test_c11_a_number_that_is_another_in_each_call_is_waited_for():
     f.calls(2)
     key = describe((torch.ones(3),), {}).key
     for n in range(1, UNLUCKY + 2):
-        f.patience.diverged(f.history(), key, diverged(decided=True))
-        f.patience.diverges(f.history(), diverged(decided=True), None)
+        f.backoff.diverged(f.history(), key, diverged(decided=True))
+        f.backoff.diverges(f.history(), diverged(decided=True), None)
         assert len(f.shelf) == (n < UNLUCKY)
-    assert f.calls(PATIENCE) == "-" * (PATIENCE - 1) + "R"
+    assert f.calls(FIRST_WAIT) == "-" * (FIRST_WAIT - 1) + "R"
 
 
 def test_c11_another_shape_drops_the_recording_and_too_many_give_it_up():
@@ -333,12 +333,12 @@ def test_c11_another_shape_drops_the_recording_and_too_many_give_it_up():
     f.calls(2)
     key = describe((torch.ones(3),), {}).key
     for _ in range(CHANGES):
-        f.patience.diverged(f.history(), key, diverged(decided=False))
-        f.patience.diverges(f.history(), diverged(decided=False), None)
+        f.backoff.diverged(f.history(), key, diverged(decided=False))
+        f.backoff.diverges(f.history(), diverged(decided=False), None)
         assert f.calls(1) == "R"
-    f.patience.wait(f.history(), Refusal("changes from call to call"))
-    f.patience.diverged(f.history(), key, diverged(decided=False))
-    f.patience.diverges(f.history(), diverged(decided=False), None)
+    f.backoff.wait(f.history(), Refusal("changes from call to call"))
+    f.backoff.diverged(f.history(), key, diverged(decided=False))
+    f.backoff.diverges(f.history(), diverged(decided=False), None)
     assert f.calls(200) == "-" * 200
 
 
@@ -349,5 +349,5 @@ def test_c13_a_replay_that_was_torn_is_remembered():
     key, history = describe((torch.ones(3),), {}).key, f.history()
     assert not history.divergence.torn
     for torn in ("writes what one was given before it", ""):
-        f.patience.diverged(history, key, diverged(decided=False, torn=torn))
+        f.backoff.diverged(history, key, diverged(decided=False, torn=torn))
         assert history.divergence.torn

@@ -37,11 +37,11 @@ from ..values.wording import MARKED
 from . import audit
 from . import process_groups as ranks
 from .attached_results import settled
+from .backoff import Backoff
 from .capture_terms import Concessions, Placement, Terms
 from .contained import Contained
 from .describer import Describer
 from .history import History
-from .patience import Patience
 from .player import Player
 from .recorder import record
 from .shelf import Shelf
@@ -80,10 +80,10 @@ class Maker:
 
     def __init__(
         self, name: str, function: Callable[..., object], options: Options, counters: Counters, describer: Describer,
-        shelf: Shelf, patience: Patience, stops: Stops,
+        shelf: Shelf, backoff: Backoff, stops: Stops,
     ) -> None:  # fmt: skip
         self._name, self._function, self._options, self._counters = name, function, options, counters
-        self._describer, self._shelf, self._patience, self._stops = describer, shelf, patience, stops
+        self._describer, self._shelf, self._backoff, self._stops = describer, shelf, backoff, stops
         self.entangled = Entangled()
         """Memory that recordings write, and that no argument may share."""
         self.devices: set[Device] = set()
@@ -120,7 +120,7 @@ class Maker:
         self.entangled |= recording.entangled
         self.devices.add(device)
         self._counters.recorded += 1
-        self._patience.alike.made()
+        self._backoff.alike.made()
         totals().recorded += 1
         self._shelf.add(call.key, player)
         logger.debug("%s", recording)
@@ -200,7 +200,7 @@ class Maker:
         """Drop recordings of which a new one takes the place; whether it has to keep apart from what is there."""
         spoiled = self._shelf.drop(call.key, lambda player: player.recording.spoiled)
         if history.capture.attached:  # the new one will not be in the way, and two have room for the activations of one
-            self._patience.displaced += self._shelf.drop(call.key, Player.obstructed)
+            self._backoff.displaced += self._shelf.drop(call.key, Player.obstructed)
         crossed = blocked and not any(player.holding() for player in self._shelf.of(call.key))  # by others
         return bool(spoiled or crossed) or (isinstance(self._function, Backward) and self._function.forward.apart)
 
@@ -213,14 +213,14 @@ class Maker:
 
     def diverged(self, diverged: Diverged, call: Call) -> None:
         """A replay could not go on after a live operator, which may give another shape from now on."""
-        history = diverged.history = self._patience.history(call.key)
-        self._patience.diverged(history, call.key, diverged)
+        history = diverged.history = self._backoff.history(call.key)
+        self._backoff.diverged(history, call.key, diverged)
         reach = None
         with suppress(Refusal), Contained("looked at what the function can reach"):
             reach = self._describer.reach(call)
         history.live.notes = Notes(history.capture.split, reach, self._describer.marked, diverged.done,
                                    decisive=history.capture.decisive, arrived=diverged.arrived)  # fmt: skip
-        self._patience.diverges(history, diverged, reach)
+        self._backoff.diverges(history, diverged, reach)
 
     def learns(self, refusal: Refusal, history: History, call: Call) -> bool:
         """Whether the next capture can go another way, and needs a live call before: to know what an operator gives that runs

@@ -15,6 +15,7 @@ from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
 from . import audit, figures
+from .backoff import Backoff
 from .binding import Binding
 from .current_capture import recording_here
 from .describer import Describer
@@ -24,7 +25,6 @@ from .known_calls import Undescribed
 from .ledger import Ledger
 from .locking import acquired
 from .making import Maker, Stops
-from .patience import Patience
 from .player import Player
 from .policy import Policy
 from .reports import Report, stats_of
@@ -52,12 +52,12 @@ class Parts(Binding, Observed):
         self._shelf = shelf = Shelf(options.max_recordings, options.max_bytes)
         self._known_calls, self._undescribed = shelf.known, Undescribed()
         split = frozenset(x for name in options.split_at for x in overloads(name) if not meaning(x).communicates)
-        self._patience = patience = Patience(options, counters, shelf, describer, split)
-        self._policy = Policy(patience, options, counters, shelf, describer, watches_sizes=self._watches_sizes,
+        self._backoff = backoff = Backoff(options, counters, shelf, describer, split)
+        self._policy = Policy(backoff, options, counters, shelf, describer, watches_sizes=self._watches_sizes,
                               is_backward=isinstance(function, Backward))  # fmt: skip
-        self._trials = Trials(shelf, patience, counters, describer)
+        self._trials = Trials(shelf, backoff, counters, describer)
         self._stops = Stops(self._stop, self._doubt)
-        self._maker = Maker(self.name, function, options, counters, describer, shelf, patience, self._stops)
+        self._maker = Maker(self.name, function, options, counters, describer, shelf, backoff, self._stops)
         self._ledger = Ledger(self.name, counters, self._report, self._trials.timeline)
         self._reset_wanted = False
 
@@ -79,7 +79,7 @@ class Parts(Binding, Observed):
     def _forget_known(self) -> None:
         """The next call is taken apart."""
         self._known_calls.clear()
-        self._patience.rest.over()
+        self._backoff.rest.over()
 
     # -- for the observers
 
@@ -122,7 +122,7 @@ class Parts(Binding, Observed):
 
     def explain(self) -> str:
         stats, costs = self.stats(), self._costs()
-        learned = [figures.summed(stats, costs), *self._patience.explain()] if stats.recorded else self._patience.explain()
+        learned = [figures.summed(stats, costs), *self._backoff.explain()] if stats.recorded else self._backoff.explain()
         recordings = [f"{p.recording}{figures.of_recording(p, known)}{audit.said(p)}" for p, known in costs]
         recordings += figures.relied_on([player for player, _ in costs], self._maker.mentions)
         backwards = [backward.explain() for backward in self._backwards]
@@ -154,7 +154,7 @@ class Parts(Binding, Observed):
             self._shelf.close(self._trials.aside)
             self._trials.clear()
             self._undescribed = Undescribed()
-            self._patience.reset()
+            self._backoff.reset()
             self._policy.reset()
             self._describer.reset()
             self._report.reasons.clear()

@@ -11,7 +11,7 @@ The life of a signature:
   full, or where signatures like it could not be recorded.
 - It is refused after repeated failures of its capture, until the grounds of that refusal change.
 
-Thresholds and waiting times are in `patience.py`.
+Thresholds and waiting times are in `backoff.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..capture.recording import BEGINS_ANEW, MEMORY
 from ..errors import Refusal
 from ..options import Options
 from ..statistics import Counters
+from .backoff import Backoff, Described
 from .history import History
-from .patience import Described, Patience
 from .player import GRAD, uses
 from .profitability import gradients_move
 from .shelf import Shelf
@@ -71,10 +71,10 @@ class Policy:
     """Decisions for one function. If `watches_sizes`, growing sizes are detected, and recordings in use are not evicted."""
 
     def __init__(
-        self, patience: Patience, options: Options, counters: Counters, shelf: Shelf, described: Described, *,
+        self, backoff: Backoff, options: Options, counters: Counters, shelf: Shelf, described: Described, *,
         watches_sizes: bool = True, is_backward: bool = False,
     ) -> None:  # fmt: skip
-        self._patience, self._options, self._counters = patience, options, counters
+        self._backoff, self._options, self._counters = backoff, options, counters
         self._shelf, self._described = shelf, described
         self._watches_sizes, self._is_backward = watches_sizes, is_backward
         self._growth = Growth()
@@ -142,7 +142,7 @@ class Policy:
         arrivals = case.history.arrivals
         if arrivals.warm_ups and not arrivals.again:
             arrivals.again = True
-            self._patience.novelty.repeats()
+            self._backoff.novelty.repeats()
         if arrivals.first is not None:
             return None
         arrivals.first = next(uses)
@@ -151,7 +151,7 @@ class Policy:
         refusal = self._growth.of(case.call, self._counters.calls, self._described.named())
         if refusal is not None:
             arrivals.warm_ups += 1
-        return self._patience.expected(refusal)
+        return self._backoff.expected(refusal)
 
     def _likeness(self, case: Case) -> Refusal | None:
         """Signature without a history. Refuse it if several signatures like it in a row could not be recorded."""
@@ -159,10 +159,10 @@ class Policy:
         known = history.wait.spared or history.attempts.tried or history.attempts.failures or history.refused.over
         if known or self._shelf.of(case.call.key) or self._described.marked or self._options.fallback != "live":
             return None
-        refusal = self._patience.alike.expected(case.call)
+        refusal = self._backoff.alike.expected(case.call)
         if refusal is not None:
             history.wait_for(SPARED, refusal, spared=True)
-        return self._patience.expected(refusal)
+        return self._backoff.expected(refusal)
 
     def _warm_up(self, case: Case) -> Refusal | None:
         """Warm-up call. Refuse it if nearly every call has a signature of its own."""
@@ -170,16 +170,16 @@ class Policy:
         if case.history.arrivals.warm_ups > 1:
             return None
         named, following = self._described.named(), self._described.following
-        return self._patience.expected(self._patience.novelty.note(case.call, self._counters.calls, named, following))
+        return self._backoff.expected(self._backoff.novelty.note(case.call, self._counters.calls, named, following))
 
     def _attention(self, _: Case) -> None:
         """Stop skipping calls: the next ones are described."""
-        self._patience.rest.doubt()
+        self._backoff.rest.doubt()
 
     def _change(self, case: Case) -> Refusal | None:
         """Failed guard. Refuse the call if guards fail too often."""
         assert case.broken is not None
-        return self._patience.changed(case.broken, case.history, case.call)
+        return self._backoff.changed(case.broken, case.history, case.call)
 
     def _live_again(self, case: Case) -> None:
         """Live call after a change: code that runs for the first time must not do so in a dry run.
@@ -220,7 +220,7 @@ class Policy:
         if not history.arrivals.again:
             refusal = Refusal(_EVER_NEW, _FEW_SHAPES)
         else:
-            most, met = self._options.max_recordings, self._patience.signatures
+            most, met = self._options.max_recordings, self._backoff.signatures
             refusal = Refusal(f"has more signatures in rotation than max_recordings={most}",
                               f"max_recordings={max(most + 1, met)}, or pad to a few shapes (shapes=)")  # fmt: skip
         history.wait_for(ROOM << history.room.turns, refusal)
@@ -231,7 +231,7 @@ class Policy:
         """Let a signature wait if most recordings were never played again. A signature that comes again after such a wait is
         recorded."""
         if self._shelf.unplayed >= UNPLAYED * self._options.max_recordings and not history.wait.turns:
-            raise self._patience.wait(history, Refusal(_EVER_NEW, _FEW_SHAPES))
+            raise self._backoff.wait(history, Refusal(_EVER_NEW, _FEW_SHAPES))
 
 
 class Rule(NamedTuple):

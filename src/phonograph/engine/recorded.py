@@ -131,7 +131,7 @@ class Recorded(Parts, Generic[P, R]):
         if self._trials.timing:
             again = functools.partial(Recorded.__call__, self, *args, **kwargs)
             return self._trials.timed(again)  # type: ignore[no-any-return]
-        rest = self._patience.rest
+        rest = self._backoff.rest
         if (refusal := rest.refusal) is not None and rest.passes():
             self._count_free(refusal)
             return self._function(*args, **kwargs)
@@ -144,7 +144,7 @@ class Recorded(Parts, Generic[P, R]):
             known = self._known_calls.find(args, describer.with_state(kwargs) if describer.carried else kwargs)
             if known is not None:
                 kind, tensors = known
-                free = None if kind.history is None else self._patience.refused(kind.history)
+                free = None if kind.history is None else self._backoff.refused(kind.history)
                 if kind.history is None and (played := kind.play(tensors)) is not None:
                     counters = self._counters
                     result, copied = played
@@ -190,7 +190,7 @@ class Recorded(Parts, Generic[P, R]):
                     if found.player.played >= found.player.due and not self._stands(found.player, call):
                         return True, self._warm_up(call, args, kwargs)
                     return True, self._play(found.player, call)
-                history = self._patience.history(call.key)
+                history = self._backoff.history(call.key)
                 self._raise_refused(call, history)
                 obstructed = cleared_some and any(map(obstructing, found.waiting))
                 case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
@@ -206,7 +206,7 @@ class Recorded(Parts, Generic[P, R]):
                 except (Carries, Opens) as e:
                     self._describer.learn(e, call)
                     call = self._described(args, kwargs)  # which has another signature now
-                    self._patience.history(call.key, history)
+                    self._backoff.history(call.key, history)
                     self._counters.calls -= 1
                     return self._answer(args, kwargs)
             except NoSignature as e:
@@ -254,7 +254,7 @@ class Recorded(Parts, Generic[P, R]):
 
     def _raise_refused(self, call: Call, history: History) -> None:
         """Raise the refusal of this signature, if its grounds still hold."""
-        refusal = self._patience.refused(history)
+        refusal = self._backoff.refused(history)
         if refusal is not None:
             self._trials.note_grounds(call)
             if history.refused.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
@@ -290,7 +290,7 @@ class Recorded(Parts, Generic[P, R]):
         if found is not None and verdict is audit.Verdict.STALE:
             audit.warn(self.name, found, player.played - player.right)
             self._shelf.drop(call.key, lambda _: True)
-            refusal = self._patience.changed(audit.UNNOTICED, self._patience.history(call.key), call)
+            refusal = self._backoff.changed(audit.UNNOTICED, self._backoff.history(call.key), call)
             if refusal is not None:
                 raise refusal
         return verdict is audit.Verdict.PLAY
@@ -326,26 +326,26 @@ class Recorded(Parts, Generic[P, R]):
         apart = self._maker.make_way(call, history, case.blocked)
         history.attempts.tried = True
         with Contained("looked for why a recording is made"):
-            why = figures.why(case, self._shelf, self._describer.named, self._patience.place_of)
+            why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
         try:
             with figures.telling(self.name, self._counters) as seconds:
                 player = self._record(call, case.blocked, apart=apart)
         except Refusal as refusal:
-            self._patience.capture_failed(call, refusal, history, changed=case.broken is not None)
+            self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
         player.seconds, player.why = seconds(), why
         figures.recorded(self.name, player)
         return player
 
     def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
-        history = self._patience.history(call.key)
+        history = self._backoff.history(call.key)
         self._policy.raise_unrewarded(history)
         player = self._maker.record(call, history, blocked, apart, self._backward_kind())
         self._ledger.add(player)
         recording, averaged = player.recording, loses_overlap(player.recording)
         if averaged:
             self._report.remark(_AT_ONCE)
-        untried = self._measures and not history.pays and call.key not in self._patience.on_trial
+        untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
         if untried and on_trial(recording, self.options, averaged=averaged):
             self._trials.begin(player, history, averaged=averaged)
         return player
@@ -358,14 +358,14 @@ class Recorded(Parts, Generic[P, R]):
     def _warm_up(self, call: Call, args: Args, kwargs: Kwargs) -> object:
         self._counters.live += 1
         optimizers.stepped(self._function)
-        history = self._patience.history(call.key)
+        history = self._backoff.history(call.key)
         run = LiveRun(self._function, call, history, self._describer, self._counters.live)
         result = run.run(args, kwargs)
         if run.device is None:
             return result
         key = (*call.key[:-1], modes())
         if key != call.key:  # the first call of attention, say, decides in which order torch tries its kernels
-            self._patience.history(key, history)
+            self._backoff.history(key, history)
         attaches = self._owner is not None and self.options.outputs != "borrow"  # a step may return its spent loss
         run.follow(result, attaches=attaches, stop=self._stops.stop)
         return result
@@ -380,7 +380,7 @@ class Recorded(Parts, Generic[P, R]):
                 if refusal.history is not None:
                     refusal.history.refused.settle()
         result = self._live(refusal, args, kwargs)
-        self._patience.live_run_succeeded(refusal)
+        self._backoff.live_run_succeeded(refusal)
         self._report.refuse(refusal)
         return result
 

@@ -10,10 +10,10 @@ from ..call.signature import Call
 from ..devices import device_for, lock
 from ..errors import Refusal
 from ..statistics import Counters
+from .backoff import Backoff
 from .contained import Contained
 from .describer import Describer
 from .history import History
-from .patience import Patience
 from .player import Player
 from .profitability import Took, Trial, Turn
 from .shelf import Key, Shelf
@@ -30,9 +30,9 @@ Ways = tuple[int, int]
 class Trials:
     """Those of one function. `timing`: there are some, and calls are to be timed."""
 
-    def __init__(self, shelf: Shelf, patience: Patience, counters: Counters, describer: Describer) -> None:
-        self._shelf, self._patience, self._counters, self._describer = shelf, patience, counters, describer
-        self._by_key = patience.on_trial
+    def __init__(self, shelf: Shelf, backoff: Backoff, counters: Counters, describer: Describer) -> None:
+        self._shelf, self._backoff, self._counters, self._describer = shelf, backoff, counters, describer
+        self._by_key = backoff.on_trial
         self.timeline = Timeline(self, counters)
         self.timing = watched()
 
@@ -57,7 +57,7 @@ class Trials:
 
     def history(self, key: Key) -> History | None:
         """What is known of a signature, with what its trial has found so far."""
-        history = self._patience.known(key)
+        history = self._backoff.known(key)
         if history is not None and (trial := self._by_key.get(key)) is not None:
             history.timed = trial.timed()
         return history
@@ -114,7 +114,7 @@ class Trials:
         aside = trial.take_back()
         if turn is Turn.DROP:
             self._shelf.close(aside)
-            self._patience.refuse(trial.history, trial.verdict(), trial.grounds)
+            self._backoff.refuse(trial.history, trial.verdict(), trial.grounds)
         else:
             self._shelf.put_back(trial.key, aside)
         if turn is not Turn.PLAY:

@@ -84,7 +84,7 @@ class Padded(Recorded[..., object]):
                 call = self._described(args, kwargs)
                 with Contained("padded the arguments"):
                     padded = describe(*replaced(pads, args, kwargs, with_zeros))
-                history = self._patience.history((Padded, padded.key))
+                history = self._backoff.history((Padded, padded.key))
                 player, known = self._known(call, padded, history)
                 due = self.options.verify and (self._padded + 1) % self.options.verify == 0
                 if player is not None and known is not None and not due:
@@ -114,7 +114,7 @@ class Padded(Recorded[..., object]):
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise gradients()
-        refusal = self._patience.still(history)
+        refusal = self._backoff.still(history)
         if refusal is not None:
             raise refusal
         player = self._shelf.find(padded).player
@@ -123,7 +123,7 @@ class Padded(Recorded[..., object]):
         if player is not None and verdict is not None:
             player.touch()
         elif torch.is_grad_enabled() and any(t.requires_grad for _, t in self._describer.reach(call).all_tensors):
-            self._patience.refuse(history, refusal := gradients(), None)
+            self._backoff.refuse(history, refusal := gradients(), None)
             raise refusal
         if isinstance(verdict, Unpadded):
             raise verdict
@@ -144,13 +144,13 @@ class Padded(Recorded[..., object]):
         try:
             found = self._shelf.find(padded)
             case = Case(padded, history, self._policy.broken(history, found.broken, found.blocked), found.blocked)
-            if case.broken is not None and (refusal := self._patience.changed(case.broken, history, padded)) is not None:
+            if case.broken is not None and (refusal := self._backoff.changed(case.broken, history, padded)) is not None:
                 raise refusal
             player = found.player or self._recorded(case)
         except Refusal as e:
             e.let_go()
             if e.failed:
-                self._patience.live_run_succeeded(e)
+                self._backoff.live_run_succeeded(e)
             if history.refused.refusal is not None:
                 why = Unpadded(f"cannot be recorded with padding: {e.reason}", e.remedy, e.where)
                 history.refused.say(why)
@@ -171,7 +171,7 @@ class Padded(Recorded[..., object]):
             e.let_go()
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)
         verdicts[None if never else call.key] = verdict
-        if isinstance(verdict, Unpadded) and self._patience.count_change(history) > _FAILURES:
+        if isinstance(verdict, Unpadded) and self._backoff.count_change(history) > _FAILURES:
             history.refuse(verdict)
         elif len(verdicts) > _KNOWN:
             history.refuse(Unpadded("is called in ever other ways", "pass contiguous tensors, and numbers as tensors"))
@@ -258,7 +258,7 @@ class Padded(Recorded[..., object]):
                     resized = self._described(*replaced(pads, args, kwargs, with_zeros))
                     found = self._shelf.find(resized)
                     if found.player is None:
-                        history = self._patience.history(resized.key)
+                        history = self._backoff.history(resized.key)
                         self._recorded(Case(resized, history, found.broken, found.blocked))
                     advance(1)
         except (NoSignature, Refusal) as e:

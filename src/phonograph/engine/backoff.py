@@ -29,12 +29,12 @@ from .resting import Alike, Rest
 from .shelf import Key, Shelf
 from .standing_refusals import Grounds, grounds_of
 
-__all__ = ["ATTEMPTS", "CHANGES", "FORGIVEN", "PATIENCE", "UNLUCKY", "Described", "Patience"]
+__all__ = ["ATTEMPTS", "CHANGES", "FIRST_WAIT", "FORGIVEN", "UNLUCKY", "Backoff", "Described"]
 
 ATTEMPTS = 3  # captures that may fail for a passing reason before a signature runs live
 CHANGES = 8  # recordings that one signature may outgrow because something outside keeps changing...
 FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
-PATIENCE = 64  # live calls after which such a signature is tried again, the first time
+FIRST_WAIT = 64  # live calls after which such a signature is tried again, the first time
 UNLUCKY = 4  # replays in turn that another number ends, before that is taken for the rule
 STANDING = 4  # refusals of one signature that each stand while their grounds hold: in training, with another flag...
 GROUNDS = 64  # refusals of one function that have grounds: to look at them takes time
@@ -68,7 +68,7 @@ class Change:
         return f" (read at {self.where})" if self.where else ""
 
 
-class Patience:
+class Backoff:
     """With the signatures of one function; `split`: operators of it that run live between segments."""
 
     def __init__(
@@ -191,7 +191,7 @@ class Patience:
 
     def wait(self, history: History, refusal: Refusal) -> Refusal:
         """Let a signature run live for a while, twice as long each time."""
-        history.wait_for(PATIENCE << history.wait.turns, refusal)
+        history.wait_for(FIRST_WAIT << history.wait.turns, refusal)
         history.wait.turns += 1
         return refusal
 
