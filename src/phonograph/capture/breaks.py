@@ -22,7 +22,7 @@ from ..aten.autocast import Casts
 from ..errors import Refusal
 from ..memory.pool import copy_of, once
 from ..python.identity import identity
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..state.rng import put
 from ..values.host_scalars import READS_NUMBER
 from ..values.pytree import flatten, unflatten
@@ -87,7 +87,7 @@ class Break:
         """
         args, kwargs = self._arguments(self._inputs)
         sizes = sizes_of(args, kwargs)
-        with Within(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode), Casts.restored(self._casts):
+        with Nested(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode), Casts.restored(self._casts):
             result = self.form.operator(*args, **kwargs)
             if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
                 return _SHAPE
@@ -125,7 +125,7 @@ class Decision(Break):
         return f"a look at a number{f' at {self.where}' if self.where else ''}, which has to be {self._number!r}"
 
     def run(self, done: list[Done], generators: Sequence[object]) -> str:
-        with Within(waits=True), below_autograd():
+        with Nested(waits=True), below_autograd():
             now = self._inputs[0].item()
         return "" if repr(now) == repr(self._number) else "reads another number than before"
 
@@ -180,7 +180,7 @@ class MarkedBreak(Break):
         earlier = [t for one in done for _, t in one.arguments]
         versions = [t._version for t in earlier]
         box: Leaves = []
-        with Within(waits=True), torch.set_grad_enabled(self._grad_mode):
+        with Nested(waits=True), torch.set_grad_enabled(self._grad_mode):
             given = Given(args, kwargs, dict(zip(self._places, self._inputs, strict=True)))
             try:
                 box.append(self.form.operator(*args, **kwargs))

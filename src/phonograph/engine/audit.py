@@ -34,7 +34,7 @@ from ..errors import Overlooked, Refusal, Stale
 from ..guards.carried_state import Carries
 from ..python.gc_control import uncollected
 from ..python.origin import users_level
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..values.pytree import Opens
 from .capture_terms import calls_graph
 from .describer import Describer
@@ -94,7 +94,7 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
             with uncollected():
                 describer.packages.before()
                 reach = describer.reach(call)
-                with Within():
+                with Nested():
                     record(name, function, call, reach, device, terms)
         except Overlooked as e:
             describer.hear(e)

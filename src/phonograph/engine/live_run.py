@@ -29,7 +29,7 @@ from ..guards.reachable import Reach
 from ..python.identity import identity
 from ..python.origin import users_line
 from ..state import capturable as optimizers
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..values.pytree import flatten
 from .clearance import fed
 from .contained import Contained
@@ -61,14 +61,14 @@ class LiveRun:
                 device = self._device_of(reach)
                 device.tidy()  # rather than between this call and the capture, which is to find this call's memory
         except Refusal:
-            with Within(waits=True):
+            with Nested(waits=True):
                 return self._function(*args, **kwargs)
         place: AbstractContextManager[None] = nullcontext() if reach is None else self._beside(reach, device)
         live = self._history.live
         live.notes = notes = self._notes(reach)
         before, modules = device.allocated, () if reach is None else reach.modules
         steps = begun_by(modules)
-        with Within(waits=True), place, noting(notes):
+        with Nested(waits=True), place, noting(notes):
             took = Took.here(device.torch_device)
             result = self._function(*args, **kwargs)
             if took is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ..devices import lock
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 
 __all__ = ["acquired"]
 
@@ -17,6 +17,6 @@ def acquired() -> bool:
     thread."""
     until = time.monotonic() + _PATIENCE
     while not lock.acquire(timeout=0.01):
-        if Within.waiting or time.monotonic() > until:
+        if Nested.waiting or time.monotonic() > until:
             return False
     return True

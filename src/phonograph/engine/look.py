@@ -17,7 +17,7 @@ from ..devices.host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, READS, host_r
 from ..errors import Refusal
 from ..guards.reachable import Reach
 from ..python.identity import identity
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..values.keys import NoSignature
 from .contained import Contained
 from .describer import Describer
@@ -63,7 +63,7 @@ def look_at(
     reads = _ON_CPU if device.type == "cpu" else _ON_GPU
     try:
         with (
-            Within(waits=True),
+            Nested(waits=True),
             watch,
             host_reads_refused(watch, *reads),
             watching_python(outer, watch.frames(), reach.caching, _nothing, watch, LookingListener),

@@ -31,7 +31,7 @@ from ..guards.reachable import Reach
 from ..options import Options
 from ..python.gc_control import uncollected
 from ..python.names_in_code import Mentions
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..statistics import Counters, logger, totals
 from ..values.wording import MARKED
 from . import audit
@@ -165,7 +165,7 @@ class Maker:
             terms = self._terms(call, history, tracing, Placement(blocked, apart, turns, borrow))
             self._describer.packages.before()
             try:
-                with Within(), _relying_on(reach):
+                with Nested(), _relying_on(reach):
                     recording = record(self._name, self._function, call, reach, device, terms)
                 settled(tracing)
                 self.mentions = reach.mentions

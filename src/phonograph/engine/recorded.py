@@ -35,7 +35,7 @@ from ..errors import Refusal
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
 from ..state import capturable as optimizers
-from ..state.reentrancy import Within, inside
+from ..state.reentrancy import Nested, inside
 from ..values.keys import NoSignature
 from ..values.pytree import Opens
 from . import audit, figures
@@ -118,7 +118,7 @@ class Recorded(Parts, Generic[P, R]):
             self.taken_as_plain()
             return self._function(*args, **kwargs)
         other = None if self._owner is None else torch_modules.other_calling(sys._getframe(1), self._owner())
-        if (Within.running and inside()) or switched_off() or owned():
+        if (Nested.running and inside()) or switched_off() or owned():
             return (other or self._function)(*args, **kwargs)
         if other is not None:
             return self._of_another(other, args, kwargs)  # type: ignore[no-any-return]
@@ -390,7 +390,7 @@ class Recorded(Parts, Generic[P, R]):
         optimizers.stepped(self._function)
         history: History | None = refusal.history
         notes = history.live.notes if history is not None and isinstance(refusal, Diverged) else None
-        again = nullcontext() if notes is None else Within(waits=True)
+        again = nullcontext() if notes is None else Nested(waits=True)
         with again, noting(notes):
             result = self._function(*args, **kwargs)
         if history is not None:

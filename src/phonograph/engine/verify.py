@@ -22,7 +22,7 @@ from ..guards.reachable import Reach
 from ..guards.sameness import same
 from ..memory.loans import Borrowed
 from ..memory.pool import row_of_bytes
-from ..state.reentrancy import Within
+from ..state.reentrancy import Nested
 from ..state.rng import put
 from ..values.pytree import Opening, flatten
 from ..values.pytree_nodes import Node
@@ -129,7 +129,7 @@ def verified(
 
 def _live(function: Callable[..., object], call: Call) -> object:
     args, kwargs = call.like
-    with Within():
+    with Nested():
         return function(*args, **kwargs)
 
 

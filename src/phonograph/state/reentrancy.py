@@ -6,7 +6,7 @@ import threading
 
 from .._torch.autograd import on_thread_of_autograds
 
-__all__ = ["Within", "inside"]
+__all__ = ["Nested", "inside"]
 
 _thread = threading.local()
 
@@ -14,10 +14,10 @@ _thread = threading.local()
 def inside() -> bool:
     """Whether this thread is warming up or capturing some recorded function, or runs an operator of one live; or is autograd's
     while some thread does: then it runs the backward of that function."""
-    return Within.running > 0 and (getattr(_thread, "depth", 0) > 0 or on_thread_of_autograds())
+    return Nested.running > 0 and (getattr(_thread, "depth", 0) > 0 or on_thread_of_autograds())
 
 
-class Within:
+class Nested:
     """While entered, recorded functions that are called run as part of the one that called them. `waits`: what runs is the
     user's code, which may wait for another thread, so that none should wait for this one."""
 
@@ -29,10 +29,10 @@ class Within:
 
     def __enter__(self) -> None:
         _thread.depth = getattr(_thread, "depth", 0) + 1
-        Within.running += 1
-        Within.waiting += self._waits
+        Nested.running += 1
+        Nested.waiting += self._waits
 
     def __exit__(self, *_: object) -> None:
         _thread.depth -= 1
-        Within.running -= 1
-        Within.waiting -= self._waits
+        Nested.running -= 1
+        Nested.waiting -= self._waits

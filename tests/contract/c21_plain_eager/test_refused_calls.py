@@ -29,7 +29,7 @@ def done(monkeypatch):
 
     for where, name in ((describer, "describe"), (describer, "Reach"), (recorded, "noting"), (recorded, "modes")):
         noting(where, name)
-    noting(recorded.Within, "__enter__")
+    noting(recorded.Nested, "__enter__")
     noting(standing.Grounds, "_first")
     noting(warnings, "warn")
     return found

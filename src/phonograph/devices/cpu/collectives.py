@@ -25,7 +25,7 @@ from ...aten import operators
 from ...aten.collectives import LEAVE_VERSIONS
 from ...memory.pool import copy_of, once
 from ...python.identity import identity
-from ...state.reentrancy import Within
+from ...state.reentrancy import Nested
 
 __all__ = ["Exchange", "UnderWay", "made_by", "stand_in"]
 
@@ -46,7 +46,7 @@ class Exchange:
         if not self.at_once:
             copies: dict[int, torch.Tensor] = {}
             args, kwargs = _copied(args, copies), _copied(kwargs, copies)
-        with Within(waits=True):
+        with Nested(waits=True):
             result = self._func(*args, **kwargs)
         work = result[-1] if isinstance(result, (list, tuple)) and result else result
         self._work = unboxed_work(work)
@@ -59,7 +59,7 @@ class Exchange:
         """Wait for it, and put what has arrived into these places."""
         work, arriving = self._work, self._arriving
         self._work, self._arriving = None, []
-        with Within(waits=True):
+        with Nested(waits=True):
             if work is not None:
                 work.wait(*([] if timeout is None else [timeout]))
             elif self._func.namespace == _GIVES_NEW:
