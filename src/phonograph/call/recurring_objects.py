@@ -19,7 +19,7 @@ from ..python.introspection import has_attributes
 from ..values.keys import NoSignature
 from ..values.pytree import Opening
 
-__all__ = ["Regulars"]
+__all__ = ["RecurringObjects"]
 
 _WORTH = 64  # calls for which one has to stand, that it was worth a recording of its own
 _ONCE = 64  # tensors that stand and have not come again
@@ -35,7 +35,7 @@ class _Met(NamedTuple):
     tensors: tuple[int, ...]
 
 
-class Regulars:
+class RecurringObjects:
     """What a function knows of the objects that it was given. `standing` are the identities of those that stand, and for each
     the tensors in it; `gone`, of those that have stood and do no more."""
 

@@ -33,7 +33,7 @@ from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to, unhashable
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import Naming
-from .recurring_objects import Regulars
+from .recurring_objects import RecurringObjects
 
 __all__ = [
     "ALIGNMENT",
@@ -105,36 +105,36 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def describe(
     args: tuple[object, ...], kwargs: Mapping[str, object], naming: Callable[[], Naming] = Naming,
-    regulars: Regulars | None = None, followed: Set[tuple[Node | None, int]] = frozenset(),
+    recurring: RecurringObjects | None = None, followed: Set[tuple[Node | None, int]] = frozenset(),
 ) -> Call:  # fmt: skip
     """Flatten the arguments of a call, and make its signature.
 
     Args:
         args, kwargs: the arguments.
         naming: names an argument in messages.
-        regulars: objects that come again and again, which are not flattened: their identities are in the key.
+        recurring: objects that come again and again, which are not flattened: their identities are in the key.
         followed: (nesting, index of a leaf) of numbers whose values are not in the key.
 
     Raises:
         NoSignature: an argument cannot be described. The call can still run live.
     """
-    regulars = Regulars() if regulars is None else regulars
+    recurring = RecurringObjects() if recurring is None else recurring
     while True:
-        opening, leaves = Opening(regulars.standing, by_attributes=regulars.by_attributes), list[object]()
+        opening, leaves = Opening(recurring.standing, by_attributes=recurring.by_attributes), list[object]()
         try:
             shape = opening.flatten((args, dict(kwargs)), leaves)
         except RecursionError:
             whole = opening.unfinished()
-            if whole is not None and regulars.seal(whole, ()):
+            if whole is not None and recurring.seal(whole, ()):
                 continue
             raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
-        if (opening.spans or regulars.standing) and regulars.note(opening, leaves):
+        if (opening.spans or recurring.standing) and recurring.note(opening, leaves):
             continue
         try:
-            return _described(args, kwargs, shape, leaves, opening, regulars, followed)
+            return _described(args, kwargs, shape, leaves, opening, recurring, followed)
         except _Unplaced as e:
             whole = opening.outermost(e.at) if e.at >= 0 else None
-            if whole is None or not regulars.seal(whole[0], leaves[whole[1] : whole[2]]):
+            if whole is None or not recurring.seal(whole[0], leaves[whole[1] : whole[2]]):
                 raise _placed(e.of, shape, e.at, naming()) from None
 
 
@@ -149,7 +149,7 @@ class _Unplaced(Exception):
 
 def _described(
     args: tuple[object, ...], kwargs: Mapping[str, object], shape: Node | None, leaves: list[object], opening: Opening,
-    regulars: Regulars, followed: Set[tuple[Node | None, int]],
+    recurring: RecurringObjects, followed: Set[tuple[Node | None, int]],
 ) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
     places: list[int] = []
@@ -158,10 +158,10 @@ def _described(
     numbers: dict[int, int] = {}
     keys: list[object] = []
     given: list[int] = []
-    standing, at = regulars.standing, -1
+    standing, at = recurring.standing, -1
     try:
         for at, leaf in enumerate(leaves):
-            if (standing and identity(leaf) in standing) or _has_own(leaf, regulars):
+            if (standing and identity(leaf) in standing) or _has_own(leaf, recurring):
                 keys.append((type(leaf), Identity(leaf)))
             elif isinstance(leaf, torch.Tensor):
                 number = numbers.setdefault(identity(leaf), len(tensors))
@@ -180,7 +180,7 @@ def _described(
                 keys.append(FOLLOWED[type(leaf)])
                 given.append(at)
             else:
-                keys.append(regulars.counted(argument_key(leaf)))
+                keys.append(recurring.counted(argument_key(leaf)))
         at = -1
         key = (shape, tuple(keys), aliases(tensors), modes())
         hash(key)
@@ -202,14 +202,14 @@ def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:
     return any(isinstance(part, Identity) and part.is_of(identities) for leaf in key[1] if type(leaf) is tuple for part in leaf)
 
 
-def _has_own(leaf: object, regulars: Regulars) -> bool:
+def _has_own(leaf: object, recurring: RecurringObjects) -> bool:
     """Whether a tensor goes into the key by its identity, as a parameter does: a leaf with a gradient or hooks, or a traceable
     wrapper subclass that is a parameter or requires a gradient."""
     if type(leaf) is torch.Tensor:
-        return leaf.is_leaf and has_gradient_or_hooks(leaf) and regulars.hold(leaf)
+        return leaf.is_leaf and has_gradient_or_hooks(leaf) and recurring.hold(leaf)
     if not isinstance(leaf, torch.Tensor) or not leaf.is_leaf or not consists_of_parts(leaf):
         return False
-    return (leaf.requires_grad or isinstance(leaf, torch.nn.Parameter)) and regulars.hold(leaf)
+    return (leaf.requires_grad or isinstance(leaf, torch.nn.Parameter)) and recurring.hold(leaf)
 
 
 def _placed(e: NoSignature, shape: Node | None, at: int, naming: Naming) -> NoSignature:

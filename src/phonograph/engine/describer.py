@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from .._torch import autograd as torch_autograd
 from .._torch import modes as torch_modes
 from .._torch.dynamic import Args, Kwargs, Thing
-from ..call.recurring_objects import Regulars
+from ..call.recurring_objects import RecurringObjects
 from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
 from ..guards.carried_state import Carried, Carries, tensors_in
@@ -57,7 +57,7 @@ class Describer:
         """Forget what was learned from calls; not what captures have heard."""
         self.carried = Carried(self.carried.learns)
         self.following, self.packages = Following(), Packages()
-        self.regulars = Regulars(self._calls)
+        self.recurring = RecurringObjects(self._calls)
 
     # -- the signature
 
@@ -67,7 +67,7 @@ class Describer:
         Raises:
             NoSignature: it cannot be.
         """
-        call = describe(args, self.with_state(kwargs), self.named, self.regulars, self.following.arguments)
+        call = describe(args, self.with_state(kwargs), self.named, self.recurring, self.following.arguments)
         return call._replace(like=(args, dict(kwargs)))
 
     def with_state(self, kwargs: dict[str, object]) -> dict[str, object]:
@@ -83,7 +83,7 @@ class Describer:
         """Describe calls by what a capture has shown as well."""
         of.__traceback__ = of.__context__ = of.__cause__ = None  # which keep what it has made
         if isinstance(of, Opens):
-            self.regulars.by_attributes |= of.kinds
+            self.recurring.by_attributes |= of.kinds
         elif not self.carried.learn(of.places, self.reach(call).met):
             raise RuntimeError(f"{of.places[0].path} is known to be carried")
 
@@ -107,8 +107,8 @@ class Describer:
         reach.packages = self.packages
         for t in chain.from_iterable(map(tensors_in, self.carried.standing())):  # an argument, wherever else it is found
             reach.tensors.pop(identity(t), None)
-        self.regulars.bind(filter(_among(reach.met), call.containers))
-        self.regulars.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
+        self.recurring.bind(filter(_among(reach.met), call.containers))
+        self.recurring.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",
                           this_call=True)  # fmt: skip

@@ -97,7 +97,7 @@ class Maker:
         have to keep `apart` from those."""
         with Contained("made a recording"), uncollected():
             reach = self._describer.reach(call)
-            if self._describer.regulars.stands_any((*call.containers, *call.tensors)):
+            if self._describer.recurring.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
             with _relying_on(reach):
                 device: Device = device_for(self._describer.device_of(call, reach, history.capture.device))

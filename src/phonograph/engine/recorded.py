@@ -240,11 +240,11 @@ class Recorded(Parts, Generic[P, R]):
             if self.options.fallback != "error":
                 self._undescribed.note(args, kwargs, Refusal(str(e), e.remedy))
             raise
-        regulars, entangled = self._describer.regulars, self._maker.entangled
-        if regulars.gone:  # their recordings keep these objects alive
-            self._shelf.drop_all(lambda key: stands_in(key, regulars.gone))
-            regulars.gone.clear()
-        if regulars.bind(filter(entangled.reaches, call.containers)):
+        recurring, entangled = self._describer.recurring, self._maker.entangled
+        if recurring.gone:  # their recordings keep these objects alive
+            self._shelf.drop_all(lambda key: stands_in(key, recurring.gone))
+            recurring.gone.clear()
+        if recurring.bind(filter(entangled.reaches, call.containers)):
             return self._described(args, kwargs)
         if entangled and any(map(entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
@@ -268,7 +268,7 @@ class Recorded(Parts, Generic[P, R]):
         tensors were moved out of the pool for it."""
         with Contained("looked for a recording"):
             found = self._shelf.find(call)
-            if found.broken is not None and self._describer.regulars.moved(call.leaves):
+            if found.broken is not None and self._describer.recurring.moved(call.leaves):
                 call = self._describer.describe(args, kwargs)
                 found = self._shelf.find(call)
             waiting = found.waiting
