@@ -51,7 +51,7 @@ from .player import Player
 from .policy import Case, Step
 from .profitability import on_trial
 from .shelf import Found
-from .uncalled_modules import Overhearing
+from .uncalled_modules import UncalledModule
 from .verify import verified
 
 __all__ = ["Recorded"]
@@ -84,7 +84,7 @@ class Recorded(Parts, Generic[P, R]):
         super().__init__(function, options)
         self._steps = optimizers.is_step(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
-        self._overhearing: Overhearing | None = None  # until it is called
+        self._uncalled: UncalledModule | None = None  # until it is called
         given = getattr(function, "__dict__", {}).keys() - {"__wrapped__"}
         self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
@@ -99,7 +99,7 @@ class Recorded(Parts, Generic[P, R]):
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Set the module whose calls are recorded here."""
         self._owner = weakref.ref(module)
-        self._overhearing = Overhearing.of(self, module)
+        self._uncalled = UncalledModule.of(self, module)
         return self
 
     if TYPE_CHECKING:  # (a method's own arguments are those after `self`)
@@ -224,9 +224,9 @@ class Recorded(Parts, Generic[P, R]):
             Refusal: it has to run live, even if a recording would fit.
         """
         if self._gate.never is None:
-            if self._overhearing is not None:  # it is called
-                self._overhearing.stop()
-                self._overhearing = None
+            if self._uncalled is not None:  # it is called
+                self._uncalled.stop()
+                self._uncalled = None
             if self._reset_wanted:
                 self.reset()
         self._gate.check()

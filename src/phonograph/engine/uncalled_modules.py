@@ -20,7 +20,7 @@ from ..python.origin import users_line
 from ..state.reentrancy import inside
 from .current_capture import recording_here
 
-__all__ = ["Overhearing", "leave"]
+__all__ = ["UncalledModule", "leave"]
 
 _CALLS = 16  # of one part, in other methods
 _ELSEWHERE = 256  # of parts, by others
@@ -34,7 +34,7 @@ class Says(Protocol):
     def say(self, refusal: Refusal) -> None: ...
 
 
-class Overhearing:
+class UncalledModule:
     """Hears what is called of a module instead of it."""
 
     def __init__(self, recorded: Says, module: torch.nn.Module) -> None:
@@ -45,9 +45,9 @@ class Overhearing:
         self._parts = [_Part(part, self) for part in inner if torch_modules.goes_through(part) is None]
 
     @staticmethod
-    def of(recorded: Says, module: torch.nn.Module) -> Overhearing | None:
+    def of(recorded: Says, module: torch.nn.Module) -> UncalledModule | None:
         """None where there is no other method that somebody would call."""
-        return Overhearing(recorded, module) if any(map(_has_others, type(module).__mro__)) else None
+        return UncalledModule(recorded, module) if any(map(_has_others, type(module).__mro__)) else None
 
     def stop(self) -> None:
         parts, self._parts, self._counted = self._parts, [], None
@@ -81,7 +81,7 @@ class Overhearing:
 class _Part:
     """What calls of a part go through."""
 
-    def __init__(self, part: torch.nn.Module, hears: Overhearing) -> None:
+    def __init__(self, part: torch.nn.Module, hears: UncalledModule) -> None:
         self.part = part
         self._call, self._hears = torch_modules.own_call(part), hears
         part.__dict__[torch_modules.CALLED_THROUGH] = self
