@@ -20,7 +20,7 @@ from .._torch.modes import below_autograd
 from .._torch.tensors import alias
 from ..aten.autocast import Casts
 from ..errors import Refusal
-from ..memory.pool import copy_of, once
+from ..memory.pool import copy_of, unexpanded
 from ..python.identity import identity
 from ..state.reentrancy import Nested
 from ..state.rng import put
@@ -108,7 +108,7 @@ class Break:
         flatten(result, found)
         new = [x for x, kind in zip(found, self.form.results, strict=True) if isinstance(kind, Meta)]
         for place, t in zip(self._outputs, new, strict=True):
-            once(place).copy_(once(t))
+            unexpanded(place).copy_(unexpanded(t))
 
 
 class Decision(Break):
@@ -219,7 +219,7 @@ class MarkedBreak(Break):
         with torch.no_grad():
             for i, place, t in zip(self._places, self._inputs, copies, strict=True):
                 if i in written:
-                    once(place).copy_(once(t))
+                    unexpanded(place).copy_(unexpanded(t))
 
 
 class _Historied(torch.autograd.Function):
@@ -254,7 +254,7 @@ class Done(NamedTuple):
             for i, t in self.arguments:
                 theirs[identity(t)] = given[i]
                 if differ(given[i], t):
-                    once(given[i]).copy_(once(t))
+                    unexpanded(given[i]).copy_(unexpanded(t))
         for generator, state in self.states:
             put(generator, state)
         leaves: list[object] = []

@@ -30,7 +30,7 @@ from ..capture.recording import MEMORY, Output, Recording, Replay, Tensors, memo
 from ..devices.base import Device
 from ..devices.segments import Segments, TakenBack
 from ..guards.attribute_effects import advance, putting
-from ..memory.pool import Fill, Pool, once
+from ..memory.pool import Fill, Pool, unexpanded
 from ..memory.spans import Spans
 from ..python.identity import identity
 from ..values.host_scalars import reading
@@ -57,8 +57,8 @@ class Player:
         self._fed = [i for i, s in outer if not s.borrowed]
         self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
         self._feeds_all = len(self._fed) == len(slots)
-        self._nbytes = sum(once(recording.slots[i].tensor).nbytes for i in self._fed)
-        self._written = [(i, s.tensor, once(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
+        self._nbytes = sum(unexpanded(recording.slots[i].tensor).nbytes for i in self._fed)
+        self._written = [(i, s.tensor, unexpanded(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
         self._settings = [(one.spot.put, one.new) for one in recording.settings]
@@ -328,7 +328,7 @@ class Player:
             self.pool.take_back(Spans(memory_of(slot) for slot, _ in moved))
         with torch.no_grad():
             Fill([slot for slot, _ in moved])([t for _, t in moved])
-        return sum(once(slot).nbytes for slot, _ in moved)
+        return sum(unexpanded(slot).nbytes for slot, _ in moved)
 
     def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         for i, slot, dense, moved in self._written:
@@ -337,12 +337,12 @@ class Player:
                 if moved and not theirs.is_inference():
                     bump([theirs])
             elif not (moved or theirs.is_inference()):
-                once(theirs.data).copy_(once(slot.data))
+                unexpanded(theirs.data).copy_(unexpanded(slot.data))
             elif dense and not (theirs.requires_grad or slot.requires_grad or theirs.is_inference()):
                 theirs.copy_(slot)
             else:
                 with torch.no_grad(), torch.inference_mode() if theirs.is_inference() else AS_IT_IS:
-                    once(theirs).copy_(once(slot))
+                    unexpanded(theirs).copy_(unexpanded(slot))
 
     def _hand_out(self, call: Call | None, tensors: Sequence[torch.Tensor], targets: list[torch.Tensor]) -> object:
         plain = self._plain

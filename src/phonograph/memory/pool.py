@@ -36,7 +36,7 @@ from ..python.identity import identity
 from .loans import Loan
 from .spans import Spans
 
-__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "once", "place_of", "row_of_bytes", "unowned"]
+__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "place_of", "row_of_bytes", "unexpanded", "unowned"]
 
 _references: Callable[[object], int] = sys.getrefcount
 
@@ -69,7 +69,7 @@ def unowned(t: torch.Tensor) -> torch.Tensor:
     return Spot.of(t).tensor()
 
 
-def once(t: torch.Tensor) -> torch.Tensor:
+def unexpanded(t: torch.Tensor) -> torch.Tensor:
     """View of an expanded tensor with each element once. (`copy_` refuses to write an element twice.)"""
     for dim, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)):
         if s == 0 and n > 1:
@@ -83,12 +83,12 @@ class Fill:
     The fixed tensors' memory is kept by their owner: a view here would keep a lease alive."""
 
     def __init__(self, places: Sequence[torch.Tensor]) -> None:
-        self.places = [p if (reduced := once(p)) is p else unowned(reduced) for p in places]
+        self.places = [p if (reduced := unexpanded(p)) is p else unowned(reduced) for p in places]
         self._plain = all(a is b for a, b in zip(self.places, places, strict=True))
 
     def __call__(self, sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
         if self.places:
-            copy_all(self.places, sources if self._plain else [once(s) for s in sources])
+            copy_all(self.places, sources if self._plain else [unexpanded(s) for s in sources])
 
 
 def extent(t: torch.Tensor) -> int:
@@ -103,7 +103,7 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
     if t.is_conj() or t.is_neg():
         return t.clone()
     copy = torch.empty(extent(t), dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride())
-    once(copy).copy_(once(t))
+    unexpanded(copy).copy_(unexpanded(t))
     return copy
 
 

@@ -23,7 +23,7 @@ from ..._torch.operators import OpOverload
 from ..._torch.process_groups import rank_in, unboxed_work
 from ...aten import operators
 from ...aten.collectives import LEAVE_VERSIONS
-from ...memory.pool import copy_of, once
+from ...memory.pool import copy_of, unexpanded
 from ...python.identity import identity
 from ...state.reentrancy import Nested
 
@@ -69,7 +69,7 @@ class Exchange:
             if place.shape != t.shape or place.dtype is not t.dtype:
                 raise RuntimeError(f"{self._func} gave a tensor of shape {tuple(t.shape)}, not {tuple(place.shape)}")
             if place is not t:
-                once(place).copy_(once(t))
+                unexpanded(place).copy_(unexpanded(t))
 
 
 class UnderWay:
@@ -105,9 +105,9 @@ def stand_in(m: operators.Meaning, args: Args, written: Sequence[torch.Tensor], 
         row = torch.cat(rows) if rows else torch.empty(0)
         for t in written:
             if row.numel() and t.numel():
-                once(t.data).copy_(row.repeat(-(-t.numel() // row.numel()))[: t.numel()].reshape(t.shape))
+                unexpanded(t.data).copy_(row.repeat(-(-t.numel() // row.numel()))[: t.numel()].reshape(t.shape))
             elif nothing:
-                once(t.data).zero_()
+                unexpanded(t.data).zero_()
         if m.name not in LEAVE_VERSIONS:
             bump([t for t in written if not t.is_inference()])
 

@@ -19,7 +19,7 @@ import torch
 
 from ..._torch.tensors import storage_id
 from ...capture.recording import Recording, memory_of
-from ...memory.pool import Pool, once, unowned
+from ...memory.pool import Pool, unexpanded, unowned
 from ...memory.spans import Spans
 from ...state.rng import Rewind
 from ...values.wording import Failure
@@ -35,7 +35,7 @@ __all__ = ["CpuDevice"]
 
 def _filled(slot: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
-        once(slot).copy_(once(t.detach()))
+        unexpanded(slot).copy_(unexpanded(t.detach()))
     return slot
 
 

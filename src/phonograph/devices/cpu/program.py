@@ -20,7 +20,7 @@ from ..._torch.tensors import copy_all, maker
 from ...aten import operators
 from ...aten.autocast import Casts
 from ...capture.recording import Tensors, Work
-from ...memory.pool import Fill, once
+from ...memory.pool import Fill, unexpanded
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ..segments import TakenBack
@@ -197,4 +197,4 @@ def _run_and_copy(op: Thing, args: Args, kwargs: Kwargs, outs: list[torch.Tensor
             if out.shape != result.shape or out.dtype is not result.dtype:  # copy_ would broadcast, and convert
                 raise RuntimeError(f"{op} gave a result of shape {tuple(result.shape)} and type {result.dtype}, and "
                                    f"{tuple(out.shape)} and {out.dtype} at capture")  # fmt: skip
-            once(out).copy_(once(result))
+            unexpanded(out).copy_(unexpanded(result))
