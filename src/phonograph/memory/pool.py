@@ -36,12 +36,24 @@ from ..python.identity import identity
 from .loans import Loan
 from .spans import Spans
 
-__all__ = ["Fill", "Lease", "Pool", "Spot", "copy_of", "dense", "extent", "place_of", "row_of_bytes", "unexpanded", "unowned"]
+__all__ = [
+    "Fill",
+    "Lease",
+    "Pool",
+    "TensorAddress",
+    "copy_of",
+    "dense",
+    "extent",
+    "place_of",
+    "row_of_bytes",
+    "unexpanded",
+    "unowned",
+]
 
 _references: Callable[[object], int] = sys.getrefcount
 
 
-class Spot(NamedTuple):
+class TensorAddress(NamedTuple):
     """Address and layout of a tensor, without a reference to it."""
 
     address: int
@@ -53,7 +65,7 @@ class Spot(NamedTuple):
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> Spot:
+    def of(cls, t: torch.Tensor) -> TensorAddress:
         storage = t.untyped_storage()
         return cls(storage.data_ptr(), storage.nbytes(), t.device, t.dtype, int(t.storage_offset()), t.size(), t.stride())
 
@@ -66,7 +78,7 @@ class Spot(NamedTuple):
 
 def unowned(t: torch.Tensor) -> torch.Tensor:
     """Make a tensor on the memory of another one, with a storage object of its own that does not own the memory."""
-    return Spot.of(t).tensor()
+    return TensorAddress.of(t).tensor()
 
 
 def unexpanded(t: torch.Tensor) -> torch.Tensor:

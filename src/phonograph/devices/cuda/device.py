@@ -19,7 +19,7 @@ from ..._torch import functions as torch_functions
 from ..._torch.tensors import neg_view, storage_id
 from ...capture.recording import Recording
 from ...errors import Again, Refusal
-from ...memory.pool import Pool, Spot
+from ...memory.pool import Pool, TensorAddress
 from ...memory.spans import Spans
 from ...state.rng import Rewind
 from ...values.wording import MARKED, Failure
@@ -61,7 +61,7 @@ class _Ghost:
     def __init__(self, t: torch.Tensor) -> None:
         self.ref = weakref.ref(t)
         self.storages = frozenset((storage_id(t),))
-        self._spot = Spot.of(t)
+        self._spot = TensorAddress.of(t)
         self._lazy = [f for f, is_so in ((torch.conj, t.is_conj()), (neg_view, t.is_neg())) if is_so]
 
     def __call__(self) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ from ...distributed import agreement, nccl
 from ...errors import Refusal, Unseen
 from ...guards.objects import LARGE
 from ...guards.reachable import Reach
-from ...memory.pool import Spot
+from ...memory.pool import TensorAddress
 from ...memory.spans import Spans
 from ...python import memory_contents
 from ...python.identity import identity
@@ -104,7 +104,7 @@ class CudaWatch(DrawsWatch):
         self.next_segment: Callable[[], None] = _nothing
         self.captured: Callable[[], int] = int
         self.answers: Answers | None = None  # of checks, where each run keeps them
-        self.cuts: list[tuple[Break, list[Spot], list[Spot]]] = []
+        self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
         self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn
         self.begins_dropout = False  # that was about to be made anew
         self.collectives: dict[str, int] = {}  # by the user's lines: how many
@@ -381,7 +381,7 @@ class CudaWatch(DrawsWatch):
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self.may_cut(part)
-        self.cuts.append((part, [*map(Spot.of, inputs)], [*map(Spot.of, results)]))
+        self.cuts.append((part, [*map(TensorAddress.of, inputs)], [*map(TensorAddress.of, results)]))
         self.next_segment()
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
