@@ -102,10 +102,10 @@ class Refusal(Exception):
             return self
         told = copy.copy(self)
         told.where = where
-        told.let_go()
+        told.drop_references()
         return told
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
         self.__traceback__ = self.__cause__ = self.__context__ = self.reach = None
         self.places = ()

@@ -90,7 +90,7 @@ class LookingWatch(OperatorWatch):
         known = self.seen.get(key)
         if known is None:
             place = Place.of(users.f_code, users.f_lasti, users.f_lineno) if users is not None else None
-            refusal.let_go()
+            refusal.drop_references()
             self.seen[key] = Seen(refusal, place, self.operators, operator=refusal.operator is not None)
         elif known.after < self.operators and known.refusal.reason == refusal.reason:
             known.times += 1

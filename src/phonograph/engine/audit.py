@@ -100,7 +100,7 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
             describer.hear(e)
             continue
         except Refusal as found:
-            found.let_go()  # of what the capture has made
+            found.drop_references()  # of what the capture has made
             return None if isinstance(found, Same) else found
         except (Carries, Opens):
             return Refusal("does something else with objects than when it was recorded", _REMEDY)

@@ -177,7 +177,7 @@ class Backoff:
             history.wait.left = 0
             refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
             self.refuse(history, refusal, grounds_of(refusal))
-            refusal.let_go()
+            refusal.drop_references()
 
     # -- refusals
 

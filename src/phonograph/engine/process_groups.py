@@ -20,7 +20,7 @@ from ..distributed import agreement
 from ..distributed.watchdog import call_it
 from ..statistics import Counters
 
-__all__ = ["follow", "follow_program", "let_go"]
+__all__ = ["close_all", "follow", "follow_program"]
 
 _PATIENCE = 10.0  # seconds for another thread's capture or replay
 
@@ -33,8 +33,8 @@ def follow_program(program: Program) -> None:
     """One that communicates has been captured. Whether it becomes a recording's is not known yet, but the graph is there."""
     _programs.add(program)
     if not _undo:
-        _undo.append(before_groups_end(let_go))
-        atexit.register(let_go)
+        _undo.append(before_groups_end(close_all))
+        atexit.register(close_all)
 
 
 def follow(recording: Recording, counters: Counters) -> None:
@@ -44,7 +44,7 @@ def follow(recording: Recording, counters: Counters) -> None:
         call_it(program, recording.name, counters)
 
 
-def let_go() -> None:
+def close_all() -> None:
     """End all that communicate: a process group is about to end."""
     held = lock.acquire(timeout=_PATIENCE)
     try:
@@ -65,4 +65,4 @@ def _end_all() -> None:
     agreement.forget()
     while _undo:
         _undo.pop()()
-    atexit.unregister(let_go)
+    atexit.unregister(close_all)

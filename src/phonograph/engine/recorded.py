@@ -201,7 +201,7 @@ class Recorded(Parts, Generic[P, R]):
                 except Refusal as e:
                     if not self._maker.learns(e, history, call):
                         raise
-                    e.let_go()
+                    e.drop_references()
                     return True, self._warm_up(call, args, kwargs)
                 except (Carries, Opens) as e:
                     self._describer.learn(e, call)
@@ -213,7 +213,7 @@ class Recorded(Parts, Generic[P, R]):
                 refusal = Refusal(str(e), e.remedy)
             except Refusal as e:
                 refusal = e
-        refusal.let_go()
+        refusal.drop_references()
         return False, refusal
 
     def _described(self, args: Args, kwargs: Kwargs) -> Call:

@@ -75,7 +75,7 @@ def record(name: str, function: Callable[..., object], call: Call, reach: Reach,
             followed = terms.following.doubtful() - baked if terms.following is not None else frozenset()
             if not followed or isinstance(e, (Attached, Decides, Elsewhere, Fixed)):
                 raise
-            e.let_go()  # perhaps the probes for followed numbers are the cause
+            e.drop_references()  # perhaps the probes for followed numbers are the cause
             doubted = dict.fromkeys(followed, e.reason)
             terms = terms.conceding(baked=baked | followed)
 

@@ -131,4 +131,4 @@ class Trials:
         with suppress(Refusal), Contained("looked at what the function can reach"):
             trial.refusal.reach = self._describer.reach(call)
             trial.grounds = trial.history.refused.unsettled = grounds_of(trial.refusal)
-        trial.refusal.let_go()
+        trial.refusal.drop_references()

@@ -154,7 +154,7 @@ class Lease:
         self.address = address
         self.nbytes = nbytes
         storage = storage_at(address, nbytes, device)
-        weakref.finalize(storage, _let_go, anchor).atexit = False
+        weakref.finalize(storage, _drop_anchor, anchor).atexit = False
         self.cdata = storage._cdata
         # The only Python object of the storage: `t.untyped_storage()` of each tensor on it returns this one.
         self.python = weakref.ref(storage)
@@ -190,7 +190,7 @@ class Lease:
         return f"Lease({self.address:#x}, {self.nbytes} bytes, {'alive' if self.alive else 'free'})"
 
 
-def _let_go(anchor: object) -> None:
+def _drop_anchor(anchor: object) -> None:
     """Do nothing: the finalizer drops its reference to the anchor."""
 
 

@@ -148,7 +148,7 @@ class Padded(Recorded[..., object]):
                 raise refusal
             player = found.player or self._recorded(case)
         except Refusal as e:
-            e.let_go()
+            e.drop_references()
             if e.failed:
                 self._backoff.live_run_succeeded(e)
             if history.refused.refusal is not None:
@@ -168,7 +168,7 @@ class Padded(Recorded[..., object]):
                 verdict = Unpadded(f"gives, or is given, nothing but zeros where {self._said(pads)}, which shows nothing",
                                    "call it first with other numbers")  # fmt: skip
         except Refusal as e:
-            e.let_go()
+            e.drop_references()
             verdict = e if isinstance(e, Unpadded) else Unpadded(e.reason, e.remedy)
         verdicts[None if never else call.key] = verdict
         if isinstance(verdict, Unpadded) and self._backoff.count_change(history) > _FAILURES:
@@ -192,7 +192,7 @@ class Padded(Recorded[..., object]):
     def _say_once(self, refusal: Exception) -> None:
         if not isinstance(refusal, Refusal):
             return
-        refusal.let_go()
+        refusal.drop_references()
         if isinstance(refusal, Unpadded):
             self._report.not_padded(refusal)
 
@@ -263,7 +263,7 @@ class Padded(Recorded[..., object]):
                     advance(1)
         except (NoSignature, Refusal) as e:
             refusal = e if isinstance(e, Refusal) else Refusal(str(e), e.remedy)
-            refusal.let_go()
+            refusal.drop_references()
             if history is None or not self._maker.learns(refusal, history, resized):
                 self._report.refuse(refusal)
 

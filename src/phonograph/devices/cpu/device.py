@@ -89,7 +89,7 @@ class CpuDevice:
             program = tape.program(footprint, plan.fed(slots), (self._arena.under(footprint), slots))
         finally:
             tape.undo()
-            tape.let_go()
+            tape.release()
         free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
         out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)

@@ -258,7 +258,7 @@ class Tape(OperatorWatch):
     def under_way(self) -> str:
         return called(self._under_way[0].name) if self._under_way else super().under_way()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The capture is over. What stands for collectives refers to this."""
         while self._under_way:
             self._under_way.pop().work = None
