@@ -19,7 +19,7 @@ from ..guards.reachable import Reach
 from ..python.holders import Holder
 from ..values.pytree import flatten
 from ..values.tensor_subclasses import parts
-from .python_events import unheard
+from .python_events import pause_profiling
 
 __all__ = ["MOVED", "CallMemory"]
 
@@ -179,7 +179,7 @@ def _forgetting(watch: weakref.ref[CallMemory]) -> Callable[[_Birth], None]:
 
     def gone(birth: _Birth) -> None:
         if (mine := watch()) is not None:
-            listening = unheard()
+            listening = pause_profiling()
             try:
                 mine.died(birth.key)
             finally:

@@ -46,7 +46,7 @@ from .followed_counts import COUNTING, FollowedCounts
 from .histories import Histories
 from .host_numbers import HostNumbers
 from .origins import Origins
-from .python_events import unheard
+from .python_events import pause_profiling
 from .random_states import RandomStates
 from .refusals import Refusals
 
@@ -139,7 +139,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
             return self._of_classes(func, classes, args, kwargs)
-        listening = unheard()
+        listening = pause_profiling()
         try:
             return self._of_call(func, args, kwargs, listening)
         except Refusal as refusal:
@@ -216,7 +216,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
 
     def _of_higher_order(self, func: HigherOrderOperator, args: Args, kwargs: Kwargs) -> object:
         """Run a higher-order operator. The operators that it calls come to this mode again."""
-        listening = unheard()
+        listening = pause_profiling()
         kwargs = {name: self.lent(x) if isinstance(x, torch.Generator) else x for name, x in kwargs.items()}
         try:
             if listening is not None:

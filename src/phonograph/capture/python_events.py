@@ -6,8 +6,8 @@ What an effect is, `effects` decides; here are the two ways to hear of calls:
   whether its calls are listened to: all those of the user's code, and of library code only where it mentions a name that
   could be an effect. Everything else runs at full speed.
 * `sys.setprofile`: every call and start of the thread, ours and torch's included. It is kept cheap by looking at names
-  first, and is off while `OperatorWatch` works (`unheard`). Another profile function is called as well; cProfile, which is
-  no Python function, pauses.
+  first, and is off while `OperatorWatch` works (`pause_profiling`). Another profile function is called as
+  well; cProfile, which is no Python function, pauses.
 
 Monitoring hears all threads: the one that captures counts, and autograd's, which are not of Python's making. A profile
 function hears its own thread only, so that before Python 3.12 an effect in a hook that autograd calls on a thread of its
@@ -50,7 +50,7 @@ from ..python.origin import is_users, users_line
 from ..state.rng import READS, SETS, asked
 from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 
-__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "unheard", "watching_python"]
+__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "pause_profiling", "watching_python"]
 
 
 # By identity: a code's hash goes through all its instructions.
@@ -286,7 +286,7 @@ def alone() -> bool:
 _ours: Callable[..., object] | None = None  # the profile function, while there is one
 
 
-def unheard() -> Callable[..., object] | None:
+def pause_profiling() -> Callable[..., object] | None:
     """Switch our profile function off, if it is on in this thread; ``sys.setprofile`` of the result switches it on."""
     if _ours is None or sys.getprofile() is not _ours:
         return None

@@ -26,7 +26,7 @@ from ...capture.breaks import Break, MarkedBreak
 from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.host_numbers import CHECKS
-from ...capture.python_events import unheard
+from ...capture.python_events import pause_profiling
 from ...capture.recording import Made, Program, memory_of
 from ...capture.value_checks import Check
 from ...errors import Elsewhere, Refusal
@@ -236,7 +236,7 @@ class Tape(OperatorWatch):
 
     def _wait(self, one: UnderWay, timeout: object = None) -> None:
         """The call waits for a collective."""
-        listening = unheard()
+        listening = pause_profiling()
         try:
             if one not in self._under_way:
                 return
