@@ -17,7 +17,7 @@ from .._torch.operators import OpOverload
 from ..errors import Refusal
 from ..memory.pool import dense
 from ..python.identity import identity
-from ..values.wording import MARKED, at_work
+from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
 __all__ = ["MASKED", "Meaning", "bytes_written", "check", "constant", "made_integers", "meaning", "operands", "reaches_beside",
@@ -261,7 +261,7 @@ def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
 
 
-def check(m: Meaning, args: Args, kwargs: Kwargs, said: Callable[[str], str] = at_work) -> None:
+def check(m: Meaning, args: Args, kwargs: Kwargs, said: Callable[[str], str] = source_of) -> None:
     """Refuse what no device can capture. An operator is `said` to be what it is for the user.
 
     Raises:
@@ -290,7 +290,7 @@ def remedy(name: str) -> str:
     return _REMEDIES.get(name, "")
 
 
-def reads_value(name: str = "aten::_local_scalar_dense", said: Callable[[str], str] = at_work) -> Refusal:
+def reads_value(name: str = "aten::_local_scalar_dense", said: Callable[[str], str] = source_of) -> Refusal:
     reader = said(name)
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
     there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)

@@ -30,7 +30,7 @@ from ..python.identity import identity
 from ..values.counters import Followed
 from ..values.formulas import Formula
 from ..values.pytree_nodes import Node
-from ..values.wording import at_work, operator
+from ..values.wording import operator, source_of
 
 __all__ = ["Comparison", "Differs", "Digest", "NotNow", "Same"]
 
@@ -172,9 +172,9 @@ class Comparison(Digest):
         then = self._then.names[at] if at < len(self._then.names) else ""
         if m.name != then:
             was = operator(then) if then else "nothing more"
-            raise Differs(f"calls {at_work(m.name)}, and called {was} there when it was recorded")
+            raise Differs(f"calls {source_of(m.name)}, and called {was} there when it was recorded")
         if self.hashes[-_BYTES:] != self._then.hashes[_BYTES * at : _BYTES * (at + 1)]:
-            raise Differs(f"{at_work(m.name)} is given other numbers or tensors than when it was recorded")
+            raise Differs(f"{source_of(m.name)} is given other numbers or tensors than when it was recorded")
 
     def end(self, shape: Node | None, leaves: list[object]) -> None:
         super().end(shape, leaves)

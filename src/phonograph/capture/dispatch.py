@@ -37,7 +37,7 @@ from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
 from ..values.tensor_subclasses import consists_of_parts
-from ..values.wording import MARKED, at_work
+from ..values.wording import MARKED, source_of
 from .arrivals import Arrivals
 from .call_memory import CallMemory
 from .digest import Digest
@@ -186,9 +186,9 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         if self.histories and torch.is_grad_enabled():
             self.histories.check_result(m, operators.operands(args, kwargs), out)
         if m.converts and operators.made_integers(args, out):
-            self.more = self.more or f"makes integers of floating-point numbers ({at_work(m.name)}), which may be indices"
+            self.more = self.more or f"makes integers of floating-point numbers ({source_of(m.name)}), which may be indices"
         if sizes and sizes != operators.bytes_written(m, args, kwargs):
-            raise Refusal(f"{at_work(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
+            raise Refusal(f"{source_of(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
         return out
 
     def _check(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
@@ -228,7 +228,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         except NotImplementedError as e:
             if not is_missing(e):
                 raise
-            raise self.located(Refusal(f"{at_work(f'torch.ops.higher_order.{func.name()}')} has no code of its own for "
+            raise self.located(Refusal(f"{source_of(f'torch.ops.higher_order.{func.name()}')} has no code of its own for "
                                        f"{self.device.type}", "compile what calls it (torch.compile)")) from None  # fmt: skip
         finally:
             if listening is not None:
@@ -248,7 +248,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         tensors = operators.operands(args, kwargs)
         if are_fake(map(type, tensors)):
             return func(*args, **kwargs)
-        name = at_work(operators.meaning(func).name)
+        name = source_of(operators.meaning(func).name)
         try:
             if self.histories and torch.is_grad_enabled():
                 self.histories.check(tensors)
@@ -273,7 +273,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             if name:
                 touched.add(key)
                 if key in self._counts:
-                    raise Refusal(f"{at_work(m.name)} works with the step count of an optimizer, which is kept on the host",
+                    raise Refusal(f"{source_of(m.name)} works with the step count of an optimizer, which is kept on the host",
                                   "leave the count to the optimizer's step, or read it outside")  # fmt: skip
             elif name is None and not is_valueless(t):
                 if not has_memory(t):
@@ -293,7 +293,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         if m.random:
             self.more = self.more or "draws random numbers"
         if m.name == "aten::as_strided" and storage_id(args[0]) in self.slot_ids and operators.reaches_beside(args, kwargs):
-            raise Refusal(f"{at_work(m.name)} of an argument can reach what lies beside it", "use slices of it")
+            raise Refusal(f"{source_of(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
             self.writes(t)
         self._by_single.update(map(storage_id, operators.written_one_by_one(m, args, kwargs)))
@@ -304,7 +304,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             return
         said = "reads a tensor that phonograph cannot trace back to an argument or to the function's own variables"
         remedy = "pass it as an argument, or keep it as an attribute, closure variable or global"
-        raise Refusal(f"{at_work(m.name)} {said}", remedy)
+        raise Refusal(f"{source_of(m.name)} {said}", remedy)
 
     def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operator that reads values at capture reads the same values in each replay."""
@@ -348,7 +348,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             if has_memory(t):
                 found.append(t)
             elif not (is_valueless(t) or waits_by_itself([type(t)])):  # (what that will give is known)
-                raise Refusal(f"{at_work(m.name)} gives {kind_of(t)}", f"use dense tensors, or do it outside the recorded "
+                raise Refusal(f"{source_of(m.name)} gives {kind_of(t)}", f"use dense tensors, or do it outside the recorded "
                               f"function, {MARKED}")  # fmt: skip
         return found
 
@@ -425,7 +425,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
 
 
 def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:
-    return Refusal(f"{at_work(m.name)} works with {kind_of(t)}",
+    return Refusal(f"{source_of(m.name)} works with {kind_of(t)}",
                    f"use dense tensors, or do it outside the recorded function, {MARKED}")  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ..call.signature import Call
 from ..errors import Again, Elsewhere, Refusal, Unseen
 from ..guards.reachable import Reach
 from ..python.origin import users_frame
-from ..values.wording import at_work
+from ..values.wording import source_of
 from .dispatch import OperatorWatch
 from .effects import SCHEDULER, Starts
 from .python_events import Listener
@@ -142,7 +142,7 @@ class LookingWatch(OperatorWatch):
     def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
         tensors = super()._see(m, args, kwargs)
         if m.copies and copies_to_host(m, args, kwargs) and any(not t.is_cpu for t in tensors):
-            raise Refusal(f"{at_work(m.name)} copies a tensor from the GPU to the CPU",
+            raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
                           "return the tensor, and copy it outside the recorded function")  # fmt: skip
         return tensors
 

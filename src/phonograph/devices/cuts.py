@@ -38,7 +38,7 @@ from ..python.origin import users_line
 from ..values.host_scalars import READS_NUMBER, Site, tensors_of
 from ..values.keys import NoSignature, plain_key
 from ..values.pytree import flatten, unflatten
-from ..values.wording import COMPILED, at_work
+from ..values.wording import COMPILED, source_of
 
 __all__ = ["UNDONE", "Cuts", "Unmarked"]
 
@@ -91,7 +91,7 @@ class Cuts:
 
     def cut(self, operator: OpOverload | Marked, args: Args, kwargs: Kwargs) -> object:
         """End a segment, because this is called. Returns what stands for its result."""
-        said = operator.name() if isinstance(operator, Marked) else at_work(operator.name())
+        said = operator.name() if isinstance(operator, Marked) else source_of(operator.name())
         runs, watch = f"runs {said} live", self._watch
         form, values = self._form(operator, runs)
         leaves: Leaves = []
@@ -141,7 +141,7 @@ class Cuts:
         runs = "goes on by a number that it reads"
         for number in self._numbers.get(site, iter(())):
             self._may_cut(runs)
-            part = Decision(number, at_work(READS_NUMBER.name()), users_line())
+            part = Decision(number, source_of(READS_NUMBER.name()), users_line())
             self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise Unseen(f"{runs}, and did not read it before", "read it in every call", final=False)

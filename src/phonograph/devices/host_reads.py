@@ -22,7 +22,7 @@ from ..aten import operators
 from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
 from ..values.host_scalars import Site, readable, site_of
-from ..values.wording import at_work
+from ..values.wording import source_of
 
 __all__ = ["AS_MEMORY", "ITEM", "LISTED", "NUMBERS", "READS", "TRUTH", "host_reads_refused", "of_the_host", "reads_value"]
 
@@ -49,14 +49,14 @@ def reads_value(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> 
         return None
     if name in NUMBERS:
         return operators.reads_value()
-    return Refusal(f"{at_work(f'Tensor.{name}')} reads a tensor's value on the host",
+    return Refusal(f"{source_of(f'Tensor.{name}')} reads a tensor's value on the host",
                    "return the tensor and read it outside the recorded function")  # fmt: skip
 
 
 def of_the_host(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> Refusal | None:
     """Why a call of a GPU's cannot read a tensor. What lies on the host is a constant."""
     if has_memory(args[0]):
-        watch.reads_on_host(args[0], at_work(f"Tensor.{name}"))
+        watch.reads_on_host(args[0], source_of(f"Tensor.{name}"))
     return None
 
 

@@ -36,20 +36,20 @@ class uncollected:  # noqa: N801 - it is used as a function
 @contextmanager
 def telling_collections() -> Iterator[Callable[[], bool]]:
     """A function that says, inside the block, whether the collector is at work in this thread."""
-    at_work: list[int] = []
+    source_of: list[int] = []
 
     def begins(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            at_work.append(threading.get_ident())
+            source_of.append(threading.get_ident())
 
     def ends(phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
-            at_work.clear()
+            source_of.clear()
 
     gc.callbacks += [ends, ends]  # first: it may start between these two lines. Of two one is called also where a callback
     gc.callbacks.insert(0, begins)  # takes itself from the list, which goes on after the next then
     try:
-        yield lambda: threading.get_ident() in at_work
+        yield lambda: threading.get_ident() in source_of
     finally:
         for ours in (begins, ends, ends):
             if ours in gc.callbacks:

@@ -22,8 +22,21 @@ from ..python.origin import is_ours, is_users, users_frame
 from ..python.places import place
 from .pytree_nodes import Field
 
-__all__ = ["COMPILED", "MARKED", "Failure", "Naming", "at_work", "defined_at", "excerpt", "failure", "innermost", "locating",
-           "naming", "operator", "returned_at"]  # fmt: skip
+__all__ = [
+    "COMPILED",
+    "MARKED",
+    "Failure",
+    "Naming",
+    "defined_at",
+    "excerpt",
+    "failure",
+    "innermost",
+    "locating",
+    "naming",
+    "operator",
+    "returned_at",
+    "source_of",
+]  # fmt: skip
 
 _LONG = 60  # characters of an excerpt
 
@@ -75,7 +88,7 @@ def operator(name: str) -> str:
     return name
 
 
-def at_work(name: str) -> str:
+def source_of(name: str) -> str:
     """What calls this operator now, as the user has written it: the expression that runs, and what it comes to, if that is not
     to be seen there."""
     said, frame = operator(name), users_frame(sys._getframe(1))

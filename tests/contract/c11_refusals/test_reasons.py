@@ -35,7 +35,7 @@ from phonograph import reasons as coded
 from phonograph.engine import contained, making
 from phonograph.errors import Refusal
 from phonograph.values.keys import NoSignature
-from phonograph.values.wording import Naming, at_work, excerpt, failure, operator
+from phonograph.values.wording import Naming, excerpt, failure, operator, source_of
 from tests.helpers import may_run_live, ramp
 
 SOURCE = pathlib.Path(pg.__file__).parent
@@ -1462,7 +1462,7 @@ def test_c11_whatever_is_refused_has_a_remedy(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_c11_no_reason_has_the_name_of_an_operator_as_it_is_inside_of_torch(path):
-    """`wording.at_work(m.name)` is what people write."""
+    """`wording.source_of(m.name)` is what people write."""
     for line, reason, _ in refusals_in(path):
         for value in (x.value for x in getattr(reason, "values", ()) if isinstance(x, ast.FormattedValue)):
             assert ast.unparse(value) not in ("m.name", "meaning.name", "func", "operator.name()"), f"{path}:{line}"
@@ -1497,8 +1497,8 @@ def test_c11_a_long_expression_is_cut():
 
 
 def test_c11_an_operator_is_named_by_the_expression_that_runs():
-    said = at_work("aten::nonzero")
-    assert said == ('`at_work("aten::nonzero")`' if SHOWS_EXPRESSIONS else "`torch.nonzero`")
+    said = source_of("aten::nonzero")
+    assert said == ('`source_of("aten::nonzero")`' if SHOWS_EXPRESSIONS else "`torch.nonzero`")
 
 
 def test_c11_arguments_are_named_as_the_function_does():

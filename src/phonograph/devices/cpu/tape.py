@@ -35,7 +35,7 @@ from ...guards.snapshot import changed
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
-from ...values.wording import at_work
+from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
 from .arena import Arena
@@ -107,10 +107,10 @@ class Tape(OperatorWatch):
         for key in {*map(storage_id, tensors)} & self._lent_by_others.keys():
             address, nbytes, before = self._lent_by_others[key]
             if ctypes.string_at(address, nbytes) != before:
-                raise Refusal(f"{at_work(m.name)} reads a tensor on the memory of an array that was written since",
+                raise Refusal(f"{source_of(m.name)} reads a tensor on the memory of an array that was written since",
                               "make the tensor of the array when it is complete, or by torch.tensor")  # fmt: skip
         if any(storage_id(t) in self._lent_by_others for t in operators.written_by(m, args, kwargs)):
-            raise Refusal(f"{at_work(m.name)} writes a tensor on the memory of an array", "write a clone of it")
+            raise Refusal(f"{source_of(m.name)} writes a tensor on the memory of an array", "write a clone of it")
 
     def close_arrays(self, leaving: Set[int]) -> None:
         """A result on the memory of an array would be one of its own in a replay."""
@@ -132,7 +132,7 @@ class Tape(OperatorWatch):
         if m.metadata_only:
             return func(*args, **kwargs)
         if may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
-            self._may_raise(at_work(m.name), operators.written_by(m, args, kwargs))
+            self._may_raise(source_of(m.name), operators.written_by(m, args, kwargs))
         reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
         noted: tuple[Args, Kwargs] = (), {}
         if not reads_only:
@@ -142,7 +142,7 @@ class Tape(OperatorWatch):
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
         if m.others:
             for place in changed(self._before):
-                raise Refusal(f"{at_work(m.name)}, which may be code that asks for it, is called while {place} is changed "
+                raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is changed "
                               "for a time", "change it outside, around the call")  # fmt: skip
         casts = self.casts.within(m)
         self.repeated = not m.compiled

@@ -51,7 +51,7 @@ from ...python import memory_contents
 from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
 from ...state.rng import Rewind
-from ...values.wording import at_work, operator
+from ...values.wording import operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .host_constants import Room, given, moves
@@ -118,8 +118,8 @@ class CudaWatch(DrawsWatch):
     def _see(self, m: Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
             self.begins_dropout = True
-            raise Unseen(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}", "seed outside, and not before each call",
-                         final=False)  # fmt: skip
+            raise Unseen(f"{source_of(m.name)} draws a seed for {cuda_dropout.BUFFER}",
+                         "seed outside, and not before each call", final=False)  # fmt: skip
         if (buffer := cuda_dropout.buffer_of(m.name, args)) is not None:
             self._see_buffer(m, args, buffer)
         tensors = super()._see(m, args, kwargs)
@@ -141,7 +141,7 @@ class CudaWatch(DrawsWatch):
         if cuda_dropout.draws(m.name, args):
             self._buffer, self.drops_out = buffer, True
             if self.sets_states:  # in a capture, torch does not take note of that
-                raise self.located(Refusal(f"{at_work(m.name)} draws a seed for {cuda_dropout.BUFFER}, because the call has "
+                raise self.located(Refusal(f"{source_of(m.name)} draws a seed for {cuda_dropout.BUFFER}, because the call has "
                                            "set the state of the random generator (recompute does, too)",
                                            "put nn.Dropout between layers of their own, instead of dropout="))  # fmt: skip
             self.more = self.more or "draws random numbers"
@@ -164,10 +164,10 @@ class CudaWatch(DrawsWatch):
                 m.name == "aten::copy_" and args[0].device.type == "cpu"
             )
             if to_host:
-                raise Refusal(f"{at_work(m.name)} copies a tensor from the GPU to the CPU",
+                raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
                               "return the tensor, and copy it outside the recorded function")  # fmt: skip
         for t in self._hosts:
-            self.reads_on_host(t, at_work(m.name))
+            self.reads_on_host(t, source_of(m.name))
         if self._hosts and not others:
             self.dials_lost([*args, *kwargs.values()])  # what is worked out here is not launched
 
@@ -367,7 +367,7 @@ class CudaWatch(DrawsWatch):
             with self:
                 return func.decompose(*args, **kwargs)
         if m.others and hosts and all(t.is_cpu for t in operands(args, kwargs)):
-            raise Refusal(f"{at_work(m.name)}, an operator of others, works on the CPU", "give it tensors of the device")
+            raise Refusal(f"{source_of(m.name)}, an operator of others, works on the CPU", "give it tensors of the device")
         if hosts and self.room is not None:
             func, args, kwargs = given(self.room, func, m, args, kwargs)
         self._performing += 1

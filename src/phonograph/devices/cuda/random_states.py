@@ -22,7 +22,7 @@ from ...guards.reachable import Reach
 from ...state.compiled_generators import OwnGenerators, among, own_of_caller
 from ...state.rng import Known, Rewind
 from ...values.device_names import is_of
-from ...values.wording import at_work
+from ...values.wording import source_of
 
 __all__ = ["DrawsWatch"]
 
@@ -59,7 +59,7 @@ class DrawsWatch(OperatorWatch):
             Refusal: it draws on the host, or what a replay would not draw so.
         """
         if _on_host(args, kwargs):
-            raise self.located(Refusal(f"{at_work(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
+            raise self.located(Refusal(f"{source_of(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
         if self._rewind is not None and not self._lending:
             self._draws.add(self._rewound)
             if len(self._draws) > 1:
