@@ -70,7 +70,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
-        self.strangers: dict[tuple[int, int], tuple[str, str]] = {}
+        self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
         self.split: Set[object] = frozenset()
@@ -278,7 +278,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             elif name is None and not is_valueless(t):
                 if not has_memory(t):
                     raise _other_kind(m, t)
-                self.stranger(m, t)
+                self.refuse_untraced(m, t)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
@@ -298,7 +298,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             self.writes(t)
         self._by_single.update(map(storage_id, operators.written_one_by_one(m, args, kwargs)))
 
-    def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:
+    def refuse_untraced(self, m: operators.Meaning, t: torch.Tensor) -> None:
         """Refuse a tensor that is no argument, not in reach, and not the result of a watched operator."""
         if m.constant:
             return
@@ -373,7 +373,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             if self.known.get(key):
                 self.touched.add(key)
             elif key not in self.known:
-                self.stranger(_GIVEN._replace(name=name), t)
+                self.refuse_untraced(_GIVEN._replace(name=name), t)
         self.undone = [*({s._cdata: s for s in self.changed()} | self.given_outside).values()]
         made = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device=m.device) for m in results]
         for t, value in zip(made, values, strict=True):

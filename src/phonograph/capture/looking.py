@@ -122,7 +122,7 @@ class LookingWatch(OperatorWatch):
             self._begins(t.untyped_storage())
         return out
 
-    def stranger(self, m: operators.Meaning, t: torch.Tensor) -> None:
+    def refuse_untraced(self, m: operators.Meaning, t: torch.Tensor) -> None:
         """Nothing: what leads to it may not have been looked at."""
 
     def is_constant(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:

@@ -51,7 +51,7 @@ def test_c07_settings_of_which_kernels_are_used(device, read, change):
 
 
 def test_c07_a_setting_that_the_first_call_decides(device):
-    """As the first call of attention on a GPU decides on an order of its kernels: later calls are no strangers."""
+    """As the first call of attention on a GPU decides on an order of its kernels: later calls are no untraced."""
     f = pg.record(lambda x: (torch._C._set_sdp_priority_order(sorted(ATTENTIONS)), x * 2)[1], warmup=1)
     try:
         for n in range(4):

@@ -110,7 +110,7 @@ class Capture:
     def captured(self, footprint: Spans) -> Captured:
         """What it has come to, when it is over."""
         plan, watch = self._plan, self.watch
-        _no_strangers(watch, footprint)
+        _no_untraced(watch, footprint)
         made = {}
         leaving = [*plan.results(self._result), *plan.saved()]
         for t in leaving:
@@ -153,8 +153,8 @@ class Capture:
         return own if sum(s.nbytes() for s in own.values()) <= plan.copied else {}
 
 
-def _no_strangers(watch: OperatorWatch, footprint: Spans) -> None:
-    for (start, nbytes), (operator, line) in watch.strangers.items():
+def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
+    for (start, nbytes), (operator, line) in watch.untraced.items():
         if nbytes and not footprint.covers(start, nbytes):
             raise Refusal(
                 f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "

@@ -137,7 +137,7 @@ class CudaWatch(DrawsWatch):
         self.outside.add(key)
         self.theirs.add(key)
         self.met_outside(buffer)
-        self.strangers.pop(memory_of(buffer), None)  # autograd has saved it before
+        self.untraced.pop(memory_of(buffer), None)  # autograd has saved it before
         if cuda_dropout.draws(m.name, args):
             self._buffer, self.drops_out = buffer, True
             if self.sets_states:  # in a capture, torch does not take note of that
@@ -376,7 +376,7 @@ class CudaWatch(DrawsWatch):
         finally:
             self._performing -= 1
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
-            super().stranger(m, args[0])
+            super().refuse_untraced(m, args[0])
         return out
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
@@ -389,15 +389,15 @@ class CudaWatch(DrawsWatch):
             self.dials.lost = True  # its value would be that of what stands in for a number
         return super()._constant(t)
 
-    def stranger(self, m: Meaning, t: torch.Tensor) -> None:
+    def refuse_untraced(self, m: Meaning, t: torch.Tensor) -> None:
         # A compiled part makes tensors that no operator was seen to make; whether this is one shows at the end, by its
         # address. Host constants need no watching: they are baked in.
         if t.is_cuda:
             place = (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
-            if place not in self.strangers and not self._free.covers(*place):
-                self.strangers[place] = (f"`{operator(m.name)}`", self._line())
+            if place not in self.untraced and not self._free.covers(*place):
+                self.untraced[place] = (f"`{operator(m.name)}`", self._line())
         elif m.name != "aten::to" or not self.states.knows(t):
-            super().stranger(m, t)
+            super().refuse_untraced(m, t)
 
     def _line(self) -> str:
         """The user's line, which takes a while to find. Inductor's code for a graph works with hundreds of tensors that it has
