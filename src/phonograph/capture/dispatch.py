@@ -151,7 +151,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
             if listening is not None:
                 sys.setprofile(listening)
 
-    def comes_to_nothing(self) -> None:
+    def roll_back(self) -> None:
         """Undo what a failed capture has changed."""
         self.put_versions_back()
         if self.digest is not None:

@@ -120,7 +120,7 @@ class DryRun:
             yield
         except BaseException:
             if self._watch is not None:
-                self._watch.comes_to_nothing()
+                self._watch.roll_back()
             raise
 
     def _plan(self, most: float) -> CapturePlan:
