@@ -97,7 +97,7 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
                 with Nested():
                     record(name, function, call, reach, device, terms)
         except Overlooked as e:
-            describer.hear(e)
+            describer.extend_reach(e)
             continue
         except Refusal as found:
             found.drop_references()  # of what the capture has made

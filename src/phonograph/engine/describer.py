@@ -114,7 +114,7 @@ class Describer:
                           this_call=True)  # fmt: skip
         return reach
 
-    def hear(self, of: Overlooked) -> None:
+    def extend_reach(self, of: Overlooked) -> None:
         """Look at what a capture has heard as well, from now on."""
         self.heard |= of.names
         self._met += [weakref.ref(one) for one in of.met]

@@ -173,7 +173,7 @@ class Maker:
                     raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
                 return recording
             except Overlooked as e:
-                self._describer.hear(e)
+                self._describer.extend_reach(e)
                 reach = self._describer.reach(call)
             except Attached:
                 if history.capture.attached or borrow:
