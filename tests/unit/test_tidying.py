@@ -34,7 +34,7 @@ class Recording:
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.memory = torch.empty(1 << 10, dtype=torch.uint8)
         at = self.memory.data_ptr()
-        self.footprint, self.lent = Spans([(at, nbytes)]), Spans()
+        self.footprint, self.borrowed_memory = Spans([(at, nbytes)]), Spans()
         self.anchor = device._memory.anchor  # as its program has
         self.leases = [Lease(at, 64, torch.device("cpu"), device._memory.anchor)]
         self.rivals: list[Any] = []

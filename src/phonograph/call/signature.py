@@ -70,7 +70,7 @@ class Call(NamedTuple):
     places: for each of these, its index among the leaves.
     like: the arguments as they were passed.
     again: (index among the leaves, index among the tensors), for each further use of a tensor.
-    lent: borrowed outputs among the tensors, by index.
+    borrowed: borrowed outputs among the tensors, by index.
     containers: containers that were flattened, outer ones first.
     numbers: indices of leaves that are followed numbers, whose values are not in the key.
     """
@@ -82,19 +82,19 @@ class Call(NamedTuple):
     places: tuple[int, ...]
     like: Thing = None
     again: tuple[tuple[int, int], ...] = ()
-    lent: dict[int, Borrowed] = {}  # noqa: RUF012 - the default is never written
+    borrowed: dict[int, Borrowed] = {}  # noqa: RUF012 - the default is never written
     containers: Sequence[Any] = ()
     numbers: tuple[int, ...] = ()
 
-    def lent_within(self, spans: Spans) -> list[int]:
+    def borrowed_within(self, spans: Spans) -> list[int]:
         """Indices of tensors that are borrowed outputs in this memory."""
-        return [i for i, b in self.lent.items() if spans.meets(b.loan.address, b.loan.nbytes)]
+        return [i for i, b in self.borrowed.items() if spans.meets(b.loan.address, b.loan.nbytes)]
 
     def own_borrowed(self, within: Spans) -> None:
         """Copy borrowed outputs in this memory, which a replay will overwrite. (By the signature they do not overlap.)"""
-        for i in self.lent_within(within):
+        for i in self.borrowed_within(within):
             self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
-            del self.lent[i]
+            del self.borrowed[i]
 
 
 FOLLOWED: dict[type[object], tuple[type[object]]] = {kind: (kind,) for kind in (float, int)}
@@ -154,7 +154,7 @@ def _described(
     tensors: list[torch.Tensor] = []
     places: list[int] = []
     again: list[tuple[int, int]] = []
-    lent: dict[int, Borrowed] = {}
+    borrowed: dict[int, Borrowed] = {}
     numbers: dict[int, int] = {}
     keys: list[object] = []
     given: list[int] = []
@@ -171,7 +171,7 @@ def _described(
                     again.append((at, number))
                     continue
                 if type(leaf) is Borrowed:
-                    lent[number] = leaf
+                    borrowed[number] = leaf
                     leaf = leaves[at] = plain(leaf)
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
@@ -194,7 +194,9 @@ def _described(
     apart = [identity(c) for c in containers if isinstance(c, torch.Tensor)]
     if len({*apart}) < len(apart):  # the function may test `q is k`
         raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")
-    return Call(key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), lent, containers, tuple(given))
+    return Call(
+        key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), borrowed, containers, tuple(given)
+    )
 
 
 def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:

@@ -135,7 +135,7 @@ class Replay:
     """None for a call that was recognised by its tensors alone."""
     tensors: Sequence[torch.Tensor]
     """Those among its arguments..."""
-    lent: Mapping[int, Borrowed]
+    borrowed: Mapping[int, Borrowed]
     """...and the borrowed outputs behind some of these, by their numbers."""
     copies: Sequence[torch.Tensor]
     """Copies of small results, made by the program."""
@@ -259,7 +259,7 @@ class Recording:
     """Saved memory that it may write once it has read it. The one call whose backward this is may hold that."""
     reads: Any = field(default=None, repr=False)
     """Saved tensors that it reads, as the backward of another."""
-    lent: Spans = field(default_factory=Spans, repr=False)
+    borrowed_memory: Spans = field(default_factory=Spans, repr=False)
     """Where borrowed slots lie."""
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     """Memory in which no argument may lie."""

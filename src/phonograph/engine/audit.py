@@ -84,7 +84,7 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
     """What the call does now that is not what was recorded; None if there is nothing."""
     recording, device = player.recording, player.device
     retrace = recording.retrace
-    if call.lent:
+    if call.borrowed:
         return NotNow()
     if device.pool.loans:
         device.pool.take_back(recording.footprint)

@@ -102,7 +102,7 @@ class Maker:
             with _relying_on(reach):
                 device: Device = device_for(self._describer.device_of(call, reach, history.capture.device))
             device.tidy()
-            device.pool.take_back(keep=[borrowed.loan for borrowed in call.lent.values()])
+            device.pool.take_back(keep=[borrowed.loan for borrowed in call.borrowed.values()])
             turns = self._options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
             recording = self._capture(call, history, reach, device, blocked, apart, turns)
             if self._options.live_backward and recording.backward is not None and recording.backward.only_captured:

@@ -57,7 +57,7 @@ class Argument(Output):
     index: int
 
     def make(self, replay: Replay) -> object:
-        return replay.lent.get(self.index, replay.tensors[self.index])
+        return replay.borrowed.get(self.index, replay.tensors[self.index])
 
 
 @dataclass(frozen=True, eq=False)

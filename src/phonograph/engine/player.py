@@ -55,7 +55,7 @@ class Player:
         slots = list(enumerate(recording.slots))
         outer = [(i, s) for i, s in slots if not isinstance(s.tensor, torch.nn.Parameter)]
         self._fed = [i for i, s in outer if not s.borrowed]
-        self._lent = [(i, s.tensor) for i, s in outer if s.borrowed]
+        self._borrowed = [(i, s.tensor) for i, s in outer if s.borrowed]
         self._feeds_all = len(self._fed) == len(slots)
         self._nbytes = sum(unexpanded(recording.slots[i].tensor).nbytes for i in self._fed)
         self._written = [(i, s.tensor, unexpanded(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
@@ -175,7 +175,7 @@ class Player:
             and not (self.recording.rivals and self.held())
             and self._broken_beside_gradients() is None
             and (self._grads is None or self._grads.ready())
-            and (not self._lent or all(address(tensors[i]) == address(slot) for i, slot in self._lent))
+            and (not self._borrowed or all(address(tensors[i]) == address(slot) for i, slot in self._borrowed))
         )
 
     def grads_held(self) -> bool:
@@ -193,7 +193,7 @@ class Player:
     @property
     def overwrites(self) -> Spans:
         """Memory that a replay may write: the footprint, and slots in other recordings' outputs."""
-        return self.recording.footprint | self.recording.lent
+        return self.recording.footprint | self.recording.borrowed_memory
 
     def holding(self) -> bool:
         """Whether some lease of its own is alive."""
@@ -218,7 +218,7 @@ class Player:
         """Whether live leases prevent a replay of this call."""
         if self.held():
             return True
-        return any(self._in_use(slot, call.tensors[i]) for i, slot in self._lent)
+        return any(self._in_use(slot, call.tensors[i]) for i, slot in self._borrowed)
 
     def half_attached(self, call: Call) -> bool:
         """Whether an argument has a history on which only some results depend. One autograd node cannot express that."""
@@ -241,11 +241,11 @@ class Player:
     def play(self, call: Call) -> tuple[Any, int]:
         """Replay for this call. Returns its result, and the bytes of arguments that were copied. Does not wait for the
         device."""
-        if call.lent:
+        if call.borrowed:
             call.own_borrowed(self.overwrites)
         self._enter()
         tensors = call.tensors
-        copied = self._nbytes + (self._lend_in(tensors) if self._lent else 0)
+        copied = self._nbytes + (self._fill_borrowed(tensors) if self._borrowed else 0)
         if self.played == 1 and self.may_begin_again:
             self.recording.reliances.grads.keep()
         try:
@@ -321,9 +321,9 @@ class Player:
         if gradients and self._grads is not None:
             self._grads.leave()
 
-    def _lend_in(self, tensors: list[torch.Tensor]) -> int:
+    def _fill_borrowed(self, tensors: list[torch.Tensor]) -> int:
         """Copy arguments to those slots that are outputs of other recordings, unless they lie there already."""
-        moved = [(slot, tensors[i]) for i, slot in self._lent if tensors[i].data_ptr() != slot.data_ptr()]
+        moved = [(slot, tensors[i]) for i, slot in self._borrowed if tensors[i].data_ptr() != slot.data_ptr()]
         if self.pool.loans:
             self.pool.take_back(Spans(memory_of(slot) for slot, _ in moved))
         with torch.no_grad():
@@ -366,7 +366,9 @@ class Player:
 
     def _made(self, call: Call | None, tensors: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> Leaves:
         made: list[object] = [None] * len(self.recording.outputs)
-        replay = Replay(self.recording, self.device.pool, call, tensors, call.lent if call is not None else {}, copies, made)
+        replay = Replay(
+            self.recording, self.device.pool, call, tensors, call.borrowed if call is not None else {}, copies, made
+        )
         for i, output in self._first:
             made[i] = output.make(replay)
         if self._attached:
@@ -377,7 +379,7 @@ class Player:
 
     def _attach(self, made: list[object], tensors: Sequence[torch.Tensor], call: Call | None) -> None:
         assert self.joint is not None
-        self.joint.attach(made, tensors, call.lent if call is not None else ())
+        self.joint.attach(made, tensors, call.borrowed if call is not None else ())
 
 
 def _behind(o: Output, outputs: Sequence[Output]) -> int:

@@ -58,7 +58,7 @@ class Prepared:
         if request.tracing is not None and not request.calls_graph:
             around(device)
         clearance = Clearance.of(request)
-        protected = clearance.protected | Spans((lent.loan.address, lent.loan.nbytes) for lent in call.lent.values())
+        protected = clearance.protected | Spans((lent.loan.address, lent.loan.nbytes) for lent in call.borrowed.values())
         buckets = undo.enter_context(reducers.taking_part(device))
         grads = Grads([t for _, t in reach.all_tensors], device.outlives, [t for _, t in reach.gathered if t.is_leaf])
         snapshot = undo.enter_context(transaction(reach, grads))

@@ -248,7 +248,7 @@ class Recorded(Parts, Generic[P, R]):
             return self._described(args, kwargs)
         if entangled and any(map(entangled.meets, call.tensors)):
             raise Refusal(Entangled.REASON, "pass a clone")
-        if call.lent and self._describer.marked:
+        if call.borrowed and self._describer.marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
 
@@ -301,7 +301,12 @@ class Recorded(Parts, Generic[P, R]):
             raise Refusal("has a result that does not depend on an argument with a history of its own, as others do",
                           "record the parts, each with its own arguments")  # fmt: skip
         counters.replayed += 1
-        if every and player.played and player.played % every == 0 and not (call.lent and call.lent_within(player.overwrites)):
+        if (
+            every
+            and player.played
+            and player.played % every == 0
+            and not (call.borrowed and call.borrowed_within(player.overwrites))
+        ):
             reach, own = self._describer.reach(call), player.recording.program.own_generators
             return verified(self.name, call, reach, self._function, lambda: player.play(call)[0], own)
         try:

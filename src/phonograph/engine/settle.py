@@ -90,7 +90,9 @@ class Settlement:
             drops_out=watch.drops_out,
             communicates=watch.communicated,
             entangled=self._entangled,
-            lent=Spans(memory_of(s.tensor) for s in self._slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)),
+            borrowed_memory=Spans(
+                memory_of(s.tensor) for s in self._slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)
+            ),
             borrow=borrow,
             backward=self._backward,
             reads=backward.reads if backward is not None else None,

@@ -204,7 +204,7 @@ class Shares(Protocol):
     @property
     def footprint(self) -> Spans: ...
     @property
-    def lent(self) -> Spans: ...
+    def borrowed_memory(self) -> Spans: ...
     @property
     def rivals(self) -> list[tuple[int, int, Callable[[], object], int]]: ...
     @property
@@ -278,7 +278,7 @@ class Pool:
 
     def footprints(self) -> Spans:
         """Addresses that some recording may overwrite, slots in other recordings' outputs included."""
-        return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.lent))
+        return Spans(piece for r in self.recordings for piece in (*r.footprint, *r.borrowed_memory))
 
     def lease_of(self, t: torch.Tensor) -> Lease | None:
         """Lease of a tensor, if it is an output of a recording of this pool."""

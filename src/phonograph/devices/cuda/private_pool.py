@@ -211,7 +211,7 @@ class PrivatePool:
         self.anchor.needed = max(self.anchor.needed, (pool.footprints() | recording.footprint).nbytes)
         recording.program.owned = Spans((b.address, b.nbytes) for b in mine if not b.pending)
         for other in pool.recordings:
-            reached = other.footprint | other.lent
+            reached = other.footprint | other.borrowed_memory
             if any(reached.meets(a, n) and not other.program.owned.meets(a, n) for a, n in active):
                 other.spoiled.append(MEMORY)
 
