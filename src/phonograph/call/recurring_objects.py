@@ -17,7 +17,7 @@ import torch
 from ..python.identity import identity
 from ..python.introspection import has_attributes
 from ..values.keys import NoSignature
-from ..values.pytree import Opening
+from ..values.pytree import Flattener
 
 __all__ = ["RecurringObjects"]
 
@@ -55,14 +55,19 @@ class RecurringObjects:
         self._varying: weakref.WeakSet[type] = weakref.WeakSet()
         self._sealed: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 
-    def note(self, opening: Opening, leaves: Sequence[object]) -> bool:
+    def note(self, flattener: Flattener, leaves: Sequence[object]) -> bool:
         """A call was taken apart; whether it has to be once more, because others stand now."""
         before, now = set(self.standing), dict[type, list[_Met]]()
         if self._once:
             self._once.difference_update(map(identity, leaves))
-        for thing, start, end in opening.spans:
+        for thing, start, end in flattener.spans:
             kind = type(thing)
-            if kind in self._varying or not kind.__weakrefoffset__ or not opening.is_opened(thing) or not has_attributes(kind):
+            if (
+                kind in self._varying
+                or not kind.__weakrefoffset__
+                or not flattener.is_opened(thing)
+                or not has_attributes(kind)
+            ):
                 continue
             if any(self._now() - self._since[i] < _WORTH for i in self._of(kind)):
                 self._vary(kind)
@@ -127,7 +132,7 @@ class RecurringObjects:
             if was is not None and type(leaf) not in self._sealed and identity(leaf) not in self._bound:
                 inside: list[object] = []
                 try:
-                    Opening(by_attributes=self.by_attributes).flatten(leaf, inside)
+                    Flattener(by_attributes=self.by_attributes).flatten(leaf, inside)
                 except RecursionError:
                     continue
                 if _tensors(inside) != was:

@@ -28,7 +28,7 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.origin import written_out
 from ..values.keys import Identity, NoSignature, argument_key
-from ..values.pytree import Opening
+from ..values.pytree import Flattener
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to, unhashable
 from ..values.tensor_subclasses import consists_of_parts
@@ -120,20 +120,20 @@ def describe(
     """
     recurring = RecurringObjects() if recurring is None else recurring
     while True:
-        opening, leaves = Opening(recurring.standing, by_attributes=recurring.by_attributes), list[object]()
+        flattener, leaves = Flattener(recurring.standing, by_attributes=recurring.by_attributes), list[object]()
         try:
-            shape = opening.flatten((args, dict(kwargs)), leaves)
+            shape = flattener.flatten((args, dict(kwargs)), leaves)
         except RecursionError:
-            whole = opening.unfinished()
+            whole = flattener.unfinished()
             if whole is not None and recurring.seal(whole, ()):
                 continue
             raise NoSignature("takes a container that contains itself", "pass a container that does not") from None
-        if (opening.spans or recurring.standing) and recurring.note(opening, leaves):
+        if (flattener.spans or recurring.standing) and recurring.note(flattener, leaves):
             continue
         try:
-            return _described(args, kwargs, shape, leaves, opening, recurring, followed)
+            return _described(args, kwargs, shape, leaves, flattener, recurring, followed)
         except _Unplaced as e:
-            whole = opening.outermost(e.at) if e.at >= 0 else None
+            whole = flattener.outermost(e.at) if e.at >= 0 else None
             if whole is None or not recurring.seal(whole[0], leaves[whole[1] : whole[2]]):
                 raise _placed(e.of, shape, e.at, naming()) from None
 
@@ -148,7 +148,7 @@ class _Unplaced(Exception):
 
 
 def _described(
-    args: tuple[object, ...], kwargs: Mapping[str, object], shape: Node | None, leaves: list[object], opening: Opening,
+    args: tuple[object, ...], kwargs: Mapping[str, object], shape: Node | None, leaves: list[object], flattener: Flattener,
     recurring: RecurringObjects, followed: Set[tuple[Node | None, int]],
 ) -> Call:  # fmt: skip
     tensors: list[torch.Tensor] = []
@@ -190,7 +190,7 @@ def _described(
         if at >= 0:
             raise
         raise NoSignature(f"takes an argument that cannot be hashed ({e})", "pass tensors, numbers, strings") from None
-    containers = opening.containers
+    containers = flattener.containers
     apart = [identity(c) for c in containers if isinstance(c, torch.Tensor)]
     if len({*apart}) < len(apart):  # the function may test `q is k`
         raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")

@@ -16,7 +16,7 @@ from ..call.signature import Call, attributes
 from ..errors import Refusal
 from ..python.identity import identity
 from ..values.container_edits import Edit, entries
-from ..values.pytree import Opening, Opens, flatten, goes_by_pytree, opened_in, unflatten
+from ..values.pytree import Flattener, Opens, flatten, goes_by_pytree, opened_in, unflatten
 
 __all__ = ["Arguments"]
 
@@ -48,7 +48,7 @@ class Arguments:
         """
         now: Leaves = []
         shut = {identity(x) for x in self._call.leaves if not isinstance(x, torch.Tensor)}
-        shape = flatten((self.args, self.kwargs), now, Opening(shut, by_attributes=self._opened))
+        shape = flatten((self.args, self.kwargs), now, Flattener(shut, by_attributes=self._opened))
         if shape == self._call.shape and len(now) == len(self._leaves) and all(map(is_, now, self._leaves)):
             return []
         found = []
@@ -104,6 +104,6 @@ def _sealed(built: Sequence[object], held: Sequence[Table | None]) -> Leaves:
     found = []
     for c, holds in zip(built, held, strict=True):
         leaves: Leaves = []
-        shape = flatten(c, leaves, Opening(others - {identity(c)})) if holds is None and not isinstance(c, tuple) else None
+        shape = flatten(c, leaves, Flattener(others - {identity(c)})) if holds is None and not isinstance(c, tuple) else None
         found.append((shape, [*map(identity, leaves)]))
     return found

@@ -46,7 +46,7 @@ from ..python.loggers import levels
 from ..python.origin import BACKWARD, is_users
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
-from ..values.pytree import Opening, Opens, containers, flatten, unflatten
+from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, innermost, naming
 from ..values.wording import operator as written
@@ -392,7 +392,7 @@ def _memory_in(tree: object) -> set[int] | None:
     """The storages of the tensors in what a call hands on, None if there may be any."""
     leaves: list[object] = []
     try:
-        flatten(tree, leaves, Opening())
+        flatten(tree, leaves, Flattener())
     except RecursionError:
         return None
     return {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}

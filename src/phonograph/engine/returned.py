@@ -10,7 +10,7 @@ import torch
 from .._torch.dynamic import Leaves, Thing
 from ..python.identity import identity
 from ..values.container_edits import Edit
-from ..values.pytree import Opening, can_be_opened
+from ..values.pytree import Flattener, can_be_opened
 from ..values.pytree_nodes import Node
 
 __all__ = ["Given", "Returned"]
@@ -32,7 +32,7 @@ class Returned(NamedTuple):
     shape: Node | None
     leaves: Leaves
     containers: Leaves
-    opening: Opening
+    flattener: Flattener
     edits: tuple[Edit, ...] = ()
     gained: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
@@ -44,15 +44,15 @@ class Returned(NamedTuple):
         """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         shut = numbers.keys() | filled
-        opening, leaves = Opening(shut, outer), list[object]()
-        shape = opening.flatten(tree, leaves)
+        flattener, leaves = Flattener(shut, outer), list[object]()
+        shape = flattener.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
         written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
-        return cls(tree, shape, leaves, opening.containers, Opening(shut, outer), tuple(edits), tuple(gained), written)
+        return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer), tuple(edits), tuple(gained), written)
 
     def again(self) -> Node | None:
         """Its shape, found once more."""
-        return self.opening.flatten(self.tree, [])
+        return self.flattener.flatten(self.tree, [])

@@ -24,7 +24,7 @@ from ..memory.loans import Borrowed
 from ..memory.pool import row_of_bytes
 from ..state.reentrancy import Nested
 from ..state.rng import put
-from ..values.pytree import Opening, flatten
+from ..values.pytree import Flattener, flatten
 from ..values.pytree_nodes import Node
 from ..values.tensor_subclasses import parts
 
@@ -150,13 +150,13 @@ def _memory(t: torch.Tensor) -> int | None:
 def _tensors(tree: object) -> list[tuple[torch.Tensor, int | None]]:
     """The tensors in it, and their memory; that of borrowed ones a replay may take for its results."""
     leaves: list[object] = []
-    flatten(tree, leaves, Opening())
+    flatten(tree, leaves, Flattener())
     return [(x, None if type(x) is Borrowed else _memory(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _noted(result: object, given: list[tuple[torch.Tensor, int | None]]) -> _Noted:
     leaves: list[object] = []
-    shape = flatten(result, leaves, Opening())
+    shape = flatten(result, leaves, Flattener())
     known, made = list(given), list[object]()
     for x in leaves:
         if isinstance(x, torch.Tensor):

@@ -2,7 +2,7 @@
 
 A *tree* is any nesting of tuples, lists, dicts, named tuples and dataclasses; everything else is a leaf. Exact
 types are kept (an OrderedDict comes back as one), and so is the order of dictionary keys, which a function may see. With an
-`Opening` ordinary objects are taken apart as well (`opened`), which may refer to each other in circles.
+`Flattener` ordinary objects are taken apart as well (`opened`), which may refer to each other in circles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..python.origin import written_out
 from .object_layout import layout_of, made_of
 from .pytree_nodes import LEAVES, Back, Node, Opened, build, fill, is_dataclass, leaf_count, object_parts, taken_apart
 
-__all__ = ["Opening", "Opens", "can_be_opened", "containers", "flatten", "goes_by_pytree", "has_only_attributes", "opened_in",
+__all__ = ["Flattener", "Opens", "can_be_opened", "containers", "flatten", "goes_by_pytree", "has_only_attributes", "opened_in",
            "rebuilding", "unflatten"]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ class Opens(Exception):
         self.kinds = kinds
 
 
-class Opening:
+class Flattener:
     """Lets ordinary objects be opened, and those of the classes `by_attributes`, though pytree knows another way to take them
     apart. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list, a tuple or a dictionary.
     Afterwards `containers` are all containers met, each before what is in it, and `spans` the objects
@@ -115,13 +115,13 @@ def can_be_opened(thing: object) -> bool:
     return taken_apart(thing) is not None or layout_of(type(thing)) is not None
 
 
-def flatten(tree: object, leaves: list[object], opening: Opening | None = None) -> Node | None:
+def flatten(tree: object, leaves: list[object], flattener: Flattener | None = None) -> Node | None:
     """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf).
 
     The shape is hashable when all dictionary keys are.
     """
-    if opening is not None:
-        return opening.flatten(tree, leaves)
+    if flattener is not None:
+        return flattener.flatten(tree, leaves)
     parts = taken_apart(tree)
     if parts is None:
         leaves.append(tree)
