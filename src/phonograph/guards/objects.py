@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
+from functools import cache
 from mmap import mmap
-from types import CellType, MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Generic, Protocol
 
 import torch
@@ -46,7 +47,7 @@ from . import packages
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
 
-__all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", "Objects"]
+__all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", "Objects", "has_more"]
 
 FEW = 64  # so many parameters are all looked at before each replay
 _BUFFER = 4096  # bytes of a buffer that are compared before each replay; larger ones are refused
@@ -69,6 +70,20 @@ BUILTINS = vars(builtins)
 
 Enter = Callable[[Thing, str, Thing], None]
 """How to enter an object, which lies at a path."""
+
+
+def has_more(module: torch.nn.Module) -> bool:
+    """Whether a layer of torch's has attributes that no code of its class names: the user's books, say."""
+    kind: type = type(module)
+    return kind.__module__.startswith(_LAYERS) and not (own_dict(module) or {}).keys() <= _named_in(kind)
+
+
+@cache
+def _named_in(kind: type) -> frozenset[str]:
+    """The names and strings in the methods of a class, and what each module has."""
+    codes = [f.__code__ for base in kind.__mro__ for f in vars(base).values() if type(f) is FunctionType]
+    named = {name for code in codes for name in (*code.co_names, *(c for c in code.co_consts if type(c) is str))}
+    return frozenset(named | vars(torch.nn.Module()).keys())
 
 
 class Objects:

@@ -65,7 +65,7 @@ from ..python.origin import is_ours, is_users, users_line, written_out
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
-from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects
+from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects, has_more
 
 __all__ = ["Reach"]
 
@@ -175,7 +175,7 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        if not (left.paths or arguments or self._selected or self.modules or any(self._kinds.values())):
+        if not (left.paths or arguments or self._selected or any(map(has_more, self.modules)) or any(self._kinds.values())):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         items = [*map(identity, left.items)]

@@ -159,6 +159,8 @@ def make_graphed_callables(
     """
     _refuse_low_precision(options)
     at_least("num_warmup_iters", num_warmup_iters, 0)
+    if "warmup" in options:
+        raise TypeError("make_graphed_callables() takes num_warmup_iters in the place of warmup")
     _check_mode(capture_error_mode)
     _check_bools(enable_annotations=enable_annotations, allow_unused_input=allow_unused_input,
                  retain_graph_in_backward=retain_graph_in_backward,

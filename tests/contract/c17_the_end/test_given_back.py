@@ -1,7 +1,5 @@
 """C17: `pg.reset` of the last recording leaves torch's classes as they were."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ def nobody_else(monkeypatch):
     """No recording of another test hears of changes."""
     for one in witness._wrapped:
         one.back()
-    monkeypatch.setattr(witness, "_users", weakref.WeakSet())
+    monkeypatch.setattr(witness, "_listeners", {})
     yield
     for one in witness._wrapped:
         one.put()

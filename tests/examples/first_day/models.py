@@ -75,7 +75,7 @@ class Remembers(nn.Module):
         return self.head(self.h)
 
 
-@first_day(told="PG112")  # on the CPU, where a loss looks at its targets
+@first_day()
 def p09_gru_that_keeps_its_state(mended):
     net = Remembers()
     opt = adam(net)
