@@ -33,7 +33,7 @@ from .recorded import Recorded
 __all__ = ["Checking", "check"]
 
 _TIMED = 3  # live calls; and replays
-_TRIES = 4  # calls within which a function is recorded, or never
+_TRIES = 5  # calls within which a function is recorded, or never; the first is its warm-up
 
 
 def check(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str | None = None) -> Findings:
@@ -115,7 +115,7 @@ class Checking:
 
     def _through_recorded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._recorded is None:
-            self._recorded = Recorded(self._function, Options(warmup=0, name=self.name, keep="always"))
+            self._recorded = Recorded(self._function, Options(name=self.name, keep="always"))
             if self._module is not None:
                 self._recorded.of(self._module)
         before = self._recorded.stats()

@@ -137,6 +137,7 @@ def test_c02_a_function_that_seeds(device):
 
 
 @may_run_live
+@pytest.mark.filterwarnings("ignore:CUDA reports that you have")  # where there are several
 def test_c02_a_function_that_forks_the_generator(device):
     def forks(x):
         with torch.random.fork_rng():

@@ -127,6 +127,7 @@ def test_c14_a_replica_that_data_parallel_makes_runs_itself(device, monkeypatch,
 
 
 @may_run_live
+@pytest.mark.filterwarnings("ignore:Caught UserWarning in replica", "ignore:Attempting to run cuBLAS")
 def test_c14_data_parallel_over_two_gpus(cuda):
     if torch.cuda.device_count() < 2:
         pytest.skip("torch sees one GPU")

@@ -30,7 +30,8 @@ def test_c19_check_tells_all_obstacles(device):
     calls.clear()
     found = pg.check(many, ramp(device, 4))
     first = many.__code__.co_firstlineno
-    assert codes(found) == ["PG101", "PG401", "PG103", "PG101", "PG101"]
+    as_list = "PG101" if device.type == "cpu" else "PG1103"
+    assert codes(found) == ["PG101", "PG401", "PG103", "PG101", as_list]
     assert [obstacle.line - first for obstacle in found.obstacles] == [1, 2, 3, 4, 6]
     assert not found.records
     assert found.status == 1
