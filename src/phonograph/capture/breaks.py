@@ -41,6 +41,8 @@ class Break:
     """A live operator, between two segments."""
 
     grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    changed_grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+    """Gradients that the call has given to parameters before the operator. They are seen where it raises."""
     remedy = "use what gives a fixed shape, or call it outside"
 
     def __init__(

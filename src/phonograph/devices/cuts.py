@@ -127,6 +127,7 @@ class Cuts:
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
+            part.changed_grads = self._changed_grads()
         part.said = said
         arrived = self._arrived(part, runs)
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
@@ -159,12 +160,15 @@ class Cuts:
         for name, t, (state, _) in self._tensors:
             if _is(t)[0] != state:
                 raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
-        found = [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
+        found = self._changed_grads()
         if found and self._in_backward:
             raise Refusal(
                 f"{runs} in a part that is recomputed by a backward of its own", "use checkpoint(use_reentrant=False)"
             )
         return found
+
+    def _changed_grads(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [(t, t.grad) for _, t, (_, grad) in self._tensors if t.is_leaf and not _has_still(t, grad)]
 
     def _written_by(self, operator: OpOverload, args: Args, kwargs: Kwargs, runs: str) -> list[torch.Tensor]:
         m = operators.meaning(operator)

@@ -163,6 +163,8 @@ class Segments:
             return "", str(e)
         except BaseException:
             self.stopped = True
+            with torch.no_grad():  # copies, as the call may drop these gradients later
+                _give([(p, None if grad is None else grad.clone()) for p, grad in live.changed_grads])
             raise
         return other, torn
 

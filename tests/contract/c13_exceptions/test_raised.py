@@ -367,3 +367,38 @@ def test_c12_a_refused_function_does_not_keep_its_arguments(device):
         del x
     gc.collect()
     assert [ref() for ref in gone] == [None] * 5
+
+
+@pg.live
+def doubled(x):
+    return x * 2
+
+
+@may_run_live
+@pytest.mark.parametrize("replaced", [True, False])
+def test_c13_gradients_before_what_raises(device, replaced):
+    """A live operator raises in a replay, after a backward of the call: the gradients are there, as in eager."""
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4).to(device)
+
+        def step(x):
+            y = doubled(x + 1)
+            with torch.enable_grad():
+                (net.weight * 2).sum().backward()
+            x.add_(1)  # where several elements share their memory
+            return y
+
+        return net, step
+
+    (net, step), (other, plain) = made(), made()
+    recorded = pg.record(step, fallback="split")
+    for n in range(5):
+        if n == 2 and replaced:
+            for one in (net, other):
+                one.load_state_dict({name: t.clone() for name, t in one.state_dict().items()}, assign=True)
+        for f in (recorded, plain):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+                f(torch.ones(2, 1, device=device).expand(2, 4))
+        assert_same(net.weight.grad, other.weight.grad)
