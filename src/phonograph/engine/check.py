@@ -133,7 +133,8 @@ class Checking:
         """All that was found so far. Frees what was recorded."""
         steps, recorded = self._steps, self._recorded
         look = steps.look or Look()
-        records = recorded is not None and recorded.stats().recorded > 0 and not recorded.refusals
+        made = recorded is not None and recorded.stats().recorded > 0 and not recorded.refusals
+        records = made and (bool(steps.replays) or not look.seen)  # calls may take turns: of these only some were recorded
         obstacles = [] if records else [*_obstacles(look, [] if recorded is None else recorded.refusals)]
         obstacles += self._differs.obstacles(played=bool(steps.replays))
         if recorded is not None:
