@@ -41,3 +41,19 @@ def test_a_watched_parameter_may_be_swapped():
     module_epochs.watch([a, b], listener)
     torch.utils.swap_tensors(a, b)
     assert a.item() == 2.0
+
+
+def test_who_listens_goes_on_when_others_have_gone():
+    """Those that are left are counted anew with the next that listens."""
+    layer, other, gone = nn.Identity(), nn.Identity(), nn.Identity()
+    stays, goes, comes = Listener(), Listener(), Listener()
+    module_epochs.watch([layer], stays)
+    module_epochs.watch([gone], goes)
+    del goes
+    module_epochs.watch([other], comes)
+    assert moves(layer)
+    assert moves(other)
+    module_epochs.leave(comes)
+    module_epochs.watch([gone], stays)
+    assert moves(gone)
+    assert not moves(other)

@@ -494,14 +494,15 @@ def test_what_is_recorded_next_finds_room_where_others_were(cuda):
 
 
 @pytest.mark.parametrize("dropped", ["a function", "a model", "an output that was held", "a loss that was held"])
-def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped):
-    """Not only where `reset` was asked for it, nor only if nothing was held then."""
+@pytest.mark.parametrize("audit", [0, 1])
+def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped, audit):
+    """Not only where `reset` was asked for it, nor only if nothing was held then; also where a capture came to nothing after it."""
     device = device_for(cuda)
     gc.collect()
     device._memory.begin_anew()  # others may have the pool of before
     x, model, held = torch.randn(4096, 1024, device=cuda), dropped in ("a model", "a loss that was held"), None
     f = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()).to(cuda) if model else lambda x: x * 2 + 1
-    f = pg.record(f)
+    f = pg.record(f, audit=audit)
     for _ in range(4):
         held = None
         held = f(x)
