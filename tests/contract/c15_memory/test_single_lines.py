@@ -496,7 +496,7 @@ def test_what_is_recorded_next_finds_room_where_others_were(cuda):
 @pytest.mark.parametrize("dropped", ["a function", "a model", "an output that was held", "a loss that was held"])
 @pytest.mark.parametrize("audit", [0, 1])
 def test_c15_the_pool_goes_with_the_last_that_needs_it(cuda, dropped, audit):
-    """Not only where `reset` was asked for it, nor only if nothing was held then; also where a capture came to nothing after it."""
+    """Not only where `reset` was asked for it, nor only if nothing was held then; also after a capture that came to nothing."""
     device = device_for(cuda)
     gc.collect()
     device._memory.begin_anew()  # others may have the pool of before
