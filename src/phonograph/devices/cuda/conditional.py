@@ -131,17 +131,19 @@ class _Place(NamedTuple):
     """Where a capture has come to: its graph, and behind which nodes, over which edges, what comes next would lie."""
 
     graph: int | None
-    nodes: Private
-    edges: Private
-    count: int
+    nodes: Private = None
+    edges: Private = None
+    number: int = 0
+    capture: int = 0
+    """The number of the capture."""
 
     @classmethod
     def of(cls, stream: int) -> _Place:
-        status, graph, nodes, edges, count = ctypes.c_int(), *(ctypes.c_void_p() for _ in range(3)), ctypes.c_size_t()
+        status, capture, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
+        graph, nodes, edges = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         ask = function("cuStreamGetCaptureInfo_v3", *[ctypes.c_void_p] * 7)
-        given = (None if x is None else ctypes.byref(x) for x in (status, None, graph, nodes, edges, count))
-        checked(ask(stream, *given), "cuStreamGetCaptureInfo")
-        return cls(graph.value, nodes, edges, count.value)
+        checked(ask(stream, *map(ctypes.byref, (status, capture, graph, nodes, edges, count))), "cuStreamGetCaptureInfo")
+        return cls(graph.value, nodes, edges, count.value, capture.value)
 
 
 def _new_handle(graph: int | None) -> int:
@@ -162,31 +164,34 @@ def _new_node(place: _Place, handle: int, kind: int, count: int) -> tuple[int, l
     params.type, params.conditional.context = _CONDITIONAL, driver.context()
     params.conditional.handle, params.conditional.kind, params.conditional.size = handle, kind, count
     new = function("cuGraphAddNode_v2", *[ctypes.c_void_p] * 4, ctypes.c_size_t, ctypes.c_void_p)
-    code = new(ctypes.byref(node), place.graph, place.nodes, place.edges, place.count, ctypes.byref(params))
+    code = new(ctypes.byref(node), place.graph, place.nodes, place.edges, place.number, ctypes.byref(params))
     checked(code, "cuGraphAddNode")
     assert node.value is not None
     return node.value, list((ctypes.c_size_t * count).from_address(params.conditional.bodies))
 
 
 class Node:
-    """A conditional node, behind all that a stream has captured so far. From then on the stream captures nothing, until it is to
-    `resume`."""
+    """A conditional node, behind all that a stream has captured so far. From then on the stream captures nothing, but for
+    bodies, until it is to `resume`."""
 
     def __init__(self, stream: int, handle: int, kind: int, count: int) -> None:
         place = _Place.of(stream)
         assert place.graph is not None
         self.graph = place.graph
+        self._capture = place.capture
         self._node, self.bodies = _new_node(place, handle, kind, count)
         self._stream = stream
         _end(stream)
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
+        """Returns whether the driver takes it for the same capture as before."""
         _begin(self._stream, self.graph, [self._node])
+        return _Place.of(self._stream).capture == self._capture
 
 
 @contextmanager
 def capture_into(stream: int, graph: int) -> Iterator[None]:
-    """The stream captures the nodes of this graph inside the block."""
+    """The stream captures the nodes of this graph inside the block, and from there on after an exception."""
     _begin(stream, graph)
     yield
     _end(stream)
@@ -201,6 +206,7 @@ def _begin(stream: int, graph: int, behind: Sequence[int] = ()) -> None:
 def _end(stream: int) -> None:
     graph, said = ctypes.c_void_p(), ctypes.c_char_p()
     if code := function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph)):
+        driver.capture_nothing(stream)
         function("cuGetErrorString", ctypes.c_int, ctypes.c_void_p)(code, ctypes.byref(said))
         raise DriverError(f"cuStreamEndCapture failed: {(said.value or b'').decode()}")
 
@@ -222,7 +228,7 @@ def _works(kind: int) -> bool:
         return False
     checked(function("cuGraphCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(graph), 0), "cuGraphCreate")
     try:
-        _new_node(_Place(graph.value, None, None, 0), _new_handle(graph.value), kind, 1)
+        _new_node(_Place(graph.value), _new_handle(graph.value), kind, 1)
         make = function("cuGraphInstantiateWithFlags", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong)
         checked(make(ctypes.byref(executable), graph, 0), "cuGraphInstantiate")
         _kernel("add", driver.context())

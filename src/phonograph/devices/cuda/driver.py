@@ -17,9 +17,9 @@ from functools import cache, partial
 
 from ..._torch.dynamic import Private
 
-__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
-           "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
-           "unsafe_calls", "waits_for"]  # fmt: skip
+__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "checked", "context",
+           "counting", "disable", "function", "is_capturing", "kernel_name", "kind", "launcher", "library", "new_stream",
+           "nodes", "parameters", "set_context", "unsafe_calls", "waits_for"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -75,19 +75,22 @@ def is_capturing(stream: int) -> bool:
     return status.value == _ACTIVE
 
 
-def capture_nothing(stream: int) -> None:
-    """Replace the capture on a stream by an empty one.
+def capture_nothing(stream: int, outer: int = 0) -> None:
+    """Replace the capture on a stream by an empty one. It may be that of a body of a graph, the `outer` one.
 
     A capture that an unsafe call has invalidated, or that leaves work on another stream which nothing waits for, cannot be
     ended: `cudaStreamEndCapture` fails, torch's `capture_end` throws before it has ended its own bookkeeping, and the allocator
     and the random generators stay in capture mode (torch 2.11: the next `dropout` raises "Offset increment outside graph
     capture", and nothing can be allocated in the pool again). So the driver's capture is ended here, whatever it says to that,
     and a new one begun in its place, which torch can then end in good order.
+
+    A graph goes with its bodies. Where the capture of one was invalidated, the driver has destroyed that, and destroying the
+    whole would crash (driver 580): its memory on the host is lost.
     """
     graph = ctypes.c_void_p()
     function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph))
     if graph.value:
-        function("cuGraphDestroy", ctypes.c_void_p)(graph)
+        function("cuGraphDestroy", ctypes.c_void_p)(outer or graph)
     code = function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, _THREAD_LOCAL)
     checked(code, "cuStreamBeginCapture")
 
@@ -204,11 +207,11 @@ def _sizes(params: _KernelParams) -> tuple[int, ...]:
 
 
 @cache  # a function's handle stays for as long as its module is loaded, and torch unloads none
-def _sizes_of(name: str, function: int) -> tuple[int, ...]:
+def _sizes_of(name: str, of: int) -> tuple[int, ...]:
     info = function(name, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while info(of, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)
     return tuple(sizes)
 
@@ -335,14 +338,22 @@ def _packed(kind: str, x: float) -> bytes:
         return struct.pack(kind, math.copysign(math.inf, x))
 
 
-def holds(graph: int, numbers: Iterable[float]) -> bool:
-    """Whether the parameters of some kernel have one of these numbers, as it is."""
+def _kernels(graphs: Iterable[int]) -> Iterator[_Kernel]:
+    return (_Kernel(node) for graph in graphs for node in nodes(graph) if kind(node) == _KERNEL)
+
+
+def parameters(graphs: Iterable[int]) -> Iterator[list[int]]:
+    """The parameters of each kernel of these graphs, as words of 8 bytes."""
+    return ([word.value for word in kernel.words()] for kernel in _kernels(graphs))
+
+
+def holds(graphs: Iterable[int], numbers: Iterable[float]) -> bool:
+    """Whether the parameters of some kernel of these graphs have one of these numbers, as it is."""
     patterns = {struct.pack(kind, n) for n in numbers for kind in "fd"}
     if not patterns:
         return False
     anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
-    kernels = (_Kernel(node) for node in nodes(graph) if kind(node) == _KERNEL)
-    return any(m.start() % 4 == 0 for kernel in kernels for b in kernel.buffers for m in anywhere.finditer(b.raw))
+    return any(m.start() % 4 == 0 for kernel in _kernels(graphs) for b in kernel.buffers for m in anywhere.finditer(b.raw))
 
 
 class KernelNumbers:
