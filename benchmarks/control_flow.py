@@ -2,7 +2,7 @@
 
     python benchmarks/control_flow.py
 
-The loop ends when a turn changes little, which is something else each call: so it turns seven to thirty times. Turn by turn,
+The loop ends when a turn changes little, which is something else each call: so it turns eight to fifty times. Turn by turn,
 each turn is a recording, and the host reads whether another one follows. The branch has ten kernels on one side, and two on
 the other; `torch.where` computes both.
 """
