@@ -225,13 +225,13 @@ class ControlFlow(CallMemory, Refusals):
         made = self._made
         found = [*body()]
         for i, t in enumerate(found):
+            self._without_gradient(t, said)
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
             birth = self._births.get(storage_id(t)) if has_memory(t) else None
             if birth is None or birth.number < made:
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
-            self._without_gradient(t, said)
         return found
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:

@@ -70,9 +70,9 @@ class DrawsWatch(OperatorWatch):
                                            "draw them in the forward"))  # fmt: skip
 
     def _draws_in_body(self, m: Meaning, generator: object) -> None:
-        """Refuse draws in the body of a branch or loop, but from the default generator as it stands."""
+        """Refuse draws in a branch or loop, but from the default generator as it stands."""
         default = torch.cuda.default_generators[self.device.index]
-        said = f"{source_of(m.name)} draws random numbers in the body of a branch or loop"
+        said = f"{source_of(m.name)} draws random numbers in a branch or loop"
         if generator not in (None, default) or self._lending:
             raise self.located(Refusal(f"{said} from another generator than the default one", "draw them outside of that"))
         if counts_by_capture() or self._rewind is not None or self.states.held():
@@ -103,7 +103,7 @@ class DrawsWatch(OperatorWatch):
     def _count_known(self, does: str) -> None:
         """Refuse a place in the count where that is not what was counted."""
         if self.bodies or self.uneven():
-            where = "in the body of a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
+            where = "in a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
             raise Refusal(f"{does} the state of a random generator {where}", "do it before")
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
