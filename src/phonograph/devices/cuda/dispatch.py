@@ -292,31 +292,6 @@ class CudaWatch(DrawsWatch):
                                        "stream.wait_stream(torch.cuda.current_stream())"))  # fmt: skip
         self.streams[stream] = torch.cuda.current_stream(self.device)
 
-    # -- branches and loops
-
-    @property
-    def _conditionals(self) -> Bodies:
-        assert self.bodies_here is not None
-        return self.bodies_here()
-
-    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
-        with self._refusing():
-            self._conditionals.choose(index, bodies)
-
-    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
-        with self._refusing():
-            self._conditionals.repeat(condition, body)
-
-    def uneven(self) -> bool:
-        return bool(self._conditionals.offset)
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except Refusal as refusal:
-            raise self.located(refusal) from None
-
     def frames(self) -> Starts:
         path, called = torch_dynamo.COMPILED_GRAPH
         streams = os.path.join("torch", "cuda", "streams.py")
@@ -455,6 +430,31 @@ class CudaWatch(DrawsWatch):
         if code not in self._lines:
             self._lines[code] = frame.f_code, users_line(frame)
         return self._lines[code][1]
+
+    # -- branches and loops
+
+    @property
+    def _conditionals(self) -> Bodies:
+        assert self.bodies_here is not None
+        return self.bodies_here()
+
+    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        with self._refusing():
+            self._conditionals.choose(index, bodies)
+
+    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        with self._refusing():
+            self._conditionals.repeat(condition, body)
+
+    def uneven(self) -> bool:
+        return bool(self._conditionals.offset)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            raise self.located(refusal) from None
 
 
 def _always(_: FrameType) -> bool:

@@ -100,14 +100,14 @@ class DrawsWatch(OperatorWatch):
             raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
                           "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
 
-    def _count_known(self, does: str) -> None:
+    def _count_known(self, does: str, of: torch.device) -> None:
         """Refuse a place in the count where that is not what was counted."""
-        if self.bodies or self.uneven():
+        if self.bodies or (of == self.device and self.uneven()):
             where = "in a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
             raise Refusal(f"{does} the state of a random generator {where}", "do it before")
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
-        self._count_known("reads")
+        self._count_known("reads", of)
         self._has_its_own("reads", of)
         self.states.read(state, self._rewound)
         self.forks(state)
@@ -115,7 +115,7 @@ class DrawsWatch(OperatorWatch):
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
             raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
-        self._count_known("sets")
+        self._count_known("sets", of)
         self._has_its_own("sets", of)
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
