@@ -132,9 +132,9 @@ def of_expanded_and_strided(x, n):
     return pg.while_loop(lambda i, a, b: i < n, lambda i, a, b: (i + 1, a * 2, b.clone()), start)
 
 
-FUNCTIONS = (counted, by_a_flag_of_the_state, written_by_the_condition, of_expanded_and_strided, until_a_value_says_so, swapped,
-             with_views, written, of_a_tree, with_what_is_outside, drawing, drawing_in_the_condition, with_branches, in_each_other,
-             repeated, repeated_never)  # fmt: skip
+FUNCTIONS = (counted, by_a_flag_of_the_state, written_by_the_condition, of_expanded_and_strided, until_a_value_says_so,
+             swapped, with_views, written, of_a_tree, with_what_is_outside, drawing, drawing_in_the_condition, with_branches,
+             in_each_other, repeated, repeated_never)  # fmt: skip
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["", "held"])
