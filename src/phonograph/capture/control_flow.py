@@ -30,7 +30,6 @@ from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
-from ..python.gc_control import uncollected
 from .call_memory import CallMemory
 from .digest import Digest
 from .python_events import pause_profiling
@@ -136,7 +135,7 @@ class ControlFlow(CallMemory, Refusals):
         with self._unheard() as heard:
             around = self._around(roots)
             self._flush()
-            with self._looping(), uncollected():
+            with self._looping():
                 self.capture_loop(goes_on, partial(self._within, turn, buffers, around, heard))
         return buffers
 
