@@ -40,9 +40,11 @@ from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
 from .arrivals import Arrivals
 from .call_memory import CallMemory
+from .control_flow import ControlFlow
 from .digest import Digest
 from .effects import Starts
 from .followed_counts import COUNTING, FollowedCounts
+from .higher_order import branch_or_loop
 from .histories import Histories
 from .host_numbers import HostNumbers
 from .origins import Origins
@@ -60,7 +62,7 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
 
-class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts):
     """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
@@ -70,6 +72,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
+        ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
@@ -170,10 +173,17 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         if self.arrivals is not None and (m.writes or m.writes_named):
             self.arrivals.before_writing(operators.written_by(m, args, kwargs))
         if m.communicates:
+            if self.bodies:
+                raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
+            if self.bodies:
+                raise Refusal(
+                    "moves on the step count of an optimizer, which is kept on the host, in a branch or loop",
+                    "make the optimizer with capturable=True or fused=True",
+                )
             return args[0] if isinstance(args[0], torch.Tensor) else None
         self._see(m, args, kwargs)
         self.operators += 1
@@ -221,6 +231,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         try:
             if listening is not None:
                 sys.setprofile(listening)  # the functions may be the user's
+            if (found := branch_or_loop(self, func, args, kwargs, self._seeing)) is not None:
+                return found
             if insists_on_no_mode(func):
                 return carried_out(func, [self._seeing(x) if callable(x) else x for x in args], kwargs)
             with self:
@@ -368,6 +380,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
     ) -> list[torch.Tensor]:
         """End a segment before a live operator with these inputs. Returns placeholders for its results; on the CPU they have
         the values of the last live call."""
+        if self.bodies:
+            raise self.located(Refusal(f"runs {name} live in a branch or loop", "call it outside of that"))
         for t in inputs:
             key = storage_id(t)
             if self.known.get(key):
@@ -390,11 +404,10 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         """End a segment on the device."""
         raise NotImplementedError
 
-    def copied(self, t: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor by an operator of the capture."""
+    def applied(self, func: OpOverload, *args: object, **kwargs: object) -> Thing:
         with torch.no_grad(), without_modes(), below_autograd():
-            made: torch.Tensor = self.__torch_dispatch__(torch.ops.aten.clone.default, (), (t.detach(),))
-        return made
+            given = tuple([x.detach() if isinstance(x, torch.Tensor) else x for x in args])
+            return self.__torch_dispatch__(func, (), given, kwargs)
 
     # -- other ranks
 

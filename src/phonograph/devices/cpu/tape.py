@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import torch
 
 from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
-from ..._torch.operators import OpOverload
+from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
 from ..._torch.tensors import has_memory, storage_id
 from ...aten import operators
@@ -39,6 +39,7 @@ from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
 from .arena import Arena
+from .bodies import CHOICE, LOOP, Old, Trial
 from .collectives import Exchange, UnderWay, made_by, stand_in
 from .out_variants import tried, variant_of
 from .program import NOTHING, TapeProgram, read_state
@@ -54,7 +55,7 @@ COMPILED: Starts = {
     "compile_wrapper": [
         (
             os.path.join("_dynamo", "eval_frame.py"),
-            lambda frame: True,
+            lambda frame: not calls_higher_order(frame.f_back),
             Effect("calls a torch.compile'd function, whose kernels the CPU device cannot see",
                    "record the uncompiled function on the CPU", ANYONE),
         )
@@ -72,8 +73,10 @@ class Tape(OperatorWatch):
         self._steps: list[Step] = []
         self._cuts: list[tuple[int, Break, list[Operand], list[Operand]]] = []  # after how many steps, and what lies where
         self._places: dict[int, Place] = {}
-        self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._undo: list[Old] = []
         self._undone: set[int] = set()
+        self._top = self._steps  # those that are in no body
+        self._trials: list[Trial] = []  # bodies that run now, the innermost last
         self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
         self._under_way: list[UnderWay] = []
         self._raising = 0  # where one of the first so many steps raises in a replay, the call begins again
@@ -183,7 +186,52 @@ class Tape(OperatorWatch):
         return out
 
     def captured(self) -> int:
-        return len(self._steps) - (self._cuts[-1][0] if self._cuts else 0)
+        return len(self._top) - (self._cuts[-1][0] if self._cuts else 0)
+
+    # -- branches and loops
+
+    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        taken = int(_read(index))
+        pieces, left = [], None
+        for i, body in enumerate(bodies):
+            steps, found = self._body(body, taken=i == taken)
+            pieces.append(steps)
+            left = found or left
+        self._leave(left)
+        self._steps.append(Step(CHOICE, (self._note(index), *pieces), {}, []))
+
+    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        asked: list[torch.Tensor] = []
+        first, left = self._body(lambda: asked.append(condition()), taken=True)
+        self._leave(left)
+        goes_on = self._note(asked[0])
+        steps, left = self._body(body, taken=bool(_read(asked.pop())))
+        self._leave(left)
+        # What raises in one turn does so after all that an earlier one has written.
+        if self._raising > len(self._top) and not self._begins_again():
+            raise self.located(Refusal("loops over what may raise depending on data, after much of its state was written",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
+        self._steps.append(Step(LOOP, (goes_on, first, steps), {}, []))
+
+    def _body(self, body: Callable[[], None], *, taken: bool) -> tuple[list[Step], Trial | None]:
+        """Run a body on a tape of its own, and put back what it has written. Returns its steps, and what is to be written if it
+        is the one that is `taken`."""
+        outer, self._steps = self._steps, []
+        known = [g for g, _ in self._generator_states]
+        trial = Trial(self._made, known)
+        self._trials.append(trial)
+        try:
+            body()
+        finally:
+            self._trials.pop()
+            steps, self._steps = self._steps, outer
+            trial.end([g for g, _ in self._generator_states[len(known) :]], taken=taken)
+        return steps, trial if taken else None
+
+    def _leave(self, trial: Trial | None) -> None:
+        """The call goes on as after this body."""
+        if trial is not None:
+            trial.again()
 
     def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         known = COLLECTIVES.get(m.name)
@@ -278,15 +326,21 @@ class Tape(OperatorWatch):
             return
         for t in written:
             self.writes(t)
-        outside = {s._cdata: s for s in self.changed()}
-        done = self.communicated or any(isinstance(part, MarkedBreak) for part in self.parts)
-        if done or not self.may_begin_again or sum(s.nbytes() for s in outside.values()) > UNDONE:
+        if not self._begins_again():
             said = f"{said} may raise depending on data"
             raise self.located(Refusal(f"{said}, while {place} is changed for a time", "change it outside, around the call")
                                if place is not None else
                                Refusal(f"{said}, and an except or finally clause or a context manager of yours is around it",
                                        "let the exception out, and catch it around the call"))  # fmt: skip
-        self._raising, self._put_back = len(self._steps) + 1, outside
+
+    def _begins_again(self) -> bool:
+        """Have what is outside put back where something raises in a replay, up to here. False if that cannot be."""
+        outside = {s._cdata: s for s in self.changed()}
+        done = self.communicated or any(isinstance(part, MarkedBreak) for part in self.parts)
+        if done or not self.may_begin_again or sum(s.nbytes() for s in outside.values()) > UNDONE:
+            return False
+        self._raising, self._put_back = len(self._top) + 1, outside
+        return True
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
@@ -334,6 +388,11 @@ class Tape(OperatorWatch):
             if key in self.theirs and key not in self._undone:
                 self._undone.add(key)
                 self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+            birth = self._births.get(key)
+            for trial in self._trials:
+                if (birth is None or birth.number < trial.made) and key not in trial.undone:
+                    trial.undone.add(key)
+                    trial.undo.append((t.untyped_storage(), t.untyped_storage().clone()))
 
     def _new(self, t: torch.Tensor) -> Operand:
         storage = t.untyped_storage()
@@ -408,6 +467,12 @@ class Tape(OperatorWatch):
                 place.anchor = storage
         self._births.clear()
         return made
+
+
+def _read(t: torch.Tensor) -> Thing:
+    """The number in a tensor, which is read by nobody of the call."""
+    with without_modes():
+        return aten._local_scalar_dense.default(t)
 
 
 def fills_memory() -> bool:
