@@ -36,7 +36,7 @@ from .digest import Digest
 from .python_events import pause_profiling
 from .refusals import Refusals
 
-__all__ = ["BODY", "ControlFlow", "Roots"]
+__all__ = ["BODY", "ControlFlow", "Graph", "Roots"]
 
 aten = torch.ops.aten
 
@@ -48,6 +48,14 @@ BODY = "a body of control flow"
 _MARK = operators.meaning(aten.alias.default)._replace(name=BODY)
 
 
+class Graph:
+    """What autograd notes of one body. What it saves is used again where the backward of this body runs, and nowhere else: it
+    is there where the body was taken."""
+
+    def meet(self, operands: Sequence[torch.Tensor]) -> None:
+        """The body calls an operator with these, while autograd looks on."""
+
+
 class ControlFlow(CallMemory, Refusals):
     """Captures branches and loops of one call. A device has `capture_branch` and `capture_loop`."""
 
@@ -57,8 +65,22 @@ class ControlFlow(CallMemory, Refusals):
     def __init__(self) -> None:
         self.bodies = 0
         """How many bodies the operators that run now are within."""
+        self.saved: dict[int, Graph] = {}
+        """The storages that were made in a body and are kept for its backward."""
+        self.graphs: list[Graph] = []
+        """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
         self._lost = False  # one of those is gone
+
+    @property
+    def made(self) -> int:
+        """How many storages the call has made so far."""
+        return self._made
+
+    def made_since(self, t: torch.Tensor, made: int) -> bool:
+        """Whether a tensor lies in memory that the call made after so many storages."""
+        birth = self._births.get(storage_id(t)) if has_memory(t) else None
+        return birth is not None and birth.number >= made
 
     # -- what a device does
 
@@ -81,9 +103,12 @@ class ControlFlow(CallMemory, Refusals):
     # -- what is common
 
     def branch(
-        self, index: torch.Tensor, bodies: Sequence[Callable[[], Sequence[torch.Tensor]]], roots: Roots
-    ) -> list[torch.Tensor]:
+        self, index: torch.Tensor, bodies: Sequence[Callable[[], Sequence[torch.Tensor]]], roots: Roots,
+        graphs: Sequence[Graph | None] = (), *, saves: bool = False,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Capture a branch whose bodies give new tensors: memory of their own, of the same kind in each.
+
+        Those with `graphs` make one of autograd that `saves` tensors, or run its backward.
 
         Returns:
             Those of the first body, into which the others copy theirs.
@@ -103,7 +128,8 @@ class ControlFlow(CallMemory, Refusals):
             around = _Around(roots)
             self._flush()
             self.capture_branch(self._number(index, len(bodies)), [
-                partial(self._within, partial(run, body, i == 0), results, around, heard) for i, body in enumerate(bodies)
+                partial(self._within, partial(run, body, i == 0), results, around, heard, graph, saves=saves)
+                for i, (body, graph) in enumerate(zip(bodies, graphs or [None] * len(bodies), strict=True))
             ])  # fmt: skip
         return results
 
@@ -169,12 +195,23 @@ class ControlFlow(CallMemory, Refusals):
     def died(self, key: int) -> None:
         birth = self._births.get(key)
         self._lost = self._lost or (birth is not None and bool(self._loops) and birth.number < self._loops[-1])
+        self.saved.pop(key, None)
         super().died(key)
 
-    def _within(self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler) -> None:
-        """Run a body that leaves nothing but the tensors `kept`."""
+    def check_saved(self, key: int) -> None:
+        """Refuse a storage that is kept for the backward of a body that may not have been taken."""
+        if self.saved[key] not in self.graphs:
+            raise Refusal("uses a tensor elsewhere than in the body of a branch that has made it", "return it from the body")
+
+    def _within(
+        self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler,
+        graph: Graph | None = None, *, saves: bool = False,
+    ) -> None:  # fmt: skip
+        """Run a body that leaves nothing but the tensors `kept`, and what its graph saves."""
         made, before = self._made, modes()
         self.bodies += 1
+        if graph is not None:
+            self.graphs.append(graph)
         try:
             if heard is not None:
                 sys.setprofile(heard)
@@ -187,32 +224,36 @@ class ControlFlow(CallMemory, Refusals):
         finally:
             pause_profiling()
             self.bodies -= 1
+            if graph is not None:
+                self.graphs.pop()
         self._flush()
         if modes() != before:
             raise self.located(Refusal("changes a mode in the body of a branch or loop", "use it as a context manager (with)"))
         if (place := around.changed()) is not None:
             raise self.located(Refusal(f"changes {place} in the body of a branch or loop, which a replay cannot",
                                        "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
-        if self._left_by(made, kept):
+        left = self._left_by(made, kept)
+        if graph is not None and saves:
+            self.saved = dict.fromkeys(left, graph) | self.saved
+        elif left:
             gc.collect()
-        if self._left_by(made, kept):
-            raise self.located(Refusal("keeps a tensor that it makes in the body of a branch or loop",
-                                       "return it from the body"))  # fmt: skip
+            if self._left_by(made, kept):
+                raise self.located(Refusal("keeps a tensor that it makes in the body of a branch or loop",
+                                           "return it from the body"))  # fmt: skip
         if self.digest is not None:
             self.digest.note(_MARK, _MARK.name, (), {})
 
-    def _left_by(self, made: int, kept: Iterable[torch.Tensor]) -> bool:
-        """Whether a storage is there that was made after so many, and is none of these."""
+    def _left_by(self, made: int, kept: Iterable[torch.Tensor]) -> list[int]:
+        """The storages that are there, were made after so many, and are none of these."""
         mine = {*map(storage_id, kept)}
-        return any(b.number >= made and b() is not None and key not in mine for key, b in [*self._births.items()])
+        return [key for key, b in [*self._births.items()] if b.number >= made and b() is not None and key not in mine]
 
     def _made_in_body(self, body: Callable[[], Sequence[torch.Tensor]], said: str) -> Sequence[torch.Tensor]:
         """The results of a body, each of which has memory of its own."""
-        made = self._made
+        made = self.made
         found = body()
         for t in found:
-            birth = self._births.get(storage_id(t)) if has_memory(t) else None
-            if birth is None or birth.number < made:
+            if not self.made_since(t, made):
                 raise self.located(Refusal(f"returns from {said} a tensor that was there before it",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
             self._without_gradient(t, said)

@@ -182,7 +182,9 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 raise Refusal("moves on the step count of an optimizer, which is kept on the host, in the body of a branch or loop",
                               "make the optimizer with capturable=True or fused=True")
             return args[0] if isinstance(args[0], torch.Tensor) else None
-        self._see(m, args, kwargs)
+        operands = self._see(m, args, kwargs)
+        if self.graphs and torch.is_grad_enabled():
+            self.graphs[-1].meet(operands)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()
@@ -286,6 +288,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 if not has_memory(t):
                     raise _other_kind(m, t)
                 self.refuse_untraced(m, t)
+            if self.saved and key in self.saved:
+                self.check_saved(key)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:

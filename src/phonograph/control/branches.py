@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 
 from .._torch.dynamic import Thing
-from ..capture.control_flow import ControlFlow
+from ..autograd.branches import branch
+from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
 from .results import Tree, apart, number_of, watch_here
 
@@ -100,7 +101,7 @@ def _called(function: Callable[..., R], operands: Sequence[object]) -> Thing:
 
 
 def _recorded(
-    watch: ControlFlow, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
+    watch: OperatorWatch, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
 ) -> Thing:  # fmt: skip
     given, first = Tree.of(operands).tensors, list[Tree]()
 
@@ -112,5 +113,6 @@ def _recorded(
         first.append(found._replace(tensors=[]))
         return found.tensors
 
-    tensors = watch.branch(number, [partial(body, f) for f in functions.values()], [*functions.items(), ("operands", operands)])
+    bodies = [partial(body, f) for f in functions.values()]
+    tensors = branch(watch, number, bodies, [*functions.items(), ("operands", operands)])
     return first[0].whole(tensors)

@@ -1,0 +1,330 @@
+"""Gradients through a branch whose body a replay chooses by what a tensor holds.
+
+In a capture each body runs under autograd as it is: it works with the operands and with what it closes over, and leaves a graph
+of its own. Where that leads to nodes from before, it is given a gradient for. The results of all bodies come out of one node,
+whose backward is a branch as well: each of its bodies runs the backward of one graph.
+
+Gradients are added up in the order in which eager adds them, which rounds. So a tensor that a body uses twice is an input of the
+node twice, and autograd is given the two gradients one by one. Where another body uses it once, -0.0 stands for the other: added
+to any number, it leaves that as it is to the bit. (0.0 would make 0.0 of -0.0.)
+
+Where a body gives a tensor no gradient at all, eager leaves `.grad` alone, and runs nothing that lies before. The same comes out
+for a leaf that has a gradient already, to which -0.0 is added. Otherwise the call is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
+from operator import or_
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from .._torch.autograd import (
+    bump,
+    is_asked_for,
+    keeps_graph,
+    made_when,
+    next_number,
+    ready_for_gradients,
+    unseen_by_checkpoint,
+    version_of,
+    will_run,
+)
+from .._torch.autograd import saved_tensors_hooks as hooks_on_saved
+from .._torch.dynamic import Context
+from .._torch.tensors import has_memory, storage_id
+from ..capture.control_flow import Graph, Roots
+from ..errors import Refusal
+from ..memory.pool import unexpanded
+from ..python.identity import identity
+from ..python.origin import users_line
+
+if TYPE_CHECKING:
+    from ..capture.dispatch import OperatorWatch
+
+__all__ = ["branch"]
+
+Body = Callable[[], Sequence[torch.Tensor]]
+Gradients = Sequence[torch.Tensor | None]
+
+_HERE = "in the body of a branch"
+
+
+def branch(watch: OperatorWatch, index: torch.Tensor, bodies: Sequence[Body], roots: Roots) -> list[torch.Tensor]:
+    """Capture a branch as `watch.branch` does. Its results have a history where gradients are wanted."""
+    if not torch.is_grad_enabled() or watch.has_backward:
+        return watch.branch(index, bodies, roots)
+    ready_for_gradients()
+    index, graphs = watch.copied(index), [_Graph(watch) for _ in bodies]
+    with _saving_apart(watch):
+        forwards = [partial(graph.forward, body) for graph, body in zip(graphs, bodies, strict=True)]
+        results = watch.branch(index, forwards, roots, graphs, saves=True)
+    return _Joint(watch, index, graphs).attach(results)
+
+
+@contextmanager
+def _saving_apart(watch: OperatorWatch) -> Iterator[None]:
+    """What the bodies save is kept as it is. Recomputed in the body of a backward, it would be there for that body only."""
+    pack, _ = hooks_on_saved() or (None, None)
+    if pack is not None and getattr(pack, "__module__", "") != checkpoint.__module__:
+        raise watch.located(Refusal(f"saves tensors through hooks (saved_tensors_hooks) {_HERE}", "use them without the branch"))
+    with nullcontext() if pack is None else saved_tensors_hooks(unseen_by_checkpoint(lambda t: t, pack), lambda t: t):
+        yield
+
+
+class _Entry(NamedTuple):
+    """Where the graph of a body leads to what was there before: a result of an older node, or a leaf."""
+
+    node: Node
+    number: int
+
+    @property
+    def leaf(self) -> torch.Tensor | None:
+        found: torch.Tensor | None = getattr(self.node, "variable", None)
+        return found
+
+
+Use = tuple[Node, int, _Entry]
+"""A node whose gradient of this number goes to an entry."""
+
+
+class _Graph(Graph):
+    """The graph of one body. It keeps no tensor but what autograd saves."""
+
+    def __init__(self, watch: OperatorWatch) -> None:
+        self._watch = weakref.ref(watch)
+        self._met: dict[int, tuple[torch.Tensor, object]] = {}  # what was there before, with the history that it had
+        self.ends: list[GradientEdge | None] = []
+        """Of the results that require a gradient."""
+        self.versions: list[torch.Tensor] = []
+        """Tensors that have the versions of these."""
+        self.counts: Counter[_Entry] = Counter()
+        """How often each entry gets a gradient."""
+        self.tensors: dict[_Entry, torch.Tensor] = {}
+        """What is there, until the branch has been captured."""
+
+    def meet(self, operands: Sequence[torch.Tensor]) -> None:
+        for t in operands:
+            if identity(t) not in self._met:
+                self._met[identity(t)] = t, _history(t)
+
+    def forward(self, body: Body) -> list[torch.Tensor]:
+        """Run the body. Returns its results without history."""
+        watch = self._watch()
+        assert watch is not None
+        made, first = watch.made, next_number()
+        found = body()
+        older = [(t, had) for t, had in self._met.values() if not watch.made_since(t, made)]
+        if any(_history(t) != had for t, had in older):
+            raise watch.located(Refusal(f"changes a tensor in place {_HERE} that gets another history by that",
+                                        "return a new one, or do it under torch.no_grad()"))  # fmt: skip
+        there = {_Entry(t.grad_fn, t.output_nr): t for t, _ in older if t.grad_fn is not None}
+        self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
+        for _, _, entry in _uses(filter(None, self.ends), lambda e: e.leaf is not None or made_when(e.node) < first):
+            t = entry.leaf if entry.leaf is not None else there.get(entry)
+            if t is None:
+                raise watch.located(Refusal(f"differentiates {_HERE} through a tensor that no operator there reads",
+                                            "pass it as an operand, or detach it"))  # fmt: skip
+            if not watch.made_since(t, made):
+                self.tensors[entry] = t
+                self.counts[entry] += 1
+        self._met = {}
+        self.versions = [version_of(t) for t in found if t.requires_grad]
+        return [t.detach() for t in found]
+
+    def backward(self, grads: Gradients, wanted: Set[_Entry], *, keep: bool) -> dict[_Entry, list[torch.Tensor]]:
+        """Run the backward, with gradients of the results. Returns those of the entries `wanted`, in order."""
+        found: dict[_Entry, list[torch.Tensor]] = defaultdict(list)
+        ends = [(end, g) for end, g in zip(filter(None, self.ends), grads, strict=True) if g is not None]
+        nodes: dict[Node, dict[int, _Entry]] = defaultdict(dict)
+        for node, i, entry in self.uses(end for end, _ in ends):
+            if entry in wanted:
+                nodes[node][i] = entry
+
+        def take(places: dict[int, _Entry], given: Gradients, _: object) -> Gradients:
+            for i, entry in places.items():
+                if (g := given[i]) is not None:
+                    found[entry].append(g)
+            return tuple(None if i in places else g for i, g in enumerate(given))
+
+        handles = [node.register_hook(partial(take, dict(sorted(places.items())))) for node, places in nodes.items()]
+        try:
+            if nodes:
+                to = {entry: GradientEdge(*entry) for places in nodes.values() for entry in places.values()}
+                torch.autograd.grad([end for end, _ in ends], [*to.values()], [g for _, g in ends], keep, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def uses(self, ends: Iterable[GradientEdge]) -> Iterator[Use]:
+        """The ways from these ends out of the graph."""
+        return _uses(ends, lambda entry: entry in self.counts)
+
+
+class _Joint:
+    """The bodies of a branch, as one node of autograd's sees them."""
+
+    def __init__(self, watch: OperatorWatch, index: torch.Tensor, graphs: Sequence[_Graph]) -> None:
+        self._watch, self._index, self._graphs = weakref.ref(watch), index, graphs
+        self._counts: Counter[_Entry] = reduce(or_, (graph.counts for graph in graphs))  # the most of any body
+        self._hooks: dict[_Entry, dict[int, object]] = {}  # of the tensors there
+        self._sizes: dict[_Entry, tuple[torch.Size, torch.dtype]] = {}
+        self._noted: list[tuple[torch.Tensor, int]] = []  # the versions of the results
+        self._where = users_line()
+
+    def attach(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give the results of the branch their history."""
+        watch = self._watch()
+        assert watch is not None
+        needs = [[end is not None for end in graph.ends] for graph in self._graphs]
+        if any(other != needs[0] for other in needs):
+            raise watch.located(Refusal("returns a tensor from a branch that requires a gradient in one body and none in another",
+                                        "let all or none require it: torch.zeros_like(x).requires_grad_()"))  # fmt: skip
+        if not any(needs[0]):
+            return results
+        tensors = {entry: t for graph in self._graphs for entry, t in graph.tensors.items()}
+        inputs = [tensors[entry] for entry in self._counts.elements()]
+        self._hooks = {entry: _hooks_of(tensors[entry]) for entry in self._counts}
+        self._sizes = {entry: (tensors[entry].shape, tensors[entry].dtype) for entry in self._counts}
+        for graph in self._graphs:
+            graph.tensors = {}
+        if watch.graphs:
+            watch.graphs[-1].meet(inputs)
+        made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
+        joined = _Joined.apply(self, made, *inputs) if inputs else [t.requires_grad_() for t in made]
+        self._noted = [(version_of(t), t._version) for t in joined]
+        left = iter(joined)
+        return [next(left) if needed else t for t, needed in zip(results, needs[0], strict=True)]
+
+    def backward(self, grads: Gradients) -> list[torch.Tensor | None]:
+        """Gradients of the inputs."""
+        watch = self._watch()
+        if watch is None:
+            raise RuntimeError("the backward of a branch runs outside of the recorded call that has made its graph")
+        if torch.is_grad_enabled():
+            raise watch.located(Refusal("differentiates the gradient of a branch (create_graph)",
+                                        "differentiate within the body", self._where))  # fmt: skip
+        self._follow_writes()
+        given = [[end for end, g in zip(filter(None, graph.ends), grads, strict=True) if g is not None] for graph in self._graphs]
+        reached = {entry for graph, ends in zip(self._graphs, given, strict=True) for _, _, entry in graph.uses(ends)}
+        wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}
+        bodies = [partial(self._through, watch, graph, grads, wanted, keep=keeps_graph()) for graph in self._graphs]
+        found = iter(watch.branch(self._index, bodies, (), self._graphs) if wanted else ())
+        return [next(found) if entry in wanted else None for entry in self._counts.elements()]
+
+    def _through(
+        self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int], *, keep: bool
+    ) -> list[torch.Tensor]:
+        """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many."""
+        made, found = watch.made, list[torch.Tensor]()
+        with self._hooks_apart(wanted):
+            arrived = graph.backward(grads, wanted.keys(), keep=keep)
+        for entry, count in wanted.items():
+            gradients = [_reduced(g, self._sizes[entry]) for g in arrived[entry]]
+            if not gradients:
+                self._check_absent(watch, entry)
+            like = entry.leaf if entry.leaf is not None else gradients[0]
+            gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
+            for g in gradients:
+                if not has_memory(g):
+                    raise watch.located(Refusal(f"gives a gradient of another kind {_HERE} than a dense tensor", "use dense ones"))
+                own = watch.made_since(g, made) and not any(storage_id(g) == storage_id(t) for t in found)
+                strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
+                found.append(g if own and g.stride() == strides else _copied(g, strides))
+        return found
+
+    def _follow_writes(self) -> None:
+        """A result that was written since, each body is told of that may have saved it."""
+        for i, (t, version) in enumerate(self._noted):
+            if t._version != version:
+                bump([graph.versions[i] for graph in self._graphs])
+                self._noted[i] = t, t._version
+
+    def _check_absent(self, watch: OperatorWatch, entry: _Entry) -> None:
+        """Refuse an entry to which a body gives no gradient, if that can be told from -0.0."""
+        leaf = entry.leaf
+        if leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
+            raise watch.located(Refusal(
+                "gives a tensor a gradient in one body of a branch and none in another, where eager leaves it without",
+                "use it in each body; of a parameter, keep the gradient: zero_grad(set_to_none=False)", self._where, final=False,
+            ))  # fmt: skip
+
+    @contextmanager
+    def _hooks_apart(self, entries: Iterable[_Entry]) -> Iterator[None]:
+        """The hooks of tensors from before the branch hear nothing: they are called with the gradient that autograd adds up."""
+        all_hooks = [hooks for entry in entries if (hooks := self._hooks[entry])]
+        kept = [dict(hooks) for hooks in all_hooks]
+        for hooks in all_hooks:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, own in zip(all_hooks, kept, strict=True):
+                hooks.update(own)
+
+
+class _Joined(torch.autograd.Function):
+    """The node from which the results of a branch come."""
+
+    @staticmethod
+    def forward(ctx: Context, joint: _Joint, results: Sequence[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.joint = joint
+        ctx.set_materialize_grads(False)
+        return tuple(t.detach() for t in results)  # which share their versions
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
+        return None, None, *ctx.joint.backward(grads)
+
+
+def _history(t: torch.Tensor) -> object:
+    return t.requires_grad, t.grad_fn
+
+
+def _uses(ends: Iterable[GradientEdge], is_entry: Callable[[_Entry], bool]) -> Iterator[Use]:
+    """The ways from these ends to the entries."""
+    work = [*dict.fromkeys(end.node for end in ends)]
+    seen = set(work)
+    while work:
+        node = work.pop()
+        for i, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            entry = _Entry(following, number)
+            if is_entry(entry):
+                yield node, i, entry
+            elif following not in seen:
+                seen.add(following)
+                work.append(following)
+
+
+def _hooks_of(t: torch.Tensor) -> dict[int, object]:
+    """Where the hooks of a tensor are kept, also those that it is still to get."""
+    if t._backward_hooks is None:
+        t.register_hook(_has_hooks).remove()
+    hooks: dict[int, object] = t._backward_hooks  # type: ignore[assignment]
+    return hooks
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def _reduced(g: torch.Tensor, like: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    """A gradient as autograd makes it before it is added to others."""
+    size, dtype = like
+    return (g if g.shape == size else g.sum_to_size(size)).to(dtype)
+
+
+def _copied(g: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    made = torch.empty_strided(g.size(), strides, dtype=g.dtype, device=g.device)
+    unexpanded(made).copy_(unexpanded(g))
+    return made
