@@ -40,6 +40,7 @@ from .._torch.autograd import (
 from .._torch.autograd import saved_tensors_hooks as hooks_on_saved
 from .._torch.dynamic import Context
 from .._torch.tensors import has_memory, storage_id
+from ..aten import operators
 from ..capture.control_flow import Graph, Roots
 from ..errors import Refusal
 from ..memory.pool import unexpanded
@@ -65,7 +66,7 @@ def branch(watch: OperatorWatch, index: torch.Tensor, bodies: Sequence[Body], ro
     index, graphs = watch.copied(index), [_Graph(watch) for _ in bodies]
     with _saving_apart(watch):
         forwards = [partial(graph.forward, body) for graph, body in zip(graphs, bodies, strict=True)]
-        results = watch.branch(index, forwards, roots, graphs, saves=True)
+        results = watch.branch(index, forwards, roots, graphs)
     return _Joint(watch, index, graphs).attach(results)
 
 
@@ -101,6 +102,7 @@ class _Graph(Graph):
     def __init__(self, watch: OperatorWatch) -> None:
         self._watch = weakref.ref(watch)
         self._met: dict[int, tuple[torch.Tensor, object]] = {}  # what was there before, with the history that it had
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what operators of the body gave
         self.ends: list[GradientEdge | None] = []
         """Of the results that require a gradient."""
         self.versions: list[torch.Tensor] = []
@@ -109,11 +111,15 @@ class _Graph(Graph):
         """How often each entry gets a gradient."""
         self.tensors: dict[_Entry, torch.Tensor] = {}
         """What is there, until the branch has been captured."""
+        self.absent: set[_Entry] = set()
+        """Entries that a branch within gives no gradient in one of its bodies."""
 
-    def meet(self, operands: Sequence[torch.Tensor]) -> None:
+    def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
         for t in operands:
             if identity(t) not in self._met:
                 self._met[identity(t)] = t, _history(t)
+        for t in operators.tensors_in(made, []):
+            self._own[identity(t)] = weakref.ref(t)
 
     def forward(self, body: Body) -> list[torch.Tensor]:
         """Run the body. Returns its results without history."""
@@ -132,12 +138,16 @@ class _Graph(Graph):
             if t is None:
                 raise watch.located(Refusal(f"differentiates {_HERE} through a tensor that no operator there reads",
                                             "pass it as an operand, or detach it"))  # fmt: skip
-            if not watch.made_since(t, made):
+            if not (watch.made_since(t, made) or self._is_own(t)):
                 self.tensors[entry] = t
                 self.counts[entry] += 1
-        self._met = {}
+        self._met, self._own = {}, {}
         self.versions = [version_of(t) for t in found if t.requires_grad]
         return [t.detach() for t in found]
+
+    def _is_own(self, t: torch.Tensor) -> bool:
+        ref = self._own.get(identity(t))
+        return ref is not None and ref() is t
 
     def backward(self, grads: Gradients, wanted: Set[_Entry], *, keep: bool) -> dict[_Entry, list[torch.Tensor]]:
         """Run the backward, with gradients of the results. Returns those of the entries `wanted`, in order."""
@@ -197,7 +207,7 @@ class _Joint:
         for graph in self._graphs:
             graph.tensors = {}
         if watch.graphs:
-            watch.graphs[-1].meet(inputs)
+            watch.graphs[-1].met(inputs, ())
         made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
         joined = _Joined.apply(self, made, *inputs) if inputs else [t.requires_grad_() for t in made]
         self._noted = [(version_of(t), t._version) for t in joined]
@@ -229,7 +239,7 @@ class _Joint:
             arrived = graph.backward(grads, wanted.keys(), keep=keep)
         for entry, count in wanted.items():
             gradients = [_reduced(g, self._sizes[entry]) for g in arrived[entry]]
-            if not gradients:
+            if not gradients or entry in graph.absent:
                 self._check_absent(watch, entry)
             like = entry.leaf if entry.leaf is not None else gradients[0]
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
@@ -250,8 +260,10 @@ class _Joint:
 
     def _check_absent(self, watch: OperatorWatch, entry: _Entry) -> None:
         """Refuse an entry to which a body gives no gradient, if that can be told from -0.0."""
-        leaf = entry.leaf
-        if leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
+        leaf, around = entry.leaf, watch.graphs[-2:-1]
+        if leaf is not None and around and entry in around[0].counts:
+            around[0].absent.add(entry)
+        elif leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
             raise watch.located(Refusal(
                 "gives a tensor a gradient in one body of a branch and none in another, where eager leaves it without",
                 "use it in each body; of a parameter, keep the gradient: zero_grad(set_to_none=False)", self._where, final=False,

@@ -45,6 +45,7 @@ Roots = Sequence[tuple[str, object]]
 """What bodies can get at: the functions and their operands, with names."""
 
 BODY = "a body of control flow"
+_ELSEWHERE = "uses a tensor elsewhere than in the body of a branch that has made it", "return it from the body"
 _MARK = operators.meaning(aten.alias.default)._replace(name=BODY)
 
 
@@ -52,8 +53,8 @@ class Graph:
     """What autograd notes of one body. What it saves is used again where the backward of this body runs, and nowhere else: it
     is there where the body was taken."""
 
-    def meet(self, operands: Sequence[torch.Tensor]) -> None:
-        """The body calls an operator with these, while autograd looks on."""
+    def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
+        """The body has called an operator with these, which has given that."""
 
 
 class ControlFlow(CallMemory, Refusals):
@@ -104,11 +105,11 @@ class ControlFlow(CallMemory, Refusals):
 
     def branch(
         self, index: torch.Tensor, bodies: Sequence[Callable[[], Sequence[torch.Tensor]]], roots: Roots,
-        graphs: Sequence[Graph | None] = (), *, saves: bool = False,
+        graphs: Sequence[Graph | None] = (),
     ) -> list[torch.Tensor]:  # fmt: skip
         """Capture a branch whose bodies give new tensors: memory of their own, of the same kind in each.
 
-        Those with `graphs` make one of autograd that `saves` tensors, or run its backward.
+        Those with `graphs` make one of autograd, or run its backward.
 
         Returns:
             Those of the first body, into which the others copy theirs.
@@ -128,7 +129,7 @@ class ControlFlow(CallMemory, Refusals):
             around = _Around(roots)
             self._flush()
             self.capture_branch(self._number(index, len(bodies)), [
-                partial(self._within, partial(run, body, i == 0), results, around, heard, graph, saves=saves)
+                partial(self._within, partial(run, body, i == 0), results, around, heard, graph)
                 for i, (body, graph) in enumerate(zip(bodies, graphs or [None] * len(bodies), strict=True))
             ])  # fmt: skip
         return results
@@ -201,11 +202,16 @@ class ControlFlow(CallMemory, Refusals):
     def check_saved(self, key: int) -> None:
         """Refuse a storage that is kept for the backward of a body that may not have been taken."""
         if self.saved[key] not in self.graphs:
-            raise Refusal("uses a tensor elsewhere than in the body of a branch that has made it", "return it from the body")
+            raise Refusal(*_ELSEWHERE)
+
+    def check_left(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse tensors of that kind that the call leaves."""
+        if any(has_memory(t) and storage_id(t) in self.saved for t in tensors):
+            raise Refusal(*_ELSEWHERE)
 
     def _within(
         self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler,
-        graph: Graph | None = None, *, saves: bool = False,
+        graph: Graph | None = None,
     ) -> None:  # fmt: skip
         """Run a body that leaves nothing but the tensors `kept`, and what its graph saves."""
         made, before = self._made, modes()
@@ -233,8 +239,8 @@ class ControlFlow(CallMemory, Refusals):
             raise self.located(Refusal(f"changes {place} in the body of a branch or loop, which a replay cannot",
                                        "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
         left = self._left_by(made, kept)
-        if graph is not None and saves:
-            self.saved = dict.fromkeys(left, graph) | self.saved
+        if graph is not None:
+            self.saved.update((key, graph) for key in left if key not in self.saved)
         elif left:
             gc.collect()
             if self._left_by(made, kept):

@@ -183,12 +183,12 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                               "make the optimizer with capturable=True or fused=True")
             return args[0] if isinstance(args[0], torch.Tensor) else None
         operands = self._see(m, args, kwargs)
-        if self.graphs and torch.is_grad_enabled():
-            self.graphs[-1].meet(operands)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()
         out = self._run(func, m, args, kwargs, listening)
+        if self.graphs:
+            self.graphs[-1].met(operands, out)
         self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
         if m.communicates and self.arrivals is not None:
             self.arrivals.note(m, args, kwargs, out)

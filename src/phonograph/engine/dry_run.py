@@ -185,6 +185,7 @@ class DryRun:
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
+        watch.check_left(t for t in (*result, *self._prepared.grads.read()) if isinstance(t, torch.Tensor))
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
             watch.digest.end(returned.shape, [identity(x.thing) if type(x) is Given else x for x in result])

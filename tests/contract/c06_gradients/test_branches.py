@@ -1,0 +1,210 @@
+"""C6: gradients through `pg.cond` and `pg.switch` in recorded steps. The twin has Python's `if` in their place, and no phonograph:
+losses, weights, gradients and what the optimizer keeps are the same, bit for bit, whichever body a call takes."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phonograph as pg
+from tests.contract.shared.training_loops import SGD, common
+from tests.helpers import reasons, side_by_side
+
+FLAGS = (1, 0, 1, 1, 0, 0, 1, 0, 0, 1)
+"""Whether the first body is taken, call by call; of several bodies, the first or another."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
+
+
+class Plain:
+    """What is called in the place of branches by the twin."""
+
+    @staticmethod
+    def cond(pred, true_fn, false_fn, *operands):
+        return true_fn(*operands) if pred else false_fn(*operands)
+
+    @staticmethod
+    def switch(index, branches, *operands):
+        return branches[index](*operands)
+
+
+def training(loss, optimizer=SGD, *, to_none=False, make=Net):
+    """Makes a training step with this loss: first of the twin, then of what is recorded."""
+    forms = iter((Plain, pg))
+
+    def made():
+        by, model = next(forms), make().to(training.device)
+        updates = optimizer(model.parameters())
+        for p in model.parameters() if not to_none else ():
+            p.grad = torch.zeros_like(p)
+
+        def step(x, flag):
+            updates.zero_grad(set_to_none=to_none)
+            found = loss(by, model, x, flag)
+            found.backward()
+            updates.step()
+            return found.detach()
+
+        return step, (model, updates)
+
+    return made
+
+
+def trains(device, loss, *options, replays=4, flags=FLAGS, **named):
+    """Train beside the twin, by each of these flags."""
+    training.device = device
+    both = side_by_side(training(loss, *options, **named))
+    generator = torch.Generator().manual_seed(4)
+    for flag in flags:
+        both(torch.randn(5, 6, generator=generator).to(device), torch.tensor(flag, device=device))
+    stats = pg.stats(both.recorded)
+    assert stats.replayed >= replays and stats.recorded <= 2, reasons(both.recorded)
+    return both
+
+
+def skipped(by, m, x, flag):
+    h = m.first(x)
+    h = by.cond(flag > 0, lambda h: h + m.left(m.norm(h)), lambda h: h, h)
+    h = by.cond(flag < 1, lambda h: h + m.right(F.gelu(h)) * h, lambda h: h * 2, h)
+    return m.head(h).square().mean()
+
+
+def one_of_two(by, m, x, flag):
+    h = torch.tanh(m.first(x))
+    return m.head(by.cond(flag > 0, lambda: m.left(h), lambda: m.right(h) * h) + h).square().mean()
+
+
+def used_often(by, m, x, flag):
+    """The order in which gradients are added up is seen in their last bits."""
+    h = m.first(x)
+    before = (h * 0.3).sin()
+    y = by.cond(flag > 0, lambda h: h * h.exp() / 3 + h.cos() * h, lambda h: h * 0.7, h)
+    return (m.head(y) * m.head(h) + m.head(before + h / 3)).square().mean() + (y * h).mean()
+
+
+def shared_weights(by, m, x, flag):
+    h = m.first(m.first(x))
+    h = by.cond(flag > 0, lambda h: m.first(m.first(h)) + m.left(h), lambda h: m.first(h), h)
+    return m.head(m.left(m.first(h))).square().mean()
+
+
+def nested(by, m, x, flag):
+    def inner(h):
+        return by.cond(h.sum() > 0, lambda h: m.left(h) + h, lambda h: m.right(h), h)
+
+    h = by.cond(flag > 0, lambda h: inner(h) * h, lambda h: h.sin(), torch.tanh(m.first(x)))
+    return m.head(h).square().mean()
+
+
+def with_dropout(by, m, x, flag):
+    h = by.cond(flag > 0, lambda h: F.dropout(m.left(h), 0.4), lambda h: F.dropout(h, 0.2), m.first(x))
+    return m.head(F.dropout(h, 0.1)).square().mean()
+
+
+def several_results(by, m, x, flag):
+    def one(h):
+        return {"y": m.left(h), "n": (h > 0).sum(), "unused": h * 2, "none": None}
+
+    def other(h):
+        return {"y": m.right(h), "n": (h < 0).sum(), "unused": h * 3, "none": None}
+
+    found = by.cond(flag > 0, one, other, m.first(x))
+    return m.head(found["y"]).square().mean() * found["n"]
+
+
+def without_gradients(by, m, x, flag):
+    with torch.no_grad():
+        scale = by.cond(flag > 0, lambda: m.left(x).mean(), lambda: m.right(x).amax())
+    h = by.cond(scale > 0, lambda h, c: h * c, lambda h, c: h - c, m.first(x), scale)
+    frozen = by.cond(flag > 0, lambda x: x * 2, lambda x: x + 1, x)
+    return m.head(h * frozen).square().mean()
+
+
+def early_exit(by, m, x, flag):
+    h = F.relu(m.first(x))
+    sure = m.head(h).softmax(-1).amax(-1).mean() > 0.62
+    return by.cond(sure, lambda h: m.head(h), lambda h: m.head(F.relu(m.left(h)) + m.right(h)), h).logsumexp(-1).mean()
+
+
+def written_in_place(by, m, x, flag):
+    h = by.cond(flag > 0, lambda h: m.left(h), lambda h: m.right(h).clone(), m.first(x))
+    return m.head(F.relu(h.add_(1).mul_(2), inplace=True)).square().mean()
+
+
+def expanded(by, m, x, flag):
+    """The gradient of a sum has each number once in memory."""
+    h = by.cond(flag > 0, lambda h: h + m.left(h).sum(), lambda h: h + 1, m.first(x))
+    return h.sum() / 50
+
+
+def penalty(by, m, x, flag):
+    def of(x):
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(m.head(torch.tanh(m.first(x))).sum(), x, create_graph=True)
+        return (g.norm(dim=-1) - 1).square().mean()
+
+    more = by.cond(flag > 0, of, lambda x: m.head.weight.sum() * 0, x)
+    return m.head(torch.tanh(m.first(x))).square().mean() + 10 * more
+
+
+def where_finite(by, m, x, flag):
+    found = m.head(m.first(x)).square().mean() / flag
+    return by.cond(found.isfinite(), lambda found: found, lambda found: sum(p.sum() for p in m.parameters()) * 0, found)
+
+
+def recomputed(by, m, x, flag):
+    def part(h):
+        h = torch.tanh(m.left(h))
+        return by.cond(flag > 0, lambda h: m.right(h).exp(), lambda h: m.norm(h) * h, h).sin()
+
+    return m.head(checkpoint(part, m.first(x), use_reentrant=False)).square().mean()
+
+
+def recomputed_inside(by, m, x, flag):
+    def part(h):
+        return torch.tanh(m.left(h)).exp()
+
+    h = by.cond(flag > 0, lambda h: checkpoint(part, h, use_reentrant=False), lambda h: h * 2, m.first(x))
+    return m.head(h).square().mean()
+
+
+def cast(by, m, x, flag):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        h = by.cond(flag > 0, lambda h: m.left(m.left(h)), lambda h: m.right(h), m.first(x))
+        return m.head(h).float().square().mean()
+
+
+def experts(by, m, x, flag):
+    layers = [m.left, m.right, m.norm, lambda h: h]
+    return m.head(by.switch(flag + 1, layers, m.first(x))).square().mean()
+
+
+def twice_as_deep(by, m, x, flag):
+    h = m.first(x)
+    for layer in (m.left, m.right):
+        gate = (layer.weight.sum() + h.sum()) > flag
+        h = by.cond(gate, lambda h, layer=layer: h + layer(m.norm(h)), lambda h: h, h)
+    return m.head(h).square().mean()
+
+
+PROGRAMS = (skipped, one_of_two, used_often, shared_weights, nested, with_dropout, several_results, without_gradients, early_exit,
+            written_in_place, expanded, penalty, where_finite, recomputed, recomputed_inside, cast, experts, twice_as_deep)  # fmt: skip
+NAMED = {loss.__name__: loss for loss in PROGRAMS}
+
+
+@pytest.mark.parametrize("loss", NAMED.values(), ids=NAMED)
+def test_c06_a_branch_in_a_step(device, loss):
+    trains(device, loss)
+
+
+@common
+def test_c06_any_optimizer_after_a_branch(device, optimizer):
+    trains(device, skipped, partial(optimizer))
