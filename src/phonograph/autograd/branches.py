@@ -1,8 +1,8 @@
 """Gradients through a branch whose body a replay chooses by what a tensor holds.
 
-In a capture each body runs under autograd as it is: it works with the operands and with what it closes over, and leaves a graph
-of its own. Where that leads to nodes from before, it is given a gradient for. The results of all bodies come out of one node,
-whose backward is a branch as well: each of its bodies runs the backward of one graph.
+In a capture each body runs under autograd, and leaves a graph of its own. It begins at leaves, parameters mostly, and at stand-ins
+for what has a history from before, among the operands and in closures. The results of all bodies come out of one node, whose
+backward is a branch as well: each of its bodies runs the backward of one graph.
 
 Gradients are added up in the order in which eager adds them, which rounds. So a tensor that a body uses twice is an input of the
 node twice, and autograd is given the two gradients one by one. Where another body uses it once, -0.0 stands for the other: added
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import or_
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,34 +39,42 @@ from .._torch.autograd import (
     will_run,
 )
 from .._torch.autograd import saved_tensors_hooks as hooks_on_saved
-from .._torch.dynamic import Context
+from .._torch.dynamic import Context, Thing
+from .._torch.modes import without_modes
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
-from ..capture.control_flow import Graph, Roots
+from ..capture.control_flow import Graph
 from ..errors import Refusal
 from ..memory.pool import unexpanded
 from ..python.identity import identity
 from ..python.origin import users_line
+from .graph import Source
 
 if TYPE_CHECKING:
     from ..capture.dispatch import OperatorWatch
 
 __all__ = ["branch"]
 
-Body = Callable[[], Sequence[torch.Tensor]]
 Gradients = Sequence[torch.Tensor | None]
 
 _HERE = "in the body of a branch"
 
 
-def branch(watch: OperatorWatch, index: torch.Tensor, bodies: Sequence[Body], roots: Roots) -> list[torch.Tensor]:
-    """Capture a branch as `watch.branch` does. Its results have a history where gradients are wanted."""
+def branch(
+    watch: OperatorWatch, index: torch.Tensor, body: Callable[[Thing, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    functions: Mapping[str, Thing], operands: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Capture a branch as `watch.branch` does: `body` calls one of the functions with the operands.
+
+    Its results have a history where gradients are wanted.
+    """
+    roots = [*functions.items(), ("operands", operands)]
     if not torch.is_grad_enabled() or watch.has_backward:
-        return watch.branch(index, bodies, roots)
+        return watch.branch(index, [partial(body, f, operands) for f in functions.values()], roots)
     ready_for_gradients()
-    index, graphs = watch.copied(index), [_Graph(watch) for _ in bodies]
+    index, graphs = watch.copied(index), [_Graph(watch) for _ in functions]
     with _saving_apart(watch):
-        forwards = [partial(graph.forward, body) for graph, body in zip(graphs, bodies, strict=True)]
+        forwards = [partial(g.forward, partial(body, f), f, operands) for g, f in zip(graphs, functions.values(), strict=True)]
         results = watch.branch(index, forwards, roots, graphs)
     return _Joint(watch, index, graphs).attach(results)
 
@@ -81,7 +90,7 @@ def _saving_apart(watch: OperatorWatch) -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    """Where the graph of a body leads to what was there before: a result of an older node, or a leaf."""
+    """Where the graph of a body begins: a leaf, or a result of an older node."""
 
     node: Node
     number: int
@@ -92,17 +101,14 @@ class _Entry(NamedTuple):
         return found
 
 
-Use = tuple[Node, int, _Entry]
-"""A node whose gradient of this number goes to an entry."""
-
-
 class _Graph(Graph):
     """The graph of one body. It keeps no tensor but what autograd saves."""
 
     def __init__(self, watch: OperatorWatch) -> None:
         self._watch = weakref.ref(watch)
-        self._met: dict[int, tuple[torch.Tensor, object]] = {}  # what was there before, with the history that it had
-        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what operators of the body gave
+        self._met: dict[int, tuple[torch.Tensor, object]] = {}  # operands of the body's operators, with the history they had
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what these gave
+        self._entries: dict[Node, _Entry] = {}  # by the nodes that lead there from within
         self.ends: list[GradientEdge | None] = []
         """Of the results that require a gradient."""
         self.versions: list[torch.Tensor] = []
@@ -121,62 +127,94 @@ class _Graph(Graph):
         for t in operators.tensors_in(made, []):
             self._own[identity(t)] = weakref.ref(t)
 
-    def forward(self, body: Body) -> list[torch.Tensor]:
+    def forward(
+        self, body: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], function: Thing, operands: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Run the body. Returns its results without history."""
         watch = self._watch()
         assert watch is not None
         made, first = watch.made, next_number()
-        found = body()
-        older = [(t, had) for t, had in self._met.values() if not watch.made_since(t, made)]
-        if any(_history(t) != had for t, had in older):
+        with without_modes():
+            stand = partial(self._stand, torch.empty(0, requires_grad=True), dict[int, torch.Tensor]())
+        with _in_closures(function, stand):
+            found = body([*map(stand, operands)])
+        if any(_history(t) != had and not watch.made_since(t, made) for t, had in self._met.values()):
             raise watch.located(Refusal(f"changes a tensor in place {_HERE} that gets another history by that",
                                         "return a new one, or do it under torch.no_grad()"))  # fmt: skip
-        there = {_Entry(t.grad_fn, t.output_nr): t for t, _ in older if t.grad_fn is not None}
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
-        for _, _, entry in _uses(filter(None, self.ends), lambda e: e.leaf is not None or made_when(e.node) < first):
-            t = entry.leaf if entry.leaf is not None else there.get(entry)
-            if t is None:
-                raise watch.located(Refusal(f"differentiates {_HERE} through a tensor that no operator there reads",
+        for _, _, node in self._ways(filter(None, self.ends)):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not watch.made_since(leaf, made) and not self._is_own(leaf):
+                self._entries[node] = _Entry(node, 0)
+                self.tensors[self._entries[node]] = leaf
+            elif leaf is None and made_when(node) < first:
+                raise watch.located(Refusal(f"reads a tensor {_HERE} that has a history from before",
                                             "pass it as an operand, or detach it"))  # fmt: skip
-            if not (watch.made_since(t, made) or self._is_own(t)):
-                self.tensors[entry] = t
-                self.counts[entry] += 1
+        self.counts = Counter(self._entries[node] for _, _, node in self._ways(filter(None, self.ends)) if node in self._entries)
         self._met, self._own = {}, {}
         self.versions = [version_of(t) for t in found if t.requires_grad]
         return [t.detach() for t in found]
+
+    def _stand(self, root: torch.Tensor, stands: dict[int, torch.Tensor], t: torch.Tensor) -> torch.Tensor:
+        """What the body gets for a tensor from before."""
+        if t.grad_fn is None:
+            return t
+        if identity(t) not in stands:
+            stands[identity(t)] = made = Source.apply(root, t.detach(), [])
+            entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
+            self.tensors[entry] = t
+        return stands[identity(t)]
+
+    def _ways(self, ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, Node]]:
+        """The ways from these ends into each node of the graph: from which node, by its gradient of which number, to which.
+        (The nodes where a graph begins have one result.)"""
+        work = [*dict.fromkeys(end.node for end in ends)]
+        seen = {*work, *self._entries}
+        while work:
+            node = work.pop()
+            for i, (following, _) in enumerate(node.next_functions):
+                if following is not None:
+                    yield node, i, following
+                    if following not in seen:
+                        seen.add(following)
+                        work.append(following)
 
     def _is_own(self, t: torch.Tensor) -> bool:
         ref = self._own.get(identity(t))
         return ref is not None and ref() is t
 
+    def reached(self, grads: Gradients) -> set[_Entry]:
+        """The entries to which these gradients of the results lead."""
+        ends = [end for end, g in zip(filter(None, self.ends), grads, strict=True) if g is not None]
+        return {self._entries[node] for _, _, node in self._ways(ends) if node in self._entries}
+
     def backward(self, grads: Gradients, wanted: Set[_Entry], *, keep: bool) -> dict[_Entry, list[torch.Tensor]]:
         """Run the backward, with gradients of the results. Returns those of the entries `wanted`, in order."""
         found: dict[_Entry, list[torch.Tensor]] = defaultdict(list)
         ends = [(end, g) for end, g in zip(filter(None, self.ends), grads, strict=True) if g is not None]
-        nodes: dict[Node, dict[int, _Entry]] = defaultdict(dict)
-        for node, i, entry in self.uses(end for end, _ in ends):
-            if entry in wanted:
-                nodes[node][i] = entry
+        places: dict[Node, dict[int, _Entry]] = defaultdict(dict)
+        starts = dict[Node, None]()
+        for node, i, start in self._ways(end for end, _ in ends):
+            if self._entries.get(start) in wanted:
+                places[node][i] = self._entries[start]
+                starts[start] = None
 
         def take(places: dict[int, _Entry], given: Gradients, _: object) -> Gradients:
-            for i, entry in places.items():
-                if (g := given[i]) is not None:
-                    found[entry].append(g)
+            """Of the gradients that a node gives, take those of entries. Autograd would add them up."""
+            for i, g in enumerate(given):
+                if i in places and g is not None:
+                    found[places[i]].append(g)
             return tuple(None if i in places else g for i, g in enumerate(given))
 
-        handles = [node.register_hook(partial(take, dict(sorted(places.items())))) for node, places in nodes.items()]
+        handles = [node.register_hook(partial(take, own)) for node, own in places.items()]
         try:
-            if nodes:
-                to = {entry: GradientEdge(*entry) for places in nodes.values() for entry in places.values()}
-                torch.autograd.grad([end for end, _ in ends], [*to.values()], [g for _, g in ends], keep, allow_unused=True)
+            if starts:
+                to = [GradientEdge(start, 0) for start in starts]
+                torch.autograd.grad([end for end, _ in ends], to, [g for _, g in ends], keep, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
         return found
-
-    def uses(self, ends: Iterable[GradientEdge]) -> Iterator[Use]:
-        """The ways from these ends out of the graph."""
-        return _uses(ends, lambda entry: entry in self.counts)
 
 
 class _Joint:
@@ -185,7 +223,6 @@ class _Joint:
     def __init__(self, watch: OperatorWatch, index: torch.Tensor, graphs: Sequence[_Graph]) -> None:
         self._watch, self._index, self._graphs = weakref.ref(watch), index, graphs
         self._counts: Counter[_Entry] = reduce(or_, (graph.counts for graph in graphs))  # the most of any body
-        self._hooks: dict[_Entry, dict[int, object]] = {}  # of the tensors there
         self._sizes: dict[_Entry, tuple[torch.Size, torch.dtype]] = {}
         self._noted: list[tuple[torch.Tensor, int]] = []  # the versions of the results
         self._where = users_line()
@@ -202,12 +239,9 @@ class _Joint:
             return results
         tensors = {entry: t for graph in self._graphs for entry, t in graph.tensors.items()}
         inputs = [tensors[entry] for entry in self._counts.elements()]
-        self._hooks = {entry: _hooks_of(tensors[entry]) for entry in self._counts}
         self._sizes = {entry: (tensors[entry].shape, tensors[entry].dtype) for entry in self._counts}
         for graph in self._graphs:
             graph.tensors = {}
-        if watch.graphs:
-            watch.graphs[-1].met(inputs, ())
         made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
         joined = _Joined.apply(self, made, *inputs) if inputs else [t.requires_grad_() for t in made]
         self._noted = [(version_of(t), t._version) for t in joined]
@@ -223,8 +257,7 @@ class _Joint:
             raise watch.located(Refusal("differentiates the gradient of a branch (create_graph)",
                                         "differentiate within the body", self._where))  # fmt: skip
         self._follow_writes()
-        given = [[end for end, g in zip(filter(None, graph.ends), grads, strict=True) if g is not None] for graph in self._graphs]
-        reached = {entry for graph, ends in zip(self._graphs, given, strict=True) for _, _, entry in graph.uses(ends)}
+        reached = set[_Entry]().union(*(graph.reached(grads) for graph in self._graphs))
         wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}
         bodies = [partial(self._through, watch, graph, grads, wanted, keep=keeps_graph()) for graph in self._graphs]
         found = iter(watch.branch(self._index, bodies, (), self._graphs) if wanted else ())
@@ -235,7 +268,7 @@ class _Joint:
     ) -> list[torch.Tensor]:
         """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many."""
         made, found = watch.made, list[torch.Tensor]()
-        with self._hooks_apart(wanted):
+        with _hooks_apart(wanted):
             arrived = graph.backward(grads, wanted.keys(), keep=keep)
         for entry, count in wanted.items():
             gradients = [_reduced(g, self._sizes[entry]) for g in arrived[entry]]
@@ -269,19 +302,6 @@ class _Joint:
                 "use it in each body; of a parameter, keep the gradient: zero_grad(set_to_none=False)", self._where, final=False,
             ))  # fmt: skip
 
-    @contextmanager
-    def _hooks_apart(self, entries: Iterable[_Entry]) -> Iterator[None]:
-        """The hooks of tensors from before the branch hear nothing: they are called with the gradient that autograd adds up."""
-        all_hooks = [hooks for entry in entries if (hooks := self._hooks[entry])]
-        kept = [dict(hooks) for hooks in all_hooks]
-        for hooks in all_hooks:
-            hooks.clear()
-        try:
-            yield
-        finally:
-            for hooks, own in zip(all_hooks, kept, strict=True):
-                hooks.update(own)
-
 
 class _Joined(torch.autograd.Function):
     """The node from which the results of a branch come."""
@@ -301,29 +321,47 @@ def _history(t: torch.Tensor) -> object:
     return t.requires_grad, t.grad_fn
 
 
-def _uses(ends: Iterable[GradientEdge], is_entry: Callable[[_Entry], bool]) -> Iterator[Use]:
-    """The ways from these ends to the entries."""
-    work = [*dict.fromkeys(end.node for end in ends)]
-    seen = set(work)
+@contextmanager
+def _in_closures(function: Thing, stand: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In the block, what stands for them is in the place of tensors in the closure of a function, and of functions in that."""
+    cells, work, seen = list[tuple[CellType, torch.Tensor, torch.Tensor]](), [function], set[int]()
     while work:
-        node = work.pop()
-        for i, (following, number) in enumerate(node.next_functions):
-            if following is None:
-                continue
-            entry = _Entry(following, number)
-            if is_entry(entry):
-                yield node, i, entry
-            elif following not in seen:
-                seen.add(following)
-                work.append(following)
+        for cell in getattr(work.pop(), "__closure__", None) or ():
+            held = _contents(cell)
+            if isinstance(held, torch.Tensor) and (given := stand(held)) is not held:
+                cells.append((cell, held, given))
+            elif isinstance(held, FunctionType) and identity(held) not in seen:
+                seen.add(identity(held))
+                work.append(held)
+    for cell, _, given in cells:
+        cell.cell_contents = given
+    try:
+        yield
+    finally:
+        for cell, held, given in cells:
+            if _contents(cell) is given:
+                cell.cell_contents = held
 
 
-def _hooks_of(t: torch.Tensor) -> dict[int, object]:
-    """Where the hooks of a tensor are kept, also those that it is still to get."""
-    if t._backward_hooks is None:
-        t.register_hook(_has_hooks).remove()
-    hooks: dict[int, object] = t._backward_hooks  # type: ignore[assignment]
-    return hooks
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+@contextmanager
+def _hooks_apart(entries: Iterable[_Entry]) -> Iterator[None]:
+    """In the block, the hooks of leaves hear nothing: they are called with what autograd adds up."""
+    found = [hooks for entry in entries if entry.leaf is not None and (hooks := entry.leaf._backward_hooks)]
+    kept = [*map(dict, found)]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(found, kept, strict=True):
+            hooks.update(own)
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import index as as_index
 from typing import TypeVar
 
@@ -103,16 +102,15 @@ def _called(function: Callable[..., R], operands: Sequence[object]) -> Thing:
 def _recorded(
     watch: OperatorWatch, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
 ) -> Thing:  # fmt: skip
-    given, first = Tree.of(operands).tensors, list[Tree]()
+    given, first = Tree.of(operands), list[Tree]()
 
-    def body(function: Callable[..., R]) -> list[torch.Tensor]:
-        found = apart(function(*operands), given)
+    def body(function: Callable[..., R], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = apart(function(*given.whole(tensors)), tensors)
         if first and not first[0].alike(found):
             raise watch.located(Refusal("returns something else from each branch than tensors",
                                         "return the same structure, and the same but for the values of tensors"))  # fmt: skip
         first.append(found._replace(tensors=[]))
         return found.tensors
 
-    bodies = [partial(body, f) for f in functions.values()]
-    tensors = branch(watch, number, bodies, [*functions.items(), ("operands", operands)])
+    tensors = branch(watch, number, body, functions, given.tensors)
     return first[0].whole(tensors)
