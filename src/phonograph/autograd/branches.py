@@ -46,6 +46,7 @@ from ..aten import operators
 from ..capture.control_flow import Graph
 from ..errors import Refusal
 from ..memory.pool import unexpanded
+from ..python.bytecode import names_in
 from ..python.identity import identity
 from ..python.origin import users_line
 from .graph import Source
@@ -58,6 +59,7 @@ __all__ = ["branch"]
 Gradients = Sequence[torch.Tensor | None]
 
 _HERE = "in the body of a branch"
+_BACKWARD = "backward"
 
 
 def branch(
@@ -135,9 +137,18 @@ class _Graph(Graph):
         assert watch is not None
         made, first = watch.made, next_number()
         with without_modes():
-            stand = partial(self._stand, torch.empty(0, requires_grad=True), dict[int, torch.Tensor]())
-        with _in_closures(function, stand):
-            found = body([*map(stand, operands)])
+            root = torch.empty(0, requires_grad=True)
+        arrived = list[torch.Tensor | None]()
+        stand = partial(self._stand, root, arrived, dict[int, torch.Tensor]())
+        cells, names = _closures(function)
+        if _BACKWARD in names:  # through the graph from before
+            found = body(operands)
+        else:
+            with _replaced(cells, stand):
+                found = body([*map(stand, operands)])
+        if arrived:
+            raise watch.located(Refusal(f"runs a backward {_HERE} through a tensor from before it",
+                                        "call backward() in the function itself that is the body"))  # fmt: skip
         if any(_history(t) != had and not watch.made_since(t, made) for t, had in self._met.values()):
             raise watch.located(Refusal(f"changes a tensor in place {_HERE} that gets another history by that",
                                         "return a new one, or do it under torch.no_grad()"))  # fmt: skip
@@ -155,12 +166,14 @@ class _Graph(Graph):
         self.versions = [version_of(t) for t in found if t.requires_grad]
         return [t.detach() for t in found]
 
-    def _stand(self, root: torch.Tensor, stands: dict[int, torch.Tensor], t: torch.Tensor) -> torch.Tensor:
+    def _stand(
+        self, root: torch.Tensor, arrived: list[torch.Tensor | None], stands: dict[int, torch.Tensor], t: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
         """What the body gets for a tensor from before."""
         if t.grad_fn is None:
             return t
         if identity(t) not in stands:
-            stands[identity(t)] = made = Source.apply(root, t.detach(), [])
+            stands[identity(t)] = made = Source.apply(root, t.detach(), arrived)
             entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
             self.tensors[entry] = t
         return stands[identity(t)]
@@ -321,25 +334,31 @@ def _history(t: torch.Tensor) -> object:
     return t.requires_grad, t.grad_fn
 
 
-@contextmanager
-def _in_closures(function: Thing, stand: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """In the block, what stands for them is in the place of tensors in the closure of a function, and of functions in that."""
-    cells, work, seen = list[tuple[CellType, torch.Tensor, torch.Tensor]](), [function], set[int]()
+def _closures(function: Thing) -> tuple[list[tuple[CellType, object]], set[str]]:
+    """The closure of a function and of the functions in it, with its contents; and the names in their code."""
+    cells, names, work, seen = list[tuple[CellType, object]](), set[str](), [function], set[int]()
     while work:
-        for cell in getattr(work.pop(), "__closure__", None) or ():
-            held = _contents(cell)
-            if isinstance(held, torch.Tensor) and (given := stand(held)) is not held:
-                cells.append((cell, held, given))
-            elif isinstance(held, FunctionType) and identity(held) not in seen:
-                seen.add(identity(held))
-                work.append(held)
-    for cell, _, given in cells:
-        cell.cell_contents = given
+        function = work.pop()
+        if isinstance(function, FunctionType) and identity(function) not in seen:
+            seen.add(identity(function))
+            names |= names_in(function.__code__)
+            own = [(cell, _contents(cell)) for cell in function.__closure__ or ()]
+            cells += own
+            work += [held for _, held in own]
+    return cells, names
+
+
+@contextmanager
+def _replaced(cells: Iterable[tuple[CellType, object]], stand: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In the block, what stands for them is in the place of tensors."""
+    given = [(cell, held, stand(held)) for cell, held in cells if isinstance(held, torch.Tensor)]
+    for cell, _, new in given:
+        cell.cell_contents = new
     try:
         yield
     finally:
-        for cell, held, given in cells:
-            if _contents(cell) is given:
+        for cell, held, new in given:
+            if _contents(cell) is new:
                 cell.cell_contents = held
 
 

@@ -35,6 +35,20 @@ class Plain:
     def switch(index, branches, *operands):
         return branches[index](*operands)
 
+    @staticmethod
+    def while_loop(cond_fn, body_fn, state, max_iterations):
+        for _ in range(max_iterations):
+            if not cond_fn(*state):
+                break
+            state = body_fn(*state)
+        return state
+
+    @staticmethod
+    def repeat(n, body_fn, state):
+        for _ in range(n):
+            state = body_fn(state)
+        return state
+
 
 def training(loss, optimizer=SGD, *, to_none=False, make=Net):
     """Makes a training step with this loss: first of the twin, then of what is recorded."""
@@ -155,11 +169,6 @@ def penalty(by, m, x, flag):
     return m.head(torch.tanh(m.first(x))).square().mean() + 10 * more
 
 
-def where_finite(by, m, x, flag):
-    found = m.head(m.first(x)).square().mean() / flag
-    return by.cond(found.isfinite(), lambda found: found, lambda found: sum(p.sum() for p in m.parameters()) * 0, found)
-
-
 def recomputed(by, m, x, flag):
     def part(h):
         h = torch.tanh(m.left(h))
@@ -196,7 +205,7 @@ def twice_as_deep(by, m, x, flag):
 
 
 PROGRAMS = (skipped, one_of_two, used_often, shared_weights, nested, with_dropout, several_results, without_gradients, early_exit,
-            written_in_place, expanded, penalty, where_finite, recomputed, recomputed_inside, cast, experts, twice_as_deep)  # fmt: skip
+            written_in_place, expanded, penalty, recomputed, recomputed_inside, cast, experts, twice_as_deep)  # fmt: skip
 NAMED = {loss.__name__: loss for loss in PROGRAMS}
 
 
@@ -208,3 +217,40 @@ def test_c06_a_branch_in_a_step(device, loss):
 @common
 def test_c06_any_optimizer_after_a_branch(device, optimizer):
     trains(device, skipped, partial(optimizer))
+
+
+# -- loops
+
+
+def halving(by, m, x, flag):
+    """As often as the values say, and not at all."""
+    h, n = by.while_loop(
+        lambda h, n: h.square().mean() > 0.02 * flag, lambda h, n: (h - m.left(h) * 0.3 - h / 3, n + 1), (m.first(x), flag * 0),
+        max_iterations=4,
+    )  # fmt: skip
+    return m.head(h).square().mean() * (n + 1)
+
+
+def newton(by, m, x, flag):
+    """Its state begins without a gradient."""
+
+    def turn(r):
+        return ((r + (m.first(x).square() + 1) / r) / 2,)
+
+    start = torch.ones_like(x).requires_grad_()
+    (r,) = by.while_loop(lambda r: (r - r.mean()).square().mean() < 0.01 * flag, turn, (start,), max_iterations=3)
+    return m.head(r).square().mean()
+
+
+def repeated(by, m, x, flag):
+    h = by.repeat(3, lambda h: torch.tanh(m.left(h)) + h, m.first(x))
+    n = by.repeat(5, lambda n: n + flag, flag)
+    return m.head(h).square().mean() * n
+
+
+LOOPS = {loss.__name__: loss for loss in (halving, newton, repeated)}
+
+
+@pytest.mark.parametrize("loss", LOOPS.values(), ids=LOOPS)
+def test_c06_a_loop_in_a_step(device, loss):
+    trains(device, loss)
