@@ -12,6 +12,7 @@ its memory would be given to what the body makes.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from .._torch.dynamic import Args, Thing
 from .._torch.modes import below_autograd, without_modes
 from .._torch.operators import OpOverload
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import alias, has_memory, storage_id
 from ..aten import operators
 from ..call.signature import modes
 from ..errors import Overlooked, Refusal
@@ -32,6 +33,7 @@ from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
 from .call_memory import CallMemory
 from .digest import Digest
+from .effects import ANYONE, Effect, Starts
 from .python_events import pause_profiling
 from .refusals import Refusals
 
@@ -45,6 +47,14 @@ Roots = Sequence[tuple[str, object]]
 
 BODY = "a body of control flow"
 _ELSEWHERE = "uses a tensor elsewhere than in the body of a branch that has made it", "return it from the body"
+_LOOP = -1, 0
+_HOOK = Effect("sets a hook on a tensor in the body of a branch or loop", "set it outside, or change the gradient in an "
+               "autograd.Function", ANYONE)  # fmt: skip
+_SET_HOOKS = {
+    "register_hook": os.path.join("torch", "_tensor.py"),
+    "setup_input_hook": os.path.join("torch", "utils", "hooks.py"),
+    "register_post_accumulate_grad_hook": os.path.join("torch", "_tensor.py"),
+}
 _MARK = operators.meaning(aten.alias.default)._replace(name=BODY)
 
 
@@ -67,6 +77,9 @@ class ControlFlow(CallMemory, Refusals):
         """How many bodies the operators that run now are within."""
         self.saved: dict[int, Graph] = {}
         """The storages that were made in a body and are kept for its backward."""
+        self._place: list[tuple[int, int]] = []  # of the bodies that run now: which branch or loop, and which body of that
+        self._flows = 0  # branches and loops so far
+        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int]] = {}
         self.graphs: list[Graph] = []
         """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
@@ -127,8 +140,9 @@ class ControlFlow(CallMemory, Refusals):
         with self._unheard() as heard:
             around = _Around(roots)
             self._flush()
+            flow = self._flows
             self.capture_branch(self._number(index, len(bodies)), [
-                partial(self._within, partial(run, body, i == 0), results, around, heard, graph)
+                partial(self._within, partial(run, body, i == 0), results, around, heard, graph, (flow, i))
                 for i, (body, graph) in enumerate(zip(bodies, graphs or [None] * len(bodies), strict=True))
             ])  # fmt: skip
         return results
@@ -198,6 +212,11 @@ class ControlFlow(CallMemory, Refusals):
         self.saved.pop(key, None)
         super().died(key)
 
+    def hooks(self) -> Starts:
+        """Functions that set hooks, which are refused in bodies: a backward calls them in captures only, whether the body is
+        taken or not."""
+        return {name: [(file, lambda frame: bool(self.bodies), _HOOK)] for name, file in _SET_HOOKS.items()}
+
     def check_saved(self, key: int) -> None:
         """Refuse a storage that is kept for the backward of a body that may not have been taken."""
         if self.saved[key] not in self.graphs:
@@ -210,11 +229,12 @@ class ControlFlow(CallMemory, Refusals):
 
     def _within(
         self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler,
-        graph: Graph | None = None,
+        graph: Graph | None = None, place: tuple[int, int] = _LOOP,
     ) -> None:  # fmt: skip
         """Run a body that leaves nothing but the tensors `kept`, and what its graph saves."""
         made, before = self._made, modes()
         self.bodies += 1
+        self._place.append(place)
         if graph is not None:
             self.graphs.append(graph)
         try:
@@ -229,6 +249,7 @@ class ControlFlow(CallMemory, Refusals):
         finally:
             pause_profiling()
             self.bodies -= 1
+            self._place.pop()
             if graph is not None:
                 self.graphs.pop()
         self._flush()
@@ -310,11 +331,27 @@ class ControlFlow(CallMemory, Refusals):
         return made
 
     def _copy(self, target: torch.Tensor, t: torch.Tensor) -> None:
-        self.applied(aten.copy_.default, unexpanded(target), unexpanded(t))
+        """(Autograd may have saved the target, for a body that is not taken then.)"""
+        self.applied(aten.copy_.default, unexpanded(alias(target)), unexpanded(t))
 
     def _flush(self) -> None:
         """What autocast has cast in a body is for that body."""
         torch.clear_autocast_cache()
+        self._flows += 1
+
+    def casts_weight(self, t: torch.Tensor, ended: int) -> None:
+        """Autocast casts a weight after so many of its contexts. In eager it may be there from before: its gradients are then
+        added up in the type to which it was cast.
+
+        Raises:
+            Refusal: it may be, by which bodies are taken.
+        """
+        here, (there, flows) = self._place, self._cast_at.get((storage_id(t), ended), ([], self._flows))
+        apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
+        if flows != self._flows and not apart:
+            raise Refusal("uses a weight under autocast in the body of a branch or loop and elsewhere, for which eager casts it once",
+                          "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
+        self._cast_at[storage_id(t), ended] = [*here], self._flows
 
 
 class _Around:

@@ -184,6 +184,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                               "make the optimizer with capturable=True or fused=True")
             return args[0] if isinstance(args[0], torch.Tensor) else None
         operands = self._see(m, args, kwargs)
+        if m.name == "aten::_to_copy" and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
+            self.casts_weight(operands[0], self.casts.ended)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()

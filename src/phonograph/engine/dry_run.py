@@ -240,7 +240,7 @@ class DryRun:
         called: Thing = request.function
         tracing, backward = request.tracing, request.backward
         refused = tracing.refused() if tracing is not None else {}
-        heard = together(watch.frames(), watch.histories.backwards(), prepared.begins, refused)
+        heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         watch.outermost = sys._getframe().f_code
