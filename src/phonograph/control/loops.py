@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import index as as_index
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -49,7 +49,7 @@ def while_loop(
     if watch is None:
         return _live(cond_fn, body_fn, first, max_iterations)
     if max_iterations is None:
-        return _recorded(watch, cond_fn, body_fn, first)
+        return cast("S", _recorded(watch, cond_fn, body_fn, first))
     if torch.is_grad_enabled():
         return _branches(cond_fn, body_fn, first, max_iterations)
 
@@ -95,8 +95,7 @@ def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
 def _turns(n: int, body_fn: Callable[..., S], state: Tree) -> S:
     for _ in range(n):
         state = apart(_given(body_fn, state.whole(state.tensors)), ())
-    last: S = state.whole(state.tensors)
-    return last
+    return cast("S", state.whole(state.tensors))
 
 
 def _counted(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree) -> S:
@@ -106,8 +105,7 @@ def _counted(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callabl
         return i + 1, _given(body_fn, inner)
 
     done = torch.zeros((), dtype=torch.int64, device=watch.device)
-    last: S = _recorded(watch, cond_fn, turn, Tree.of((done, first.whole(first.tensors))))[1]
-    return last
+    return cast("S", _recorded(watch, cond_fn, turn, Tree.of((done, first.whole(first.tensors))))[1])
 
 
 def _branches(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree, most: int) -> S:
@@ -117,14 +115,14 @@ def _branches(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: T
         new = _given(body_fn, state)
         return new, _given(cond_fn, new)
 
-    state: S = first.whole(first.tensors)
+    state = cast("S", first.whole(first.tensors))
     goes_on = _given(cond_fn, state)
     for _ in range(most):
         state, goes_on = cond(goes_on, turn, lambda *last: last, state, goes_on)
     return state
 
 
-def _given(function: Callable[..., Thing], state: object) -> Thing:
+def _given(function: Callable[..., Thing], state: Thing) -> Thing:
     return function(*state) if type(state) in (tuple, list) else function(state)
 
 
@@ -139,7 +137,7 @@ def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree,
     return whole
 
 
-def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree) -> S:
+def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., Thing], first: Tree) -> Thing:
     def goes_on(state: Sequence[torch.Tensor]) -> torch.Tensor:
         found = _given(cond_fn, first.whole(state))
         if not isinstance(found, torch.Tensor):
@@ -154,5 +152,4 @@ def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callab
         return found.tensors
 
     roots = [("cond_fn", cond_fn), ("body_fn", body_fn)]
-    found: S = first.whole(watch.loop(goes_on, turn, first.tensors, roots))
-    return found
+    return first.whole(watch.loop(goes_on, turn, first.tensors, roots))

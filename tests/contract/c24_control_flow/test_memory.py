@@ -1,0 +1,44 @@
+"""C24, C15: the peak of a branch is that of its worst path. A body's memory is the next one's."""
+
+import re
+
+import pytest
+import torch
+
+import phonograph as pg
+from tests.helpers import counts, ramp, reasons
+
+
+def heavy(n):
+    """A function with many tensors at a time."""
+
+    def f(x):
+        return torch.cat([(x + i).sin() for i in range(n)]).view(n, -1).sum(0)
+
+    return f
+
+
+WAYS = {
+    "branch": lambda x, p: pg.cond(p > 0, heavy(16), heavy(15), x),
+    "switch": lambda x, p: pg.switch(p.long(), [heavy(16), heavy(15), heavy(14), heavy(3)], x),
+    "loop": lambda x, p: pg.repeat(9, heavy(16), x),
+    "nested": lambda x, p: pg.cond(p > 0, heavy(16), lambda x: pg.cond(p > -1, heavy(15), heavy(16), x), x),
+}
+
+
+def footprint(function, x, p):
+    f = pg.record(function, keep="always")
+    for _ in range(3):
+        f(x, p)
+    assert counts(f) == (1, 1, 2), reasons(f)
+    (found,) = re.findall(r"footprint: ([\d.]+) MiB", str(pg.explain(f)))
+    pg.reset(f)
+    return float(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_c24_the_peak_is_that_of_the_worst_path(device, way):
+    x, p = ramp(device, 1 << 17), torch.ones((), device=device)
+    plain = footprint(lambda x, p: heavy(16)(x), x, p)
+    results = 2 * x.nbytes / 2**20 if way == "loop" else x.nbytes / 2**20  # which stay, as a state from turn to turn
+    assert footprint(WAYS[way], x, p) <= 1.05 * plain + results
